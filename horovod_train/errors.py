@@ -1,0 +1,29 @@
+"""How a run can end badly: one exception class per exit code. Says nothing about how they are shown; see main."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """Ends the run with `exit_code`; its text is one line that a user can act on."""
+
+    exit_code = 1
+
+
+class UserError(RunError):
+    """Bad config, arguments or data: the line says where, what was expected, what came and what to do."""
+
+    exit_code = 2
+
+
+class RanksDisagree(RunError):
+    """The ranks hold different weights, config or code."""
+
+    exit_code = 86
+
+
+class DivergedError(RunError):
+    """The loss is no longer a finite number."""
+
+
+class FailedElsewhere(RunError):
+    """Another rank failed and has said why; this one only leaves, without a word of its own."""

@@ -1,0 +1,90 @@
+"""Finds a thing by the name a config gives it and calls it with its options. Knows no list of its own.
+
+A wrong name or option is the user's mistake: one line with the nearest names, or with the signature.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from horovod_train.config import Spec
+from horovod_train.errors import UserError
+
+
+def load_function(name: str, where: str) -> Any:
+    """What `package.module:function` names. `where` is the config key, for the error."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        raise UserError(
+            f"{where}: {module_name} has no {attribute!r}; it has {_near(attribute, public_names(module))}."
+        )
+    return getattr(module, attribute)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> Callable[..., Any]:
+    """One of `choices` by its name, or a user's own `package.module:function`."""
+    if ":" in name:
+        return load_function(name, where)
+    if name not in choices:
+        raise UserError(
+            f"{where}: unknown name {name!r}; known here: {_near(name, list(choices))}, or package.module:function."
+        )
+    return choices[name]
+
+
+def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
+    """The public classes of a Keras module that derive from `base`, under their names in snake case too."""
+    classes = {
+        name: value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
+    }
+    return classes | {_fold(name): value for name, value in classes.items()}
+
+
+def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
+    """A Keras class by name, written `SparseCategoricalCrossentropy` or `sparse_categorical_crossentropy`."""
+    if ":" in name:
+        return load_function(name, where)
+    classes = keras_classes(module, base)
+    found = classes.get(name) or classes.get(_fold(name))
+    if found is None:
+        readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
+        raise UserError(f"{where}: Keras has no {name!r}; near it: {_near(name, readable)}.")
+    return found
+
+
+def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:
+    """`function(**given, **spec.options)`; an option that it does not take is the user's error."""
+    try:
+        inspect.signature(function).bind(**given, **spec.options)
+    except TypeError as error:
+        signature = inspect.signature(function)
+        takes = ", ".join(name for name in signature.parameters if name not in given and name != "self")
+        raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
+    try:
+        return function(**given, **spec.options)
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}") from error
+
+
+def _fold(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _near(name: str, known: list[str]) -> str:
+    by_fold = {_fold(candidate): candidate for candidate in known}
+    near = difflib.get_close_matches(_fold(name), by_fold, n=3, cutoff=0.5)
+    return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"
