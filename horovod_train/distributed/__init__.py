@@ -1,0 +1,24 @@
+"""The only folder that imports horovod or mpi4py. What users of plain `model.fit` need is named here.
+
+Names load on first use, so that `distributed.launch` stays free of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "DistributedOptimizer": "optimizer",
+    "BroadcastVariables": "callbacks",
+    "AverageMetrics": "callbacks",
+    "WorkerGroup": "group",
+    "start": "group",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

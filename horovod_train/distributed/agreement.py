@@ -1,0 +1,57 @@
+"""Do all ranks hold the same weights, settings and code? Finds the first thing that differs and says where.
+
+Does not repair anything: ranks that disagree have already computed something wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import RanksDisagree
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def code_digest() -> str:
+    """SHA-256 over this package's source files: two hosts with different checkouts differ here."""
+    root = Path(__file__).parent.parent
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(str(path.relative_to(root)).encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def check(group: WorkerGroup, facts: Mapping[str, str], when: str) -> None:
+    """Collective: raises RanksDisagree on every rank if any fact differs between ranks.
+
+    facts: name of a thing → its digest or its short text; the first name that differs is reported, with the ranks
+    that are not with the majority. when: for the message, such as "at step 300".
+    """
+    all_facts = group.gather(dict(facts))
+    names = list(dict.fromkeys(name for rank_facts in all_facts for name in rank_facts))
+    for name in names:
+        values = [rank_facts.get(name, "absent") for rank_facts in all_facts]
+        if len(set(values)) > 1:
+            raise RanksDisagree(_describe(group, name, values, when))
+
+
+def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:
+    # Of two values held equally often, root's counts as the common one.
+    common = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
+    others = [rank for rank, value in enumerate(values) if value != common]
+    shown = ", ".join(f"{group.name(rank)} has {_short(values[rank])}" for rank in others[:4])
+    more = f" and {len(others) - 4} more ranks" if len(others) > 4 else ""
+    agreeing = values.count(common)
+    return f"ranks disagree {when} on {name}: {shown}{more}; {agreeing} of {group.size} have {_short(common)}."
+
+
+def _short(value: str) -> str:
+    is_digest = len(value) == 64 and set(value) <= set("0123456789abcdef")
+    return value[:12] if is_digest else repr(value)

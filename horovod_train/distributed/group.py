@@ -1,0 +1,200 @@
+"""The ranks that train together: start(), and the only methods at which all of them meet.
+
+Every method whose docstring begins "Collective:" must be called by all ranks, in the same order. Does not exchange
+gradients (see optimizer) and does not decide anything.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.distributed import device, launch
+from horovod_train.errors import FailedElsewhere, RunError, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class WorkerGroup:
+    """This process among its peers. `hosts` and `devices` are indexed by rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    exchange: str
+    hosts: tuple[str, ...]
+    devices: tuple[device.Device, ...]
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Collective: element-wise sums over all ranks, in float64.
+
+        arrays: numbers or arrays of any shape; the same shapes on every rank.
+        """
+        parts = [np.asarray(array, dtype=np.float64) for array in arrays]
+        packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
+        # At least one element: an empty exchange would be no meeting.
+        total = hvd.allreduce(tf.constant(np.append(packed, 0.0)), op=hvd.Sum, name="group.sum").numpy()
+        ends = np.cumsum([part.size for part in parts])
+        pieces = np.split(total[:-1], ends[:-1]) if parts else []
+        return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        """Collective: element-wise means over all ranks, in float64. Shapes as in `sum`."""
+        return [total / self.size for total in self.sum(arrays)]
+
+    def broadcast(self, variables: Sequence[Any]) -> None:
+        """Collective: gives every rank root's values. variables: tf or Keras variables, the same on every rank."""
+        hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
+
+    def broadcast_object(self, value: T) -> T:
+        """Collective: root's value, on every rank. Any picklable object; small ones."""
+        return hvd.broadcast_object(value, root_rank=0, name="group.broadcast_object")
+
+    def gather(self, value: T) -> list[T]:
+        """Collective: the values of all ranks, by rank, on every rank. Any picklable object; small ones."""
+        return hvd.allgather_object(value, name="group.gather")
+
+    def barrier(self) -> None:
+        """Collective: returns when every rank has come here."""
+        self.sum([])
+
+    def name(self, rank: int) -> str:
+        """A rank for the reader of a message: "rank 3 (node12)"."""
+        return f"rank {rank} ({self.hosts[rank]})"
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Collective: what one rank cannot do, none goes on from.
+
+        The block itself must not meet. If it raises a RunError on some ranks, all leave with an error: the first
+        such rank with its own, the others with FailedElsewhere, so that one line is said.
+        """
+        failure: RunError | None = None
+        try:
+            yield
+        except RunError as error:
+            failure = error
+        exit_codes = self.gather(None if failure is None else failure.exit_code)
+        failed = {rank: exit_code for rank, exit_code in enumerate(exit_codes) if exit_code is not None}
+        if not failed:
+            return
+        first = min(failed)
+        if self.rank == first:
+            assert failure is not None
+            only_some = "" if len(failed) == self.size else f"{self.name(first)}: "
+            raise type(failure)(f"{only_some}{failure}") from failure
+        elsewhere = FailedElsewhere(f"{self.name(first)} failed")
+        elsewhere.exit_code = failed[first]
+        raise elsewhere
+
+    def close(self) -> None:
+        """Collective: the last meeting."""
+        self.barrier()
+        hvd.shutdown()
+
+
+def start(horovod: HorovodConfig, devices: DeviceConfig, *, deterministic: bool = False) -> WorkerGroup:
+    """Collective: brings Horovod up, pins this process to its device and learns who the others are.
+
+    Raises UserError where ranks of one host would share a GPU.
+    """
+    started_by = launch.detect()
+    _set_horovod_environment(horovod, deterministic)
+    cores = _initialise(started_by)
+    mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    facts = hvd.allgather_object((socket.gethostname(), mine), name="group.start")
+    group = WorkerGroup(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        launcher=started_by.launcher,
+        exchange="NCCL" if mine.shared_key and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        hosts=tuple(host for host, _ in facts),
+        devices=tuple(found for _, found in facts),
+    )
+    with group.together():
+        _check_place(group, started_by)
+    return group
+
+
+def as_tf_variable(variable: Any) -> tf.Variable:
+    """The tf.Variable behind a Keras 3 variable; a tf.Variable itself as it is.
+
+    Under mixed precision a Keras variable's `.value` is a cast view (AutoCastVariable's reading), so the value is
+    taken outside any autocast scope, where it is the variable.
+    """
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def is_connection_loss(error: BaseException) -> bool:
+    """Whether the error only says that another rank has gone: Horovod shuts down, the cause is elsewhere."""
+    text = str(error)
+    return isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError) and (
+        "Horovod has been shut down" in text or ("HorovodAllreduce" in text and "onnection" in text)
+    )
+
+
+def _set_horovod_environment(horovod: HorovodConfig, deterministic: bool) -> None:
+    """Horovod reads these when it initialises. What the config leaves open stays as the user's environment has it."""
+    if horovod.cycle_time_ms is not None:
+        os.environ["HOROVOD_CYCLE_TIME"] = str(horovod.cycle_time_ms)
+    if horovod.fusion_threshold_mb is not None:
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(horovod.fusion_threshold_mb * 2**20))
+    if deterministic:
+        # Which tensors are fused, and so the order of additions from 3 ranks on, depends on timing.
+        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    # A rank that waits must leave its cores to the ranks that compute.
+    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+
+def _initialise(started_by: launch.Launch) -> set[int]:
+    """Starts Horovod; returns the cores that the ranks of this host may use."""
+    mine = os.sched_getaffinity(0)
+    if started_by.launcher == "none":
+        # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    if not started_by.uses_mpi:
+        hvd.init()
+        return mine
+    from mpi4py import MPI
+
+    hvd.init(comm=MPI.COMM_WORLD)
+    # mpirun may have bound each rank to cores of its own.
+    neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    return set().union(*neighbours.allgather(mine))
+
+
+def _check_place(group: WorkerGroup, started_by: launch.Launch) -> None:
+    if (group.rank, group.size) != (started_by.rank, started_by.size):
+        raise UserError(
+            f"{started_by.launcher} says this is rank {started_by.rank} of {started_by.size}, Horovod says rank "
+            f"{group.rank} of {group.size}. Start it with the launcher that Horovod was built for: see README."
+        )
+    holders: dict[tuple[str, str], int] = {}
+    for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
+        if found.shared_key is not None:
+            other = holders.setdefault((host, found.shared_key), rank)
+            if other != rank:
+                raise UserError(
+                    f"ranks {other} and {rank} on {host} would both use GPU {found.shared_key}; expected one GPU for "
+                    "each rank. Ask the scheduler for one GPU a task, or start fewer ranks there."
+                )

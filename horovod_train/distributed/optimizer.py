@@ -1,0 +1,144 @@
+"""DistributedOptimizer: the optimizer it is given, made to average gradients over all ranks inside `apply`.
+
+`apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
+`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see callbacks and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_train.errors import UserError
+
+OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
+Exchange = Callable[[tf.Tensor, str], tf.Tensor]
+
+
+class _Distributed:
+    """Marks the classes made here."""
+
+    name: str
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    op: str = "average",
+    compression: str = "none",
+    process_set: hvd.ProcessSet | None = None,
+    sparse_as_dense: bool = False,
+) -> keras.optimizers.Optimizer:
+    """Makes `optimizer` combine its gradients over all ranks before it does anything else with them.
+
+    The same object is returned: its class becomes a subclass with the same name, so that its config, its state and a
+    model saved with it are those of the plain optimizer, and load where there is no Horovod. Clipping, weight decay,
+    loss-scale checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
+    `gradient_accumulation_steps` every micro-step is exchanged.
+
+    op: "average", "sum" or "adasum" (Maleki et al. 2020; needs MPI or NCCL and a power of two of ranks).
+    compression: form in which dense floating-point gradients travel: "none", "fp16" or "bf16".
+    process_set: the ranks that combine theirs; default all.
+    sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
+
+    Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
+    backward pass. A gradient that is None must be None on every rank.
+
+    Raises UserError for an unknown op or compression, an optimizer that is distributed already, and under the
+    mixed_float16 policy for an optimizer that is not a LossScaleOptimizer: Keras would wrap it in one that asks each
+    rank whether *its* gradients are finite, and ranks that answer differently would wait for each other forever.
+    """
+    if isinstance(optimizer, _Distributed):
+        raise UserError(f"DistributedOptimizer: {optimizer.name} is distributed already; wrap it once.")
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if keras.mixed_precision.dtype_policy().name == "mixed_float16" and not is_scaled:
+        raise UserError(
+            "DistributedOptimizer: mixed_float16 needs DistributedOptimizer(LossScaleOptimizer(optimizer)); "
+            f"received {type(optimizer).__name__}."
+        )
+    exchange = build_exchange(op, compression, process_set, sparse_as_dense)
+    base = type(optimizer)
+
+    class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            combined = [
+                None if grad is None else exchange(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
+            ]
+            super().apply(combined, trainable_variables)
+
+    Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
+    Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
+    # Not a copy by from_config: that would lose slots already built, and optimizers whose config does not round-trip.
+    optimizer.__class__ = Distributed
+    return optimizer
+
+
+def build_exchange(
+    op: str, compression: str, process_set: hvd.ProcessSet | None = None, sparse_as_dense: bool = False
+) -> Exchange:
+    """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
+
+    gradient: a dense floating-point tensor or IndexedSlices. name: unique among the exchanges under way, equal on
+    all ranks. Raises UserError for what Horovod cannot do here.
+    """
+    ranks = process_set or hvd.global_process_set
+    if op not in OPS:
+        raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {op!r}.")
+    if compression not in ("none", "fp16", "bf16"):
+        raise UserError(f"DistributedOptimizer: compression must be none, fp16 or bf16; received {compression!r}.")
+    if op == "adasum":
+        _check_adasum(compression)
+
+    def exchange_dense(gradient: tf.Tensor, name: str) -> tf.Tensor:
+        if compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
+            return _combine_bf16(gradient, name, op, ranks)
+        wire = tf.cast(gradient, tf.float16) if compression == "fp16" else gradient
+        combined = hvd.allreduce(wire, op=OPS[op], name=name, process_set=ranks)
+        return tf.cast(combined, gradient.dtype)
+
+    def exchange(gradient: tf.Tensor, name: str) -> tf.Tensor:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return exchange_dense(gradient, name)
+        if sparse_as_dense or op == "adasum":
+            return exchange_dense(tf.convert_to_tensor(gradient), name)
+        values = hvd.allgather(gradient.values, name=f"{name}.values", process_set=ranks)
+        indices = hvd.allgather(gradient.indices, name=f"{name}.indices", process_set=ranks)
+        if op == "average":
+            values = values / tf.cast(ranks.size(), values.dtype)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+    return exchange
+
+
+def _combine_bf16(gradient: tf.Tensor, name: str, op: str, ranks: hvd.ProcessSet) -> tf.Tensor:
+    """Average or sum with bfloat16 on the wire and float32 additions.
+
+    Horovod 0.28.1 cannot add bfloat16. So each rank is sent its slice by the others as 16-bit words, adds them up,
+    and sends the result round: the two halves of a ring-allreduce, at half the bytes of float32.
+    """
+    size = ranks.size()
+    flat = tf.reshape(gradient, [-1])
+    length = tf.size(flat)
+    slice_length = -(-length // size)
+    padded = tf.pad(flat, [[0, slice_length * size - length]])
+    words = tf.bitcast(tf.cast(padded, tf.bfloat16), tf.uint16)
+    slices = hvd.alltoall(words, name=f"{name}.scatter", process_set=ranks)
+    mine = tf.reduce_sum(tf.cast(tf.bitcast(tf.reshape(slices, [size, -1]), tf.bfloat16), tf.float32), axis=0)
+    if op == "average":
+        mine = mine / size
+    words = hvd.allgather(tf.bitcast(tf.cast(mine, tf.bfloat16), tf.uint16), name=f"{name}.gather", process_set=ranks)
+    combined = tf.cast(tf.bitcast(words, tf.bfloat16), gradient.dtype)
+    return tf.reshape(combined[:length], tf.shape(gradient))
+
+
+def _check_adasum(compression: str) -> None:
+    if not (hvd.mpi_enabled() or hvd.nccl_built()):
+        raise UserError("horovod.op: adasum needs MPI or NCCL; this run exchanges over gloo. Start it with mpirun.")
+    if hvd.size() & (hvd.size() - 1):
+        raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {hvd.size()}.")
+    if compression == "bf16":
+        raise UserError("horovod.compression: bf16 does not go with op: adasum; use none or fp16.")
