@@ -1,0 +1,95 @@
+"""How records lie in a TFRecord file: length, its checksum, data, its checksum. Knows no paths and no schemas.
+
+The format: uint64 length, uint32 masked CRC-32C of the length, the data, uint32 masked CRC-32C of the data, all
+little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord). TensorFlow is not needed for any of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from google_crc32c import value as crc32c
+
+HEADER_BYTES = 12
+FOOTER_BYTES = 4
+MAX_RECORD_BYTES = 1 << 40
+"""A length beyond this is taken for noise."""
+
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+
+
+class FramingError(Exception):
+    """Bytes that break the format: which record (counted from the start of what was read), at which byte, and how."""
+
+    def __init__(self, record: int, offset: int, problem: str) -> None:
+        super().__init__(f"record {record}, byte {offset}: {problem}")
+        self.record, self.offset, self.problem = record, offset, problem
+
+
+class Frames(NamedTuple):
+    """The records of one stretch of a file: where the data of each starts and ends in it, and its stored checksum."""
+
+    starts: list[int]
+    ends: list[int]
+    checksums: list[int]
+
+
+def masked_crc(data: bytes) -> int:
+    """The CRC-32C of `data`, rotated and offset as the format wants it."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def frame(record: bytes) -> bytes:
+    """One record as it is written to a file."""
+    length = _LENGTH.pack(len(record))
+    return b"".join((length, _FOOTER.pack(masked_crc(length)), record, _FOOTER.pack(masked_crc(record))))
+
+
+class Header:
+    """Reads record lengths and checks them; remembers the checksum of each length, since few lengths are common."""
+
+    def __init__(self) -> None:
+        self._checksums: dict[int, int] = {}
+
+    def length(self, data: bytes, offset: int) -> int | None:
+        """The length of the record whose header is at `offset`; None where its checksum is wrong."""
+        length, checksum = _HEADER.unpack_from(data, offset)
+        known = self._checksums.get(length)
+        if known is None:
+            known = self._checksums[length] = masked_crc(_LENGTH.pack(length))
+            if len(self._checksums) > 100_000:
+                self._checksums.clear()
+        return length if checksum == known and length <= MAX_RECORD_BYTES else None
+
+
+def split(data: bytes, header: Header) -> Frames:
+    """Finds the records in `data`, which must hold whole ones. Raises FramingError. Data is not checked: see check."""
+    frames, offset, size = Frames([], [], []), 0, len(data)
+    while offset < size:
+        if size - offset < HEADER_BYTES:
+            raise FramingError(len(frames.starts), offset, "the file ends inside the record's length")
+        length = header.length(data, offset)
+        if length is None:
+            raise FramingError(len(frames.starts), offset, "the record's length does not match its checksum")
+        end = offset + HEADER_BYTES + length
+        if end + FOOTER_BYTES > size:
+            raise FramingError(len(frames.starts), offset, "the file ends inside the record")
+        frames.starts.append(offset + HEADER_BYTES)
+        frames.ends.append(end)
+        frames.checksums.append(_FOOTER.unpack_from(data, end)[0])
+        offset = end + FOOTER_BYTES
+    return frames
+
+
+def bad_checksums(records: Sequence[bytes], checksums: Sequence[int]) -> np.ndarray:
+    """The places in `records` whose data does not match its stored masked checksum."""
+    # In numpy for the whole list: the mask costs more than the checksum when done one by one.
+    crc = np.fromiter(map(crc32c, records), np.uint32, len(records))
+    masked = (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(0xA282EAD8)
+    return np.flatnonzero(masked != np.array(checksums, np.uint32))

@@ -1,0 +1,28 @@
+"""The command `prepare`: makes TFRecords with their dataset.json and index from other forms of data.
+
+Each kind has a file here; this one knows the command line only.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from horovod_train.data.prepare import digits, idx, mlp_samples
+
+KINDS = {"digits": digits, "idx": idx, "mlp-samples": mlp_samples}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name, module in KINDS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        kind = kinds.add_parser(name, help=summary, description=module.__doc__)
+        kind.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+        kind.add_argument("--force", action="store_true", help="replace DIR if it exists")
+        kind.add_argument("--seed", type=int, default=1, help="of every random choice; default %(default)s")
+        module.add_arguments(kind)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    KINDS[arguments.kind].run(arguments)
+    return 0

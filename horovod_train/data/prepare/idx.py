@@ -1,0 +1,90 @@
+"""Files in the format of MNIST (idx, gzipped or not), as S6-format records: image_raw bytes and label int64."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from horovod_train.data.prepare.writing import Values, split_by_fraction, write_dataset
+from horovod_train.data.schema import Feature, Schema
+from horovod_train.errors import UserError
+
+
+def image_schema(height: int, width: int, classes: int) -> Schema:
+    """S6's records: pixels as raw bytes, scaled to x / 255 - 0.5; one label."""
+    image = Feature("bytes", (height, width, 1), decode="raw", cast="float32", scale=1 / 255, offset=-0.5)
+    return Schema({"image_raw": image, "label": Feature("int64", classes=classes)}, ("image_raw",), ("label",))
+
+
+IMAGE_SCHEMA = image_schema(28, 28, 10)
+
+
+def encode_image(image: np.ndarray, label: np.integer) -> Values:
+    return {"image_raw": image.tobytes(), "label": int(label)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--images", required=True, metavar="FILE", help="for example train-images-idx3-ubyte.gz")
+    parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
+    parser.add_argument("--eval-images", metavar="FILE", help="held-out images; default: a fraction of the others")
+    parser.add_argument("--eval-labels", metavar="FILE", help="their labels")
+    parser.add_argument("--eval-fraction", type=float, default=0.0, help="drawn from --images; default %(default)s")
+    parser.add_argument("--shards", type=int, default=8, help="files a split; default %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    images, labels = load_pair(arguments.images, arguments.labels)
+    if not 0 <= arguments.eval_fraction < 1:
+        raise UserError(f"--eval-fraction must be in [0, 1); received {arguments.eval_fraction}.")
+    if bool(arguments.eval_images) != bool(arguments.eval_labels):
+        raise UserError("--eval-images and --eval-labels: give both or neither.")
+    splits = split_by_fraction(len(labels), math.floor(arguments.eval_fraction * len(labels)), arguments.seed)
+    if arguments.eval_images:
+        held_out, held_out_labels = load_pair(arguments.eval_images, arguments.eval_labels)
+        if held_out.shape[1:] != images.shape[1:]:
+            raise UserError(
+                f"--eval-images {arguments.eval_images}: images are {held_out.shape[1:]}, "
+                f"those of --images {images.shape[1:]}; both must have one size."
+            )
+        splits = {"train": splits["train"], "eval": np.arange(len(labels), len(labels) + len(held_out_labels))}
+        images, labels = np.concatenate([images, held_out]), np.concatenate([labels, held_out_labels])
+    write_dataset(
+        arguments.out,
+        image_schema(*images.shape[1:], classes=int(labels.max()) + 1),
+        splits,
+        lambda record: encode_image(images[record], labels[record]),
+        shards=arguments.shards,
+        force=arguments.force,
+    )
+
+
+def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
+    images, labels = load_idx(image_file, 3), load_idx(label_file, 1)
+    if len(images) != len(labels):
+        raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; expected as many.")
+    return images, labels
+
+
+def load_idx(path: str, dimensions: int) -> np.ndarray:
+    """One idx file: two zero bytes, type 8 (uint8), the number of dimensions, their big-endian sizes, the data."""
+    try:
+        data = Path(path).read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path}: the gzip file is broken: {error}.") from error
+    start = 4 + 4 * dimensions
+    if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) < start:
+        raise UserError(f"{path}: expected an idx file of uint8 with {dimensions} dimensions; it begins {data[:4].hex()}.")
+    shape = struct.unpack(f">{dimensions}I", data[4:start])
+    if len(data) - start != math.prod(shape):
+        raise UserError(f"{path}: {shape} needs {math.prod(shape)} bytes of data; the file has {len(data) - start}.")
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)

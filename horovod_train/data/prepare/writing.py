@@ -1,0 +1,116 @@
+"""A dataset folder, written as a whole or not at all: shards of each split, their indexes, dataset.json.
+
+Everything goes to a hidden folder beside the final one, which is renamed when the last byte is on disk. So a folder
+of the final name is complete. Knows nothing of where records come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from horovod_train.data import draws, framing
+from horovod_train.data.index import write_index
+from horovod_train.data.progress import track
+from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
+from horovod_train.errors import UserError
+
+Values = Mapping[str, bytes | str | int | float | np.ndarray]
+Encode = Callable[[int], Values]
+"""The values of one record, by its number in the source."""
+
+
+def write_dataset(
+    out: str, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode, *, shards: int, force: bool
+) -> dict[str, int]:
+    """Writes the records that `splits` names, in that order; returns the number in each split.
+
+    `shards`: files of each split, or as many as there are records. Raises UserError where `out` exists, unless `force`.
+    """
+    splits = {name: records for name, records in splits.items() if len(records)}
+    with _new_folder(out, force) as folder:
+        counts = {}
+        for split, records in splits.items():
+            os.mkdir(os.path.join(folder, split))
+            files = min(shards, len(records))
+            names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
+            jobs = list(zip(names, np.array_split(records, files), strict=True))
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+
+                def write(job: tuple[str, np.ndarray], split: str = split) -> None:
+                    _write_shard(os.path.join(folder, split, job[0]), job[1], encode)
+
+                for _ in track(threads.map(write, jobs), len(jobs), split):
+                    pass
+            counts[split] = write_index(os.path.join(folder, split), names)
+        with open(os.path.join(folder, DATASET_NAME), "w", encoding="utf-8") as file:
+            file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
+            _to_disk(file.fileno())
+    print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
+    return counts
+
+
+def split_by_fraction(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
+    """Draws `eval_records` of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
+    order = draws.permutation(draws.key(seed), np.arange(records))
+    return {"train": order[eval_records:], "eval": order[:eval_records]}
+
+
+def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
+    with open(path, "wb") as file:
+        for record in records.tolist():
+            file.write(framing.frame(_example(encode(record))))
+        file.flush()
+        _to_disk(file.fileno())
+
+
+def _example(values: Values) -> bytes:
+    from tensorflow.train import BytesList, Example, Feature, Features, FloatList, Int64List
+
+    features = {}
+    for name, value in values.items():
+        if isinstance(value, bytes | str):
+            data = value.encode() if isinstance(value, str) else value
+            features[name] = Feature(bytes_list=BytesList(value=[data]))
+            continue
+        array = np.asarray(value)
+        if np.issubdtype(array.dtype, np.floating):
+            features[name] = Feature(float_list=FloatList(value=array.ravel()))
+        else:
+            features[name] = Feature(int64_list=Int64List(value=array.ravel()))
+    return Example(features=Features(feature=features)).SerializeToString(deterministic=True)
+
+
+@contextlib.contextmanager
+def _new_folder(out: str, force: bool) -> Iterator[str]:
+    out = os.path.abspath(out)
+    if os.path.exists(out) and not force:
+        raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
+    parent, name = os.path.split(out)
+    partial = os.path.join(parent, f".{name}.partial-{os.getpid()}")
+    try:
+        os.makedirs(partial)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be made: {error.strerror}.") from error
+    try:
+        yield partial
+        if os.path.exists(out):
+            old = f"{partial}-old"
+            os.rename(out, old)
+            os.rename(partial, out)
+            shutil.rmtree(old)
+        else:
+            os.rename(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _to_disk(fd: int) -> None:
+    """A rename may reach the disk before the data does; this waits for the data."""
+    os.fsync(fd)

@@ -1,0 +1,19 @@
+"""A progress bar over finished pieces of work, on a terminal only. Does not log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items, with a bar on standard error while they come, if that is a terminal."""
+    if not sys.stderr.isatty() or total < 2:
+        return iter(items)
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
+    return iter(rich_track(items, description=what, total=total, console=Console(stderr=True), transient=True))
