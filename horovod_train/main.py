@@ -1,0 +1,142 @@
+"""The command line: arguments → Config → train.run, and the other commands. Imports TensorFlow only to train.
+
+python -m horovod_train.main --config A.yaml [B.yaml ...] [section.key=value ...] [--output-dir DIR]
+horovodrun -np 4 python -m horovod_train.main --config ...
+python -m horovod_train.main prepare digits --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from horovod_train import quiet
+from horovod_train.config import Config, dump, load
+from horovod_train.distributed import launch
+from horovod_train.errors import FailedElsewhere, RunError, UserError
+from horovod_train.output import check_writable
+
+COMMANDS = {
+    "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files and more"),
+}
+"""name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
+
+ROOT_SPEAKS_FIRST_S = 2.0
+"""How long a rank with a bad config leaves it to root to say so. Launchers end the others when root has failed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words and words[0] in COMMANDS:
+            return _run_command(words[0], words[1:])
+        return _train(words)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+def _run_command(name: str, words: Sequence[str]) -> int:
+    module_name, line = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = argparse.ArgumentParser(prog=f"horovod_train.main {name}", description=line)
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words)))
+
+
+def _train(words: Sequence[str]) -> int:
+    arguments = _parser().parse_args(words)
+    place = launch.detect()
+    try:
+        config = _load(arguments)
+    except UserError:
+        # The config is the same for all ranks, so root says it for all; a rank that alone has another speaks later.
+        if place.rank != 0:
+            time.sleep(ROOT_SPEAKS_FIRST_S)
+        raise
+    if arguments.print_config:
+        return 0
+    return _run(config, place)
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="horovod_train.main",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains a Keras model with one process per device.",
+        epilog=f"other commands (each has --help):\n{commands}",
+    )
+    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="files; later ones win, ...")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
+    parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
+    parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    # `--config a.yaml train.epochs=3`: argparse takes the override for a second file.
+    files = [word for word in arguments.config if "=" not in word]
+    overrides = [word for word in [*arguments.config, *arguments.overrides] if "=" in word]
+    stray = [word for word in arguments.overrides if "=" not in word]
+    if stray:
+        raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
+    config, origins = load(files, overrides)
+    if arguments.output_dir:
+        config = dataclasses.replace(config, output_dir=arguments.output_dir)
+        origins["output_dir"] = "--output-dir"
+    if arguments.print_config:
+        print(dump(config, origins), end="")
+        return config
+    if config.output_dir is None:
+        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
+    _check_paths(config)
+    return config
+
+
+def _check_paths(config: Config) -> None:
+    """What can be seen to be wrong before TensorFlow is loaded."""
+    from horovod_train.data.records import open_records
+
+    for split in ("train", "eval"):
+        if getattr(config.data, split):
+            open_records(config.data, split)
+    if launch.detect().rank == 0:
+        assert config.output_dir is not None
+        check_writable(config.output_dir)
+
+
+def _run(config: Config, place: launch.Launch) -> int:
+    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
+        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
+    # TensorFlow takes seconds, so it is not loaded before the config is good.
+    quiet.load_tensorflow()
+    from horovod_train import train
+    from horovod_train.distributed.group import is_connection_loss
+
+    try:
+        train.run(config)
+    except FailedElsewhere as error:
+        return error.exit_code
+    except RunError as error:
+        # Found by all ranks alike: one line is enough.
+        if place.rank == 0 or isinstance(error, UserError):
+            raise
+        return error.exit_code
+    except Exception as error:
+        if is_connection_loss(error):
+            print(f"rank {place.rank}: stopped, because another rank has gone; its message says why.", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Means over records, exact over ranks: (sum, weight) pairs that are added up before anything is divided."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config import Spec
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.errors import UserError
+from horovod_train.lookup import call, choose_keras
+
+
+class Accumulator:
+    """The loss and the metrics of one split since the last `result`, on this rank.
+
+    Holds float64 sums, so that 10^9 records still count one by one. A Keras metric takes part through its variables:
+    they are summed over ranks, which is exact for every metric whose state adds up, as that of all of Keras' own does.
+    """
+
+    def __init__(self, losses: Sequence[str], metrics: Sequence[keras.metrics.Metric]) -> None:
+        self.metrics = list(metrics)
+        self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
+        self.sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in losses}
+
+    def add(self, loss_sums: dict[str, tf.Tensor], targets: Any, outputs: Any, weights: tf.Tensor) -> None:
+        """In the compiled step: one batch. loss_sums: weighted sums over the batch; weights: float32 [batch]."""
+        self.weight.assign_add(tf.reduce_sum(tf.cast(weights, tf.float64)))
+        for name, value in loss_sums.items():
+            self.sums[name].assign_add(tf.cast(value, tf.float64))
+        for metric in self.metrics:
+            metric.update_state(targets, outputs, sample_weight=weights)
+
+    def result(self, group: WorkerGroup) -> dict[str, float]:
+        """Collective: the means over all records that all ranks have added; starts anew."""
+        own = [self.weight, *self.sums.values()]
+        states = [as_tf_variable(variable) for metric in self.metrics for variable in metric.variables]
+        totals = group.sum([variable.numpy() for variable in [*own, *states]])
+        weight, loss_totals, state_totals = totals[0], totals[1 : len(own)], totals[len(own) :]
+        values = {name: float(total / weight) for name, total in zip(self.sums, loss_totals, strict=True)}
+        for variable, total in zip(states, state_totals, strict=True):
+            variable.assign(tf.cast(total, variable.dtype))
+        values |= {metric.name: _number(metric.result()) for metric in self.metrics}
+        for variable in own:
+            variable.assign(0.0)
+        for metric in self.metrics:
+            metric.reset_state()
+        return values
+
+
+def build_metrics(specs: Sequence[Spec]) -> list[keras.metrics.Metric]:
+    """Keras metrics by name, or a user's by package.module:function. Raises UserError for a wrong name or option."""
+    metrics = []
+    for spec in specs:
+        factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
+        takes_dtype = inspect.isclass(factory) and "dtype" in inspect.signature(factory).parameters
+        given = {"dtype": "float64"} if takes_dtype and "dtype" not in spec.options else {}
+        metric = call(factory, spec, "metrics", **given)
+        if not isinstance(metric, keras.metrics.Metric):
+            raise UserError(f"metrics: {spec.name} must make a keras.metrics.Metric; it made {type(metric).__name__}.")
+        metrics.append(metric)
+    names = [metric.name for metric in metrics]
+    if len(set(names) | {"loss"}) != len(names) + 1:
+        raise UserError(f"metrics: names must differ, also from 'loss'; received {names}. Give a name in options.")
+    return metrics
+
+
+def _number(value: Any) -> float:
+    """A metric's result as one number; of a vector of results, such as per-class F1, the mean."""
+    return float(np.mean(keras.ops.convert_to_numpy(value)))

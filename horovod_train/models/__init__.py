@@ -1,0 +1,33 @@
+"""The models that a config can name: MODELS = {name: build}. A build function takes its options and returns a model.
+
+To add one: write `build(**options) -> keras.Model` in a file here and a line below; or leave it in a package of your
+own and name it `package.module:function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+
+from horovod_train.config import Spec
+from horovod_train.errors import UserError
+from horovod_train.lookup import call, choose
+from horovod_train.models import convnet, mlp
+
+MODELS: dict[str, Callable[..., keras.Model]] = {
+    "mlp": mlp.build,
+    "convnet": convnet.build,
+}
+
+
+def build_model(spec: Spec) -> keras.Model:
+    """The model that `spec` names, with its variables made. Raises UserError for a wrong name, option or result."""
+    model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
+    if not isinstance(model, keras.Model):
+        raise UserError(f"model.name: {spec.name} must return a keras.Model; it returned {type(model).__name__}.")
+    if not model.built:
+        raise UserError(
+            f"model.name: {spec.name} must return a model with a known input shape; call it once, or build it."
+        )
+    return model

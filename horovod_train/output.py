@@ -1,0 +1,198 @@
+"""The run directory and what a person sees of the run: RunOutput on root, NoOutput elsewhere, the same methods.
+
+Decides once, when it is opened, who writes. Does not decide when, and does not write checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from horovod_train.errors import UserError
+
+
+def check_writable(directory: str) -> Path:
+    """The run directory, made if need be. Raises UserError where files cannot be written there."""
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename or directory}"
+        raise UserError(
+            f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
+        ) from error
+    return path
+
+
+class NoOutput:
+    """What every rank but root has: nothing is written, nothing is shown."""
+
+    directory: Path | None = None
+
+    def write_config(self, text: str) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def start_progress(self, step: int, last_step: int) -> None: ...
+
+    def show_progress(self, step: int) -> None: ...
+
+    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunOutput(NoOutput):
+    """Writes `config.yaml`, `metrics.jsonl`, `summary.json` and `tensorboard/`, and shows lines and a progress bar."""
+
+    def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
+        self.directory = directory
+        self.started = time.time()
+        self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        self._writer = _open_tensorboard(directory / "tensorboard") if tensorboard else None
+        self._console = Console(force_terminal=bar or None, highlight=False, soft_wrap=True)
+        self._bar = _build_bar(self._console) if bar else None
+        self._task: Any = None
+
+    def write_config(self, text: str) -> None:
+        _write_whole(self._path("config.yaml"), text)
+
+    def say(self, line: str) -> None:
+        if self._bar is None:
+            print(line, flush=True)
+        else:
+            self._console.print(line, markup=False)
+
+    def rewind(self, step: int) -> None:
+        """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
+        path = self._path("metrics.jsonl")
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            self._metrics.close()
+            _write_whole(path, "".join(kept))
+            self._metrics = path.open("a", encoding="utf-8")
+
+    def start_progress(self, step: int, last_step: int) -> None:
+        if self._bar is not None:
+            self._task = self._bar.add_task("training", total=last_step, completed=step)
+            self._bar.start()
+
+    def show_progress(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Adds one line of metrics, a point to each TensorBoard curve and a line on the screen."""
+        seconds = round(time.time() - self.started, 3)
+        row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
+        self._metrics.write(json.dumps(row) + "\n")
+        self._metrics.flush()
+        if self._writer is not None:
+            self._writer.add(split, step, values)
+        self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        _write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._metrics.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _path(self, name: str) -> Path:
+        assert self.directory is not None
+        return self.directory / name
+
+
+def open_output(
+    directory: str,
+    *,
+    is_root: bool,
+    tensorboard: bool,
+    progress: Literal["auto", "bar", "plain"],
+    launched: bool,
+) -> NoOutput:
+    """The run directory on root; nothing elsewhere. Raises UserError where it cannot be written.
+
+    progress: a bar is for eyes, so "auto" draws one on a terminal only; not under a launcher (`launched`), since
+    mpirun gives its ranks a terminal of its own and passes on what they print there.
+    """
+    if not is_root:
+        return NoOutput()
+    bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty() and not launched)
+    return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
+
+
+class _TensorBoard:
+    """One event folder for each split, so that train and eval share a chart."""
+
+    def __init__(self, directory: Path) -> None:
+        import tensorflow as tf
+
+        self._summary, self._directory, self._writers = tf.summary, directory, {}  # type: ignore[var-annotated]
+
+    def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        if split not in self._writers:
+            self._writers[split] = self._summary.create_file_writer(str(self._directory / split))
+        with self._writers[split].as_default(step):
+            for name, value in values.items():
+                self._summary.scalar(name, value)
+        self._writers[split].flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _open_tensorboard(directory: Path) -> _TensorBoard:
+    return _TensorBoard(directory)
+
+
+def _build_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; a line that a kill cut short counts as later than any step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(int(seconds), 60)
+    return f"{minutes // 60:d}:{minutes % 60:02d}:{whole:02d}"
+
+
+def _readable(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,47 @@
+"""Loads TensorFlow without the lines that every start prints and nobody can act on. Hides nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
+_NO_DRIVER = re.compile(r".*failed call to cuInit")
+
+
+def load_tensorflow() -> None:
+    """Imports TensorFlow and lets it look for GPUs, which is when it prints."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    with _without_noise():
+        import tensorflow as tf
+
+        tf.config.list_physical_devices("GPU")
+
+
+@contextmanager
+def _without_noise() -> Iterator[None]:
+    """Holds back what C++ writes to file descriptor 2, and then passes on all of it that is not noise."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            for line in held.read().decode(errors="replace").splitlines(keepends=True):
+                if not _is_noise(line):
+                    sys.stderr.write(line)
+
+
+def _is_noise(line: str) -> bool:
+    # Without a device file there is no GPU to miss; with one, a driver that fails is what the user must know.
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    return bool(_NOISE.match(line) or (_NO_DRIVER.match(line) and not has_gpu))

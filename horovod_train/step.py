@@ -1,0 +1,168 @@
+"""The compiled parts: forward, loss, gradients, apply; and forward, loss, metrics. Several steps to a call.
+
+Does not know epochs, hooks or files. The exchange between ranks is inside `optimizer.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config import Spec
+from horovod_train.data.pipeline import Batch
+from horovod_train.errors import UserError
+from horovod_train.lookup import call, choose_keras
+from horovod_train.metrics import Accumulator
+from horovod_train.state import TrainState
+
+LossFunction = Callable[[Any, Any], tf.Tensor]
+
+DRAWS_PER_STEP = 1 << 10
+"""Room in a dropout seed's counter for the draws of one step; a layer draws once or twice."""
+
+
+def build_loss(spec: Spec) -> LossFunction:
+    """(targets, outputs) → float32 [batch], the loss of each record: a Keras loss by name, or a user's function."""
+    factory = choose_keras(keras.losses, keras.losses.Loss, spec.name, "loss.name")
+    if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
+        function = call(factory, spec, "loss", reduction="none")
+    else:
+
+        def function(targets: Any, outputs: Any) -> tf.Tensor:
+            return factory(targets, outputs, **spec.options)
+
+    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
+        values = tf.cast(function(targets, outputs), tf.float32)
+        return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
+
+    return loss_per_record
+
+
+def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch: Batch, where: str) -> None:
+    """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
+
+    Raises UserError where the model does not take what the records hold.
+    """
+
+    def forward(records: Batch) -> None:
+        outputs = model(records.inputs, training=False)
+        seen.add({"loss": tf.reduce_sum(loss(records.targets, outputs))}, records.targets, outputs, records.weights)
+
+    try:
+        tf.function(forward).get_concrete_function(batch)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason[-400:]}") from error
+
+
+class TrainStep:
+    """Updates a TrainState from batches and adds up what it saw in `seen`.
+
+    The update is the gradient of the mean loss over exactly the records that all ranks together hold in a step: a
+    rank divides its sum by the global count, which the batch carries, so ranks may hold different numbers of records.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        loss: LossFunction,
+        seen: Accumulator,
+        *,
+        rank: int,
+        size: int,
+        seed: int,
+        accumulate_steps: int = 1,
+    ) -> None:
+        self.state, self.loss, self.seen, self.size = state, loss, seen, size
+        self.accumulate_steps = accumulate_steps
+        self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
+        self._run = tf.function(self._run_steps)
+
+    def run(self, batches: Iterator[Batch], steps: int) -> None:
+        """Trains on the next `steps` batches, in one compiled call."""
+        self._run(batches, tf.constant(steps, tf.int32))
+
+    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
+        for _ in tf.range(steps):
+            # One after the other, or two exchanges of one name could be under way.
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+            self._train_on(next(batches))
+
+    def _train_on(self, batch: Batch) -> None:
+        self._set_dropout_seeds()
+        variables = self.state.model.trainable_variables
+        if self.accumulate_steps == 1:
+            gradients = self._gradients(batch)
+        else:
+            gradients = self._accumulated_gradients(batch)
+        self.state.optimizer.apply(gradients, variables)
+        self.state.step.assign_add(1)
+
+    def _gradients(self, batch: Batch) -> list[Any]:
+        model, optimizer = self.state.model, self.state.optimizer
+        with tf.GradientTape() as tape:
+            outputs = model(batch.inputs, training=True)
+            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
+            # Averaged over ranks this is the sum over all ranks, divided by the records of all ranks.
+            objective = loss_sum * self.size / tf.cast(batch.count, tf.float32)
+            if model.losses:
+                objective += tf.add_n([tf.cast(value, tf.float32) for value in model.losses]) / self.accumulate_steps
+            scaled = optimizer.scale_loss(objective)
+        self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
+        return tape.gradient(scaled, model.trainable_variables)
+
+    def _accumulated_gradients(self, batch: Batch) -> list[tf.Tensor]:
+        """The gradients of the whole batch, computed in parts to bound memory; exchanged once, by the caller."""
+        variables = self.state.model.trainable_variables
+        totals = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
+
+        def part(value: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+            length = value.shape[0] // self.accumulate_steps
+            return value[index * length : (index + 1) * length]
+
+        for index in tf.range(self.accumulate_steps):
+            rows = tf.nest.map_structure(lambda value, at=index: part(value, at), batch._replace(count=()))
+            records = rows._replace(count=batch.count)
+            gradients = self._gradients(records)
+            totals = [
+                total if gradient is None else total + tf.convert_to_tensor(gradient)
+                for total, gradient in zip(totals, gradients, strict=True)
+            ]
+        return totals
+
+    def _set_dropout_seeds(self) -> None:
+        """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""
+        for variable, key in zip(self.state.seeds, self.seed_keys, strict=True):
+            counter = tf.cast(self.state.step * DRAWS_PER_STEP, tf.uint32)
+            variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
+
+
+class EvalStep:
+    """Adds the loss and metrics of batches to `seen`."""
+
+    def __init__(self, model: keras.Model, loss: LossFunction, seen: Accumulator) -> None:
+        self.model, self.loss, self.seen = model, loss, seen
+        self._run = tf.function(self._run_steps)
+
+    def run(self, batches: Iterator[Batch], steps: int) -> None:
+        """Evaluates the next `steps` batches, in one compiled call."""
+        self._run(batches, tf.constant(steps, tf.int32))
+
+    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
+        for _ in tf.range(steps):
+            batch = next(batches)
+            outputs = self.model(batch.inputs, training=False)
+            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
+            self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
+
+
+def _seed_key(seed: int, rank: int, index: int) -> int:
+    """32 well-mixed bits: the multiply-xorshift finaliser of splitmix64 (Steele et al. 2014)."""
+    bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+    return (bits ^ (bits >> 31)) % 2**32
