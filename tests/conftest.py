@@ -1,0 +1,131 @@
+"""Starts ranks for the tests: a program runs once per launcher and number of ranks and leaves facts as JSON.
+
+Rank programs assert nothing; tests assert on what all ranks found. A launch has a hard limit, after which every
+process that it started is killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROJECT = Path(__file__).parent.parent
+PROGRAMS = PROJECT / "tests" / "distributed" / "programs"
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process, or a whole job, that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def text(self) -> str:
+        return f"--- exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+def rank_environment() -> dict[str, str]:
+    """What a user's shell has after `activate`, with limits short enough that nothing hangs in a test."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
+    return kept | {
+        "PATH": f"{BIN}:{kept.get('PATH', '')}",
+        "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "40",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+
+
+def launcher_command(launcher: str, np: int) -> list[str]:
+    """The words before `python …` that start `np` ranks on this host."""
+    return {
+        "none": [],
+        "horovodrun": ["horovodrun", "--gloo", "-np", str(np)],
+        "horovodrun-default": ["horovodrun", "-np", str(np)],
+        "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np)],
+    }[launcher]
+
+
+def run_process(
+    command: Sequence[str], *, timeout_s: float = 120, cwd: Path = PROJECT, environment: Mapping[str, str] | None = None
+) -> Finished:
+    """Runs a command to its end, or to its limit: then it fails the test, and nothing that it started survives."""
+    process = subprocess.Popen(
+        list(command),
+        cwd=cwd,
+        env=dict(environment or rank_environment()),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        for started in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            started.kill()
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{' '.join(command)}: not done after {timeout_s} s\n{stdout[-3000:]}\n{stderr[-3000:]}")
+    return Finished(process.returncode, stdout, stderr)
+
+
+def train(
+    arguments: Sequence[str | Path], *, launcher: str = "none", np: int = 1, timeout_s: float = 120, **options: Any
+) -> Finished:
+    """`python -m horovod_train.main …` under a launcher."""
+    command = [*launcher_command(launcher, np), sys.executable, "-m", "horovod_train.main", *map(str, arguments)]
+    return run_process(command, timeout_s=timeout_s, **options)
+
+
+def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["split"] == split]
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "summary.json").read_text())  # type: ignore[no-any-return]
+
+
+RankFacts = Callable[[str, str, int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def rank_facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
+    """(program, launcher, np) → the facts that each rank left, by rank. Each combination is launched once a session."""
+
+    @functools.cache
+    def launch(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
+        out = tmp_path_factory.mktemp(f"{program}-{launcher}-{np}")
+        script = str(PROGRAMS / f"{program}.py")
+        finished = run_process([*launcher_command(launcher, np), sys.executable, script, str(out)], timeout_s=240)
+        files = [out / f"rank-{rank}.json" for rank in range(np)]
+        if finished.returncode or not all(file.exists() for file in files):
+            pytest.fail(f"{program} under {launcher} at np={np}:\n{finished.text}")
+        return [json.loads(file.read_text()) for file in files]
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in handwritten digits as records: `train/` and `eval/` beside dataset.json."""
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    finished = train(["prepare", "digits", "--out", folder])
+    assert finished.returncode == 0, finished.text
+    return folder

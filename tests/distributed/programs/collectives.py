@@ -1,0 +1,66 @@
+"""What the group's collectives and the exchange of gradients give on this rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+from facts import leave, rel_error
+
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.distributed import agreement
+from horovod_train.distributed.group import start
+from horovod_train.distributed.optimizer import build_exchange
+from horovod_train.errors import FailedElsewhere, RanksDisagree, UserError
+
+group = start(HorovodConfig(), DeviceConfig())
+rank, size = group.rank, group.size
+everyone = range(size)
+facts: dict[str, object] = {"rank": rank, "size": size, "exchange": group.exchange, "launcher": group.launcher}
+facts["threads"] = tf.config.threading.get_intra_op_parallelism_threads()
+
+facts["sum"] = [part.tolist() for part in group.sum([rank + 1, [[1.0, rank], [2.0, 3.0]]])]
+facts["sum_counts_exactly"] = group.sum([2**53 - 1 if rank == 0 else 0])[0] == 2**53 - 1
+facts["average"] = group.average([float(rank)])[0]
+facts["gather"] = group.gather({"rank": rank})
+facts["broadcast_object"] = group.broadcast_object(f"from {rank}")
+variable = tf.Variable([float(rank), 7.0])
+group.broadcast([variable])
+facts["broadcast"] = variable.numpy().tolist()
+
+rng = [np.random.default_rng(r) for r in everyone]
+gradients = [generator.normal(size=(5, 3)).astype(np.float32) for generator in rng]
+mine, mean = tf.constant(gradients[rank]), np.mean(gradients, axis=0)
+facts["exchange_errors"] = {
+    name: rel_error(build_exchange(op, compression)(mine, f"{op}.{compression}").numpy(), expected)
+    for name, op, compression, expected in [
+        ("average", "average", "none", mean),
+        ("sum", "sum", "none", np.sum(gradients, axis=0)),
+        ("fp16", "average", "fp16", mean),
+        ("bf16", "average", "bf16", mean),
+    ]
+}
+rows = tf.IndexedSlices(mine[:2], tf.constant([0, rank + 1]), tf.constant([size + 1, 3]))
+gathered = build_exchange("average", "none")(rows, "sparse")
+dense = build_exchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")
+facts["sparse_stays_sparse"] = isinstance(gathered, tf.IndexedSlices)
+facts["sparse_equals_dense"] = rel_error(tf.convert_to_tensor(gathered), dense)
+
+agreement.check(group, {"weight": "same"}, "now")
+try:
+    agreement.check(group, {"first": "same", "weight": "odd" if rank == size - 1 else "same"}, "at step 7")
+    facts["disagreement"] = None
+except RanksDisagree as error:
+    facts["disagreement"] = str(error)
+
+try:
+    with group.together():
+        if rank == size - 1:
+            raise UserError("file missing")
+    facts["together"] = "went on"
+except UserError as error:
+    facts["together"] = f"own: {error}"
+except FailedElsewhere as error:
+    facts["together"] = f"elsewhere: {error.exit_code}"
+
+leave(rank, facts)
+group.close()

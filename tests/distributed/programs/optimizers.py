@@ -1,0 +1,134 @@
+"""Weights after a few steps on different data per rank, with stock Horovod, with ours, and with parts left out."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow.keras as stock
+import keras
+import numpy as np
+import tensorflow as tf
+from facts import leave, rel_error
+
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.distributed import AverageMetrics, BroadcastVariables, DistributedOptimizer
+from horovod_train.distributed.group import start
+from horovod_train.errors import UserError
+
+group = start(HorovodConfig(), DeviceConfig())
+rank, size = group.rank, group.size
+
+
+def data(of: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(of)
+    x = rng.normal(size=(32, 6)).astype(np.float32)
+    return x, (x.sum(axis=1, keepdims=True) ** 2).astype(np.float32)
+
+
+def build_model(seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1, name="out")]
+    )
+
+
+def weights(model: keras.Model) -> np.ndarray:
+    return np.concatenate([variable.numpy().ravel() for variable in model.trainable_variables])
+
+
+def sha(model: keras.Model) -> str:
+    return hashlib.sha256(weights(model).tobytes()).hexdigest()
+
+
+def fit(optimizer: Any, *, seed: int = 0, callbacks: Any = (), model: keras.Model | None = None) -> keras.Model:
+    model = model or build_model(seed)
+    model.compile(optimizer, "mse")
+    x, y = data(rank)
+    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
+    return model
+
+
+def fit_alone(build: Callable[[], keras.optimizers.Optimizer]) -> keras.Model:
+    """One process on the batches of all ranks together: what N ranks must equal."""
+    model = build_model(0)
+    optimizer = build()
+    parts = [data(r) for r in range(size)]
+    for _ in range(2):
+        for start_row in range(0, 32, 8):
+            x = np.concatenate([part[0][start_row : start_row + 8] for part in parts])
+            y = np.concatenate([part[1][start_row : start_row + 8] for part in parts])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return model
+
+
+BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.01),
+    "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "clipped": lambda: keras.optimizers.SGD(0.01, global_clipnorm=0.5),
+    "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=8.0),
+}
+facts: dict[str, Any] = {"rank": rank}
+facts["ours"] = {name: sha(fit(DistributedOptimizer(build()))) for name, build in BUILDERS.items()}
+facts["error_against_one_process"] = {
+    name: rel_error(weights(fit(DistributedOptimizer(build()))), weights(fit_alone(build)))
+    for name, build in BUILDERS.items()
+    if name != "loss_scale"
+}
+facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
+facts["stock_horovod"] = sha(fit(stock.DistributedOptimizer(keras.optimizers.SGD(0.01))))
+facts["accumulating"] = sha(fit(DistributedOptimizer(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))))
+
+different_start = {"seed": rank, "optimizer": DistributedOptimizer(keras.optimizers.Adam(0.01))}
+facts["without_broadcast"] = sha(fit(**different_start))
+different_start["optimizer"] = DistributedOptimizer(keras.optimizers.Adam(0.01))
+facts["with_broadcast"] = sha(fit(**different_start, callbacks=[BroadcastVariables()]))
+
+logs: dict[str, float] = {"loss": float(rank)}
+AverageMetrics().on_epoch_end(0, logs)
+facts["averaged_log"] = logs["loss"]
+
+# A layer that takes no part in the loss has no gradient on any rank.
+inputs = keras.Input((6,))
+hidden = keras.layers.Dense(3)(inputs)
+spare = keras.layers.Dense(2, name="spare")(hidden)
+two_headed = keras.Model(inputs, [keras.layers.Dense(1)(hidden), spare])
+optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+with tf.GradientTape() as tape:
+    loss = tf.reduce_sum(two_headed(data(rank)[0])[0])
+optimizer.apply(tape.gradient(loss, two_headed.trainable_variables), two_headed.trainable_variables)
+facts["none_gradients"] = int(optimizer.iterations)
+
+# An overflow on one rank: the scale must fall on all, and no weights move.
+scaled = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0))
+weight = keras.Variable([1.0, 2.0])
+scaled.build([weight])
+scaled.apply([tf.constant([float("inf") if rank == 0 else 1.0, 1.0])], [weight])
+facts["overflow"] = {"scale": float(scaled.dynamic_scale), "weight": weight.numpy()}
+scaled.apply([tf.constant([2.0, 2.0 * (rank + 1)])], [weight])
+facts["after_overflow"] = {"scale": float(scaled.dynamic_scale), "weight": weight.numpy()}
+
+for name, attempt in {
+    "wrapped_twice": lambda: DistributedOptimizer(DistributedOptimizer(keras.optimizers.SGD())),
+    "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
+    "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
+}.items():
+    try:
+        attempt()
+        facts[name] = "accepted"
+    except UserError as error:
+        facts[name] = str(error)
+
+saved = fit(DistributedOptimizer(keras.optimizers.Adam(0.01)))
+facts["saved_model"] = str(Path(sys.argv[1]) / f"model-{rank}.keras")
+saved.save(facts["saved_model"])
+facts["saved_prediction"] = saved(data(0)[0]).numpy().ravel()
+leave(rank, facts)
+group.close()

@@ -1,0 +1,150 @@
+"""The exchange between ranks, on real ranks under each launcher."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import RankFacts, run_process
+
+WAYS = [("none", 1), ("horovodrun", 2), ("horovodrun", 4), ("mpirun", 2)]
+SEVERAL = [(launcher, np) for launcher, np in WAYS if np > 1]
+
+
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    total = np * (np - 1) / 2
+    for rank, facts in enumerate(rank_facts("collectives", launcher, np)):
+        assert (facts["rank"], facts["size"], facts["launcher"]) == (rank, np, launcher)
+        assert facts["sum"] == [total + np, [[np, total], [2.0 * np, 3.0 * np]]]
+        assert facts["sum_counts_exactly"]
+        assert facts["average"] == total / np
+        assert facts["gather"] == [{"rank": other} for other in range(np)]
+        assert facts["broadcast_object"] == "from 0"
+        assert facts["broadcast"] == [0.0, 7.0]
+
+
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_exchanged_gradients_are_the_mean_to_the_precision_of_the_wire(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    for facts in rank_facts("collectives", launcher, np):
+        errors = facts["exchange_errors"]
+        assert errors["average"] < 1e-6
+        assert errors["sum"] < 1e-6
+        assert errors["fp16"] < 2e-3
+        assert errors["bf16"] < 2e-2
+        # The narrow forms did travel: a wire of float32 would leave no error at all.
+        assert min(errors["fp16"], errors["bf16"]) > 1e-6
+
+
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_sparse_gradients_are_gathered_row_by_row(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("collectives", launcher, np):
+        assert facts["sparse_stays_sparse"]
+        assert facts["sparse_equals_dense"] < 1e-6
+
+
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_exchange_follows_the_launcher(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    expected = {"horovodrun": "gloo", "mpirun": "MPI"}.get(launcher)
+    for facts in rank_facts("collectives", launcher, np):
+        assert expected in (None, facts["exchange"])
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_first_difference_is_named_with_its_ranks(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    messages = {facts["disagreement"] for facts in rank_facts("collectives", launcher, np)}
+    assert len(messages) == 1
+    message = messages.pop()
+    assert f"at step 7 on weight: rank {np - 1} (" in message
+    assert f"has 'odd'; {np - 1} of {np} have 'same'" in message
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_what_one_rank_cannot_do_ends_all_with_its_words(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    *others, failed = rank_facts("collectives", launcher, np)
+    assert failed["together"].startswith(f"own: rank {np - 1} (")
+    assert failed["together"].endswith("file missing")
+    assert {facts["together"] for facts in others} == {"elsewhere: 2"}
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_stock_horovod_lets_ranks_drift_apart(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    ranks = rank_facts("optimizers", launcher, np)
+    assert len({facts["stock_horovod"] for facts in ranks}) == np
+    assert len({facts["unwrapped"] for facts in ranks}) == np
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "clipped", "adamw", "loss_scale"])
+def test_ours_keeps_ranks_bit_equal_in_model_fit(rank_facts: RankFacts, launcher: str, np: int, name: str) -> None:
+    ranks = rank_facts("optimizers", launcher, np)
+    assert len({facts["ours"][name] for facts in ranks}) == 1
+    assert ranks[0]["ours"][name] not in {facts["unwrapped"] for facts in ranks}
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), *SEVERAL])
+def test_n_ranks_in_model_fit_equal_one_process_on_their_batches(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert max(facts["error_against_one_process"].values()) < 1e-4
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_keras_gradient_accumulation_keeps_ranks_equal(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    assert len({facts["accumulating"] for facts in rank_facts("optimizers", launcher, np)}) == 1
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_different_initial_weights_are_mended_by_the_broadcast_alone(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    ranks = rank_facts("optimizers", launcher, np)
+    assert len({facts["without_broadcast"] for facts in ranks}) == np
+    assert len({facts["with_broadcast"] for facts in ranks}) == 1
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_logged_metrics_are_means_over_ranks(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    assert {facts["averaged_log"] for facts in rank_facts("optimizers", launcher, np)} == {(np - 1) / 2}
+
+
+@pytest.mark.parametrize(("launcher", "np"), WAYS)
+def test_variables_without_a_gradient_are_left_alone(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    assert {facts["none_gradients"] for facts in rank_facts("optimizers", launcher, np)} == {1}
+
+
+@pytest.mark.parametrize(("launcher", "np"), SEVERAL)
+def test_an_overflow_on_one_rank_skips_the_update_on_all(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert facts["overflow"] == {"scale": 2.0, "weight": [1.0, 2.0]}
+        mean_rank_plus_one = (np + 1) / 2
+        assert facts["after_overflow"]["scale"] == 2.0
+        assert facts["after_overflow"]["weight"] == pytest.approx([1.0 - 0.1, 2.0 - 0.1 * mean_rank_plus_one])
+
+
+def test_misuse_is_refused_in_one_line(rank_facts: RankFacts) -> None:
+    facts = rank_facts("optimizers", "none", 1)[0]
+    assert "is distributed already" in facts["wrapped_twice"]
+    assert "op must be one of average, sum, adasum; received 'mean'" in facts["unknown_op"]
+    assert "compression must be none, fp16 or bf16; received 'zip'" in facts["unknown_compression"]
+
+
+def test_saved_model_loads_and_trains_without_horovod(rank_facts: RankFacts, tmp_path: Path) -> None:
+    facts = rank_facts("optimizers", "none", 1)[0]
+    script = f"""
+import sys
+sys.modules["horovod"] = None  # an import of it would raise
+import keras, numpy as np
+model = keras.saving.load_model({facts["saved_model"]!r})
+rng = np.random.default_rng(0)
+x = rng.normal(size=(32, 6)).astype(np.float32)
+print(type(model.optimizer).__name__, int(model.optimizer.iterations), *model.predict(x, verbose=0).ravel())
+model.fit(x, x[:, :1], verbose=0)
+"""
+    finished = run_process([sys.executable, "-c", script], cwd=tmp_path)
+    assert finished.returncode == 0, finished.text
+    name, iterations, *prediction = finished.stdout.split()
+    assert (name, iterations) == ("Adam", "8")
+    assert [float(value) for value in prediction] == pytest.approx(facts["saved_prediction"], rel=1e-4, abs=1e-5)

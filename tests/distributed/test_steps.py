@@ -1,0 +1,60 @@
+"""A step on N ranks is the step of one process on the same records, uneven shares included."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import RankFacts
+
+WAYS = [("none", 1), ("horovodrun", 2), ("horovodrun", 4)]
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+@pytest.mark.parametrize("name", ["sgd", "adam", "clipped", "accumulated", "l2"])
+def test_update_is_the_gradient_of_the_mean_over_all_records(
+    rank_facts: RankFacts, launcher: str, np_: int, name: str
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert facts["errors"][name] < 2e-5
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
+def test_a_mean_of_means_would_be_another_update(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert facts["errors"]["mean_of_means"] > 1e-2
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_training_loss_is_the_mean_over_all_records(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        ours, alone = facts["loss"]
+        assert ours == pytest.approx(alone, rel=1e-5)
+        assert facts["steps"] == 3
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_evaluation_counts_every_record_once(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        ours, alone = facts["evaluation"]
+        assert ours["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert ours["accuracy"] == pytest.approx(alone["accuracy"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_dropout_masks_differ_by_rank_and_step_and_repeat_on_a_second_run(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    ranks = rank_facts("steps", launcher, np_)
+    assert len({str(facts["mask"]) for facts in ranks}) == np_
+    for facts in ranks:
+        assert facts["mask"] == facts["mask_again"]
+        assert facts["mask"] != facts["mask_later"]
+        assert 0 < np.count_nonzero(facts["mask"]) < np.size(facts["mask"])
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
+def test_gathered_statistics_are_averaged(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+    ranks = rank_facts("steps", launcher, np_)
+    mean = np.mean([facts["mask"] for facts in ranks], axis=0)
+    for facts in ranks:
+        assert np.allclose(facts["averaged_mask"], mean)
