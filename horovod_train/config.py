@@ -164,9 +164,9 @@ def resolve(config: Config, size: int) -> Config:
             "Start fewer ranks or raise it."
         )
     per_rank = -(-batch // size)
-    if config.train.accumulate_steps > per_rank:
+    if per_rank % config.train.accumulate_steps:
         raise UserError(
-            f"train.accumulate_steps must be at most the records of one rank's batch ({per_rank}); "
+            f"train.accumulate_steps must divide the records of one rank's batch ({per_rank}); "
             f"received {config.train.accumulate_steps}."
         )
     data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)
@@ -298,7 +298,8 @@ def _origin(path: str, origins: Origins) -> str | None:
 
 def _fail(path: str, origins: Origins, problem: str) -> typing.NoReturn:
     section = path.rpartition(".")[0]
-    inside = (known for known in origins if known.startswith((f"{path}.", f"{section}."))) if section else iter(())
+    near = tuple(f"{name}." for name in (path, section) if name)
+    inside = (known for known in origins if known.startswith(near))
     where = _origin(path, origins) or origins.get(next(inside, ""))
     raise UserError(f"{where}: {path}: {problem}" if where else f"{path}: {problem}")
 
@@ -313,6 +314,8 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     arguments = {}
     for key, value in values.items():
         path, field = f"{prefix}{key}", fields[key]
+        if isinstance(field.default, Spec) and isinstance(value, dict):
+            value = {"name": field.default.name} | value  # options alone are those of the default
         arguments[key] = converted = _convert(value, hints[key], path, origins)
         minimum = field.metadata.get("minimum")
         if minimum is not None and converted is not None and converted < minimum:

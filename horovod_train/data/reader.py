@@ -126,5 +126,5 @@ class Reader:
         except OSError as error:
             raise UserError(f"{source.path}: cannot be read any more: {error.strerror or error}.") from error
         if len(data) < length:
-            raise UserError(f"{source.path}: byte {offset}: expected {length} bytes, got {len(data)}. Is the disk sound?")
+            raise UserError(f"{source.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
         return data

@@ -13,7 +13,7 @@ import numpy as np
 
 from horovod_train.data.index import Index
 from horovod_train.data.parse import Arrays, Parser
-from horovod_train.data.plan import Line, Plan
+from horovod_train.data.plan import Line, Plan, Rows
 from horovod_train.data.reader import Fault, Reader
 from horovod_train.errors import UserError
 
@@ -22,13 +22,12 @@ _SEGMENT_BYTES = 16 << 20
 
 
 class Segment(NamedTuple):
-    """Steps [first, last) of an epoch on one rank. Arrays have steps × rows as first axis, `count` has steps."""
+    """Some steps of one rank. All arrays have steps × rows as first axis, but `count` has steps."""
 
     arrays: Arrays
     real: np.ndarray
     ids: np.ndarray
     count: np.ndarray
-    epoch: int
 
 
 class Span(NamedTuple):
@@ -47,6 +46,7 @@ class Loader:
         self._rank, self._size, self._skip_bad = rank, size, skip_bad
         self._reader = Reader(index)
         self._lines: dict[int, Line] = {}
+        self._rows: dict[Span, Rows] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records left out so far on this rank."""
@@ -80,8 +80,7 @@ class Loader:
             return segment
 
     def _load(self, span: Span) -> Segment:
-        rows = self._plan.rows(self._line(span.epoch), self._rank, self._size, span.first, span.last)
-        records, real = rows.records.ravel(), rows.real.ravel()
+        records, real = (values.ravel() for values in self._rows.pop(span))
         data, faults = self._reader.read(records)
         arrays = None if faults else self._parser.parse(data)
         if arrays is None:
@@ -94,7 +93,7 @@ class Loader:
                 arrays = self._parser.parse([stand_in if b else d for b, d in zip(bad, data, strict=True)])
         assert arrays is not None, "every record was checked, and together they still do not parse"
         count = np.array([self._plan.count(step) for step in range(span.first, span.last)], np.int64)
-        return Segment(arrays, real, np.where(real, records, -1), count, span.epoch)
+        return Segment(arrays, real, np.where(real, records, -1), count)
 
     def _bad_rows(self, records: np.ndarray, data: list[bytes], faults: list[Fault]) -> np.ndarray:
         """Which rows cannot be used, bool [rows]; raises UserError for the first unless bad ones are to be skipped."""
@@ -111,8 +110,10 @@ class Loader:
     def _read_ahead(self, span: Span) -> np.ndarray:
         """Starts reading what a segment needs; returns the blocks to keep for it."""
         line = self._line(span.epoch)
-        places, _ = self._plan.places(self._rank, self._size, span.first, span.last)
-        self._reader.read_ahead(np.unique(self._index.block_of(line.records(places).ravel())).tolist())
+        places, real = self._plan.places(self._rank, self._size, span.first, span.last)
+        if span not in self._rows:
+            self._rows[span] = Rows(line.records(places), real)
+        self._reader.read_ahead(np.unique(self._index.block_of(self._rows[span].records.ravel())).tolist())
         return line.blocks_near(places)
 
     def _line(self, epoch: int) -> Line:

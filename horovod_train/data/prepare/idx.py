@@ -68,7 +68,7 @@ def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]
     """Images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
     images, labels = load_idx(image_file, 3), load_idx(label_file, 1)
     if len(images) != len(labels):
-        raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; expected as many.")
+        raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; they must match.")
     return images, labels
 
 
@@ -83,7 +83,7 @@ def load_idx(path: str, dimensions: int) -> np.ndarray:
         raise UserError(f"{path}: the gzip file is broken: {error}.") from error
     start = 4 + 4 * dimensions
     if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) < start:
-        raise UserError(f"{path}: expected an idx file of uint8 with {dimensions} dimensions; it begins {data[:4].hex()}.")
+        raise UserError(f"{path}: is no idx file of uint8 with {dimensions} dimensions: it begins {data[:4].hex()}.")
     shape = struct.unpack(f">{dimensions}I", data[4:start])
     if len(data) - start != math.prod(shape):
         raise UserError(f"{path}: {shape} needs {math.prod(shape)} bytes of data; the file has {len(data) - start}.")

@@ -1,0 +1,43 @@
+"""Arrays from a Python thread into a TensorFlow queue. Does not know what the arrays are.
+
+tf.data could call Python itself (from_generator, numpy_function), but its threads would then wait for an interpreter
+that is shutting down, and the process would never end. Here TensorFlow never enters Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+class Feed:
+    """Enqueues what the iterator gives, one item ahead; at its end, or when it raises, closes the queue."""
+
+    def __init__(self, items: Iterator[Sequence[np.ndarray]], dtypes: Sequence[str]) -> None:
+        self._items = items
+        with tf.device("cpu:0"):
+            self.queue = tf.queue.FIFOQueue(1, [tf.as_dtype(dtype) for dtype in dtypes])
+        self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, if need be in the middle. Safe to call at any time."""
+        self.queue.close(cancel_pending_enqueues=True)
+
+    def _run(self) -> None:
+        with contextlib.suppress(tf.errors.CancelledError):  # stopped
+            try:
+                with tf.device("cpu:0"):
+                    for item in self._items:
+                        self.queue.enqueue(item)
+            except Exception:
+                # Whoever made the items knows. To the reader of the queue, it ends before its time.
+                pass
+            finally:
+                self.queue.close()

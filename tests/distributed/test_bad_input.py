@@ -1,0 +1,127 @@
+"""What a user gets wrong is said in one line, with exit code 2, before anything is trained."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from conftest import train
+
+CONFIG = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+model: user_models:small
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+lr_schedule: {{base_lr: 0.1}}
+train: {{max_steps: 2}}
+"""
+
+BEFORE_TENSORFLOW = {
+    "unknown key": (["trian.epochs=3"], "command line: trian: unknown key; known here: train"),
+    "unknown key in a section": (["train.epoch=3"], "train.epoch: unknown key; known here: epochs"),
+    "wrong type": (["train.epochs=many"], "train.epochs: expected an int; received 'many'"),
+    "number for a switch": (["data.shuffle=1"], "data.shuffle: expected true or false; received 1"),
+    "too small": (["train.steps_per_call=0"], "train.steps_per_call: must be at least 1; received 0"),
+    "not among the choices": (["horovod.op=mean"], "horovod.op: expected one of average, sum, adasum"),
+    "not an override": (["epochs"], "argument 'epochs': expected section.key=value"),
+    "both batch sizes": (["data.batch_size_per_rank=8"], "data.batch_size_per_rank: give either this or"),
+    "no end": (["train.max_steps=null"], "train.epochs: is required (or train.max_steps)"),
+    "scaling without a base": (["lr_schedule.scaling=linear"], "lr_schedule.base_batch_size: is required"),
+    "missing config file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
+    "config is a folder": (["--config", "."], "--config .: cannot be read: Is a directory"),
+    "broken yaml": (["--config", "{here}/broken.yaml"], "broken.yaml:3: not valid YAML"),
+    "key twice": (["--config", "{here}/twice.yaml"], "twice.yaml:2: seed is given twice; it was set at"),
+    "no such data": (["data.train={here}/nothing"], "data.train: {here}/nothing"),
+    "empty folder": (["data.train={here}/empty"], "data.train: {here}/empty"),
+    "not a TFRecord": (["data.train={here}/text/*.tfrecord"], "text/a.tfrecord"),
+    "truncated TFRecord": (["data.train={here}/cut"], "cut/"),
+    "output is a file": (["--output-dir", "{here}/broken.yaml"], "output_dir: cannot write to"),
+    "output not writable": (["--output-dir", "/proc/run"], "output_dir: cannot write to /proc/run"),
+}
+
+WITH_TENSORFLOW = {
+    "unknown model": (["model=convent"], "model.name: unknown name 'convent'; known here: convnet"),
+    "no such module": (["model=nowhere:build"], "model.name: cannot import 'nowhere:build'"),
+    "no such function": (["model=user_models:smal"], "model.name: user_models has no 'smal'; it has small"),
+    "returns no model": (["model=user_models:not_a_model"], "must return a keras.Model; it returned int"),
+    "unknown model option": (["model.options.depth=3"], "model.options: user_models:small: got an unexpected"),
+    "unknown optimizer": (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; near it: SGD"),
+    "learning rate twice": (["optimizer.options.learning_rate=1"], "the rate is set by lr_schedule.base_lr"),
+    "unknown optimizer option": (["optimizer.options.momentums=1"], "optimizer: sgd with options"),
+    "unknown loss": (["loss=crossentropy"], "loss.name: Keras has no 'crossentropy'; near it:"),
+    "unknown metric": (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; near it: Accuracy"),
+    "unknown decay": (["lr_schedule.decay=cosin"], "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
+    "decay without its rate": (["lr_schedule.decay=exponential"], "lr_schedule.decay.options: exponential: missing"),
+    "model does not fit": (["model=mlp"], "data.train: model, loss and metrics do not fit records of"),
+    "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
+    "checkpoint path": (["checkpoint.resume={here}/empty"], "checkpoint.resume: no checkpoint at"),
+}
+
+
+@pytest.fixture(scope="session")
+def here(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "good.yaml").write_text(CONFIG.format(data=digits))
+    (folder / "broken.yaml").write_text("data:\n  train: [a\n")
+    (folder / "twice.yaml").write_text("seed: 1\nseed: 2\n")
+    (folder / "empty").mkdir()
+    (folder / "text").mkdir()
+    shutil.copy(digits / "dataset.json", folder / "text")
+    (folder / "text" / "a.tfrecord").write_text("these are no records, only words")
+    shutil.copytree(digits / "train", folder / "cut")
+    shutil.copy(digits / "dataset.json", folder / "cut")
+    victim = sorted((folder / "cut").glob("*.tfrecord"))[0]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    return folder
+
+
+def attempt(here: Path, words: list[str], **options: object) -> tuple[str, float]:
+    words = [word.format(here=here) for word in words]
+    before = sorted(path for path in here.rglob("*") if path.suffix != ".npz")
+    started = time.monotonic()
+    finished = train(
+        ["--config", here / "good.yaml", "--output-dir", here / "run", *words],
+        **options,  # type: ignore[arg-type]
+    )
+    seconds = time.monotonic() - started
+    assert finished.returncode == 2, finished.text
+    assert finished.stdout.count("step ") == 0
+    assert "Traceback" not in finished.stderr
+    after = sorted(path for path in here.rglob("*") if path.suffix != ".npz" and "run" not in path.parts)
+    assert after == [path for path in before if "run" not in path.parts]
+    return finished.stderr, seconds
+
+
+@pytest.mark.parametrize("name", BEFORE_TENSORFLOW)
+def test_named_at_once(here: Path, name: str) -> None:
+    words, expected = BEFORE_TENSORFLOW[name]
+    stderr, seconds = attempt(here, words)
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected.format(here=here) in line
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("name", WITH_TENSORFLOW)
+def test_named_before_the_first_step(here: Path, name: str) -> None:
+    words, expected = WITH_TENSORFLOW[name]
+    stderr, _ = attempt(here, words)
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert expected.format(here=here) in line
+
+
+@pytest.mark.parametrize("launcher", ["mpirun"])
+@pytest.mark.parametrize("table", ["early", "late"])
+def test_one_line_from_several_ranks_and_none_is_left(here: Path, launcher: str, table: str) -> None:
+    words, expected = (BEFORE_TENSORFLOW["unknown key"], WITH_TENSORFLOW["unknown model"])[table == "late"]
+    stderr, _ = attempt(here, words, launcher=launcher, np=2)
+    said = [line for line in stderr.splitlines() if "error: " in line]
+    assert len(said) == 1
+    assert expected in said[0]
+
+
+def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
+    stderr, _ = attempt(here, ["data.global_batch_size=3"], launcher="mpirun", np=4)
+    assert "data.global_batch_size must be at least the number of ranks (4); received 3" in stderr

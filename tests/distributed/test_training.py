@@ -1,0 +1,176 @@
+"""Whole runs of the command line, on real ranks: they are equal, resume, and leave one set of files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import BIN, launcher_command, metrics_of, rank_environment, run_process, summary_of, train
+
+BASE = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+model: user_models:small
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
+optimizer: {{name: sgd, options: {{momentum: 0.9}}}}
+lr_schedule: {{base_lr: 0.1, decay: {{name: exponential, options: {{rate: 0.5}}}}}}
+log: {{every_steps: 1}}
+eval: {{every_epochs: null}}
+"""
+
+
+@pytest.fixture(scope="session")
+def base_config(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "base.yaml"
+    path.write_text(BASE.format(data=digits))
+    return path
+
+
+@pytest.fixture(scope="session")
+def plain_keras_losses(digits: Path) -> list[float]:
+    """The loss of each of 100 steps of `model.fit` in one process, without anything of ours but the model."""
+    script = f"""
+import json, keras, tensorflow as tf, user_models
+keras.utils.set_random_seed(1)
+model = user_models.small()
+schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 15, 0.5, staircase=True)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(keras.optimizers.SGD(schedule, momentum=0.9), loss)
+features = {{"image_raw": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}}
+def parse(rows):
+    found = tf.io.parse_example(rows, features)
+    pixels = tf.cast(tf.io.decode_raw(found["image_raw"], tf.uint8), tf.float32)
+    return tf.reshape(pixels / 255 - 0.5, [-1, 28, 28, 1]), found["label"]
+files = sorted(tf.io.gfile.glob({str(digits / "train")!r} + "/*.tfrecord"))
+data = tf.data.TFRecordDataset(files).batch(96).map(parse).repeat()
+history = model.fit(data, epochs=100, steps_per_epoch=1, verbose=0)
+print(json.dumps(history.history["loss"]))
+"""
+    finished = run_process([sys.executable, "-c", script])
+    assert finished.returncode == 0, finished.text
+    return json.loads(finished.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), ("horovodrun", 2), ("mpirun", 2), ("horovodrun-default", 4)])
+def test_n_ranks_train_like_one_and_like_plain_keras(
+    base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int
+) -> None:
+    arguments = ["--config", base_config, "data.shuffle=false", "train.max_steps=100", "--output-dir", tmp_path / "run"]
+    finished = train(arguments, launcher=launcher, np=np)
+    assert finished.returncode == 0, finished.text
+    losses = [row["loss"] for row in metrics_of(tmp_path / "run", "train")]
+    assert len(losses) == 100
+    assert losses == pytest.approx(plain_keras_losses, rel=2e-4)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    finished = train(["--config", base_config, "train.epochs=2", "--output-dir", run_dir], launcher="horovodrun", np=2)
+    assert finished.returncode == 0, finished.text
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    found = {path.name for path in run_dir.iterdir()}
+    assert found == {"checkpoints", "config.yaml", "metrics.jsonl", "summary.json", "tensorboard"}
+    assert len(list((run_dir / "tensorboard" / "train").iterdir())) == 1
+    assert finished.stdout.count("Done training for 2 epochs, 30 steps") == 1
+    rows = metrics_of(run_dir, "train")
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert {"loss", "accuracy", "learning_rate", "examples_per_s", "examples_per_s_per_rank", "s_per_step"} <= {
+        *rows[-1]
+    }
+    summary = summary_of(run_dir)
+    assert (summary["ranks"], summary["steps"], summary["epochs"], summary["ended"]) == (2, 30, 2, "done")
+    assert summary["versions"]["horovod"] == "0.28.1"
+
+
+def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0
+    again = train(["--config", first / "config.yaml", "--output-dir", second])
+    assert again.returncode == 0, again.text
+    assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("horovodrun", 2)])
+def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
+    base_config: Path, tmp_path: Path, launcher: str, np: int
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    model = "model={name: user_models:mixed, options: {batch_norm: false}}"
+    common = ["--config", base_config, model, "optimizer=adam", "lr_schedule.base_lr=0.01"]
+    for output_dir, max_steps in [(whole, 40), (parts, 22), (parts, 40)]:
+        arguments = [*common, f"train.max_steps={max_steps}", "--output-dir", output_dir]
+        finished = train(arguments, launcher=launcher, np=np)
+        assert finished.returncode == 0, finished.text
+    assert "resumed from" in finished.stdout
+    assert "at step 22" in finished.stdout
+    assert [row["step"] for row in metrics_of(parts, "train")] == list(range(1, 41))
+    for row, again in zip(metrics_of(whole, "train"), metrics_of(parts, "train"), strict=True):
+        assert row["learning_rate"] == again["learning_rate"]
+        assert row["loss"] == again["loss"]
+    assert summary_of(whole)["weights_sha256"] == summary_of(parts)["weights_sha256"]
+
+
+def test_a_resume_without_the_optimizer_state_would_end_elsewhere(base_config: Path, tmp_path: Path) -> None:
+    """The negative of the above: what it compares does depend on slots and counters."""
+    arguments = ["--config", base_config, "optimizer=adam", "lr_schedule.base_lr=0.01", "train.max_steps=12"]
+    assert train([*arguments, "--output-dir", tmp_path / "adam"]).returncode == 0
+    refused = train([*arguments, "optimizer=sgd", "train.max_steps=13", "--output-dir", tmp_path / "adam"])
+    assert refused.returncode == 2
+    assert "has no optimizer/" in refused.stderr
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), ("horovodrun", 4)])
+def test_evaluation_is_that_of_one_process(
+    digits: Path, base_config: Path, tmp_path: Path, launcher: str, np: int
+) -> None:
+    """360 records in batches of 7 a rank: neither ranks nor batches divide them."""
+    arguments = ["--config", base_config, "lr_schedule.base_lr=0", "train.max_steps=1", "eval.every_epochs=1"]
+    finished = train(
+        [*arguments, "eval.batch_size_per_rank=7", "--output-dir", tmp_path / "run"], launcher=launcher, np=np
+    )
+    assert finished.returncode == 0, finished.text
+    script = f"""
+import keras, tensorflow as tf, user_models
+from horovod_train.config import DataConfig
+from horovod_train.data.pipeline import build_pipeline
+from horovod_train.data.records import open_records
+keras.utils.set_random_seed(1)
+model = user_models.small()
+model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+config = DataConfig(eval=({str(digits / "eval")!r},))
+records = open_records(config, "eval")
+pipeline = build_pipeline(records, config, rank=0, size=1, seed=0, training=False, global_batch_size=360)
+(batch,) = pipeline.batches(0, epochs=1)
+assert batch.weights.numpy().sum() == 360
+print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=360))
+"""
+    alone = run_process([sys.executable, "-c", script])
+    assert alone.returncode == 0, alone.text
+    loss, accuracy = (float(word) for word in alone.stdout.split())
+    (row,) = metrics_of(tmp_path / "run", "eval")
+    assert row["loss"] == pytest.approx(loss, rel=1e-5)
+    assert row["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+
+
+def test_a_diverging_run_stops_on_all_ranks_with_its_loss(base_config: Path, tmp_path: Path) -> None:
+    arguments = ["--config", base_config, "lr_schedule.base_lr=1e30", "train.max_steps=50"]
+    finished = train([*arguments, "--output-dir", tmp_path / "run"], launcher="mpirun", np=2)
+    assert finished.returncode == 1
+    assert finished.stderr.count("Model diverged with loss = ") == 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_ranks_with_another_config_are_found_before_training(base_config: Path, tmp_path: Path) -> None:
+    """mpirun can start ranks with different arguments; the second here gets another seed."""
+    program = [sys.executable, "-m", "horovod_train.main", "--config", str(base_config), "train.max_steps=2"]
+    arguments = [*program, "--output-dir", str(tmp_path / "run")]
+    first, *_ = launcher_command("mpirun", 1)
+    options = ["--oversubscribe", "--bind-to", "none"]
+    command = [str(BIN / first), *options, "-np", "1", *arguments, ":", "-np", "1", *arguments, "seed=2"]
+    finished = run_process(command, environment=rank_environment())
+    assert finished.returncode == 86, finished.text
+    assert "ranks disagree at the start on config: rank 1 (" in finished.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text()

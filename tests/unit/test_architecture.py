@@ -1,0 +1,108 @@
+"""The rooms and what they may import. A red line here means that something was put into the wrong room."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent.parent / "horovod_train"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LAYERS = [
+    {"main"},
+    {"train", "tools"},
+    {"loop"},
+    {"hooks", "step", "checkpoint"},
+    {"state", "metrics", "output"},
+    {"distributed", "data", "models", "optim"},
+    {"lookup"},
+    {"config"},
+    {"errors", "quiet"},
+]
+"""From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
+
+SIDEWAYS = {("hooks", "step"), ("hooks", "checkpoint")}
+
+MAY_IMPORT_HOROVOD = {"distributed"}
+MAY_READ_ENVIRONMENT = {"main", "distributed", "quiet"}
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def layer(name: str) -> int:
+    found = [number for number, rooms in enumerate(LAYERS) if name in rooms]
+    assert found, f"{name} is in no layer: add it to LAYERS where it belongs"
+    return found[0]
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def own_rooms(path: Path) -> set[str]:
+    inside = {name.split(".")[1] for name in imports(path) if name.startswith("horovod_train.")}
+    return {name for name in inside if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    here = room(path)
+    if here == "__init__":
+        return
+    for there in own_rooms(path) - {here}:
+        assert layer(there) > layer(here) or (here, there) in SIDEWAYS, f"{here} must not import {there}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_distributed_imports_horovod_and_mpi(path: Path) -> None:
+    found = {name for name in imports(path) if name.split(".")[0] in ("horovod", "mpi4py")}
+    assert not found or room(path) in MAY_IMPORT_HOROVOD
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_main_and_distributed_read_the_environment(path: Path) -> None:
+    reads = re.search(r"os\.(environ|getenv)", path.read_text())
+    assert not reads or room(path) in MAY_READ_ENVIRONMENT
+
+
+def test_collectives_say_so() -> None:
+    """`grep 'Collective:'` finds every method of the group at which ranks meet, and only those."""
+    tree = ast.parse((PACKAGE / "distributed" / "group.py").read_text())
+    (group,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "WorkerGroup"]
+    for method in (node for node in group.body if isinstance(node, ast.FunctionDef)):
+        meets = any(word in ast.unparse(method) for word in ("hvd.", "self.sum(", "self.gather("))
+        says = (ast.get_docstring(method) or "").startswith("Collective:")
+        assert meets == says, method.name
+
+
+def test_no_private_names_of_other_libraries() -> None:
+    """Names of Keras, TensorFlow and Horovod that begin with an underscore may change without notice."""
+    private = re.compile(r"\b(keras\.src|tensorflow\.python|(hvd|keras|tf)\.(\w+\.)*_(?!_)\w+)")
+    found = {str(path): match.group() for path in FILES if (match := private.search(path.read_text()))}
+    assert not found
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--config", "nowhere.yaml"], ["prepare", "--help"]])
+def test_help_and_bad_paths_answer_before_tensorflow_is_imported(words: list[str]) -> None:
+    script = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
+        "from horovod_train.main import main\n"
+        f"sys.exit(main({words!r}))"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert "Error" not in finished.stderr
+    assert finished.returncode in (0, 2)

@@ -1,0 +1,121 @@
+"""Config files, overrides and what they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horovod_train.config import Config, Spec, as_dict, dump, load, resolve
+from horovod_train.errors import UserError
+
+LEAST = "data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n"
+
+
+@pytest.fixture
+def least(tmp_path: Path) -> str:
+    path = tmp_path / "least.yaml"
+    path.write_text(LEAST)
+    return str(path)
+
+
+def test_later_files_and_overrides_win(least: str, tmp_path: Path) -> None:
+    later = tmp_path / "later.yaml"
+    later.write_text("train: {epochs: 2, steps_per_call: 5}\nseed: 3\n")
+    config, origins = load([least, str(later)], ["seed=4"])
+    assert (config.train.epochs, config.train.steps_per_call, config.seed) == (2, 5, 4)
+    assert origins["data.global_batch_size"] == f"{least}:1"
+    assert origins["train.epochs"] == f"{later}:1"
+    assert origins["seed"] == "command line"
+    assert "log.every_steps" not in origins
+
+
+def test_dumped_config_loads_to_the_same(least: str, tmp_path: Path) -> None:
+    config, _ = load(
+        [least], ["metrics=[accuracy, {name: AUC, options: {curve: PR}}]", "optimizer.options.momentum=.9"]
+    )
+    again = tmp_path / "again.yaml"
+    again.write_text(dump(config))
+    assert load([str(again)])[0] == config
+
+
+def test_printed_config_says_where_each_value_came_from(least: str) -> None:
+    config, origins = load([least], ["seed=4"])
+    lines = {
+        line.split("#")[0].strip(): line.split("#")[1].strip()
+        for line in dump(config, origins).splitlines()
+        if "#" in line
+    }
+    assert lines["seed: 4"] == "command line"
+    assert lines["global_batch_size: 8"] == f"{least}:1"
+    assert lines["precision: float32"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("override", "read"),
+    [
+        ("optimizer=adam", {"optimizer": Spec("adam")}),
+        ("optimizer.options.momentum=0.9", {"optimizer": Spec("sgd", {"momentum": 0.9})}),
+        ("metrics=accuracy", {"metrics": (Spec("accuracy"),)}),
+        ("lr_schedule.base_lr=1e-3", {"lr_schedule.base_lr": 0.001}),
+        ("data.train=[a, b]", {"data.train": ("a", "b")}),
+        ("train.clip_norm=1", {"train.clip_norm": 1.0}),
+        ("eval.every_epochs=null", {"eval.every_epochs": None}),
+    ],
+)
+def test_short_forms(least: str, override: str, read: dict[str, object]) -> None:
+    config, _ = load([least], [override])
+    for key, expected in read.items():
+        value: object = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value == expected
+        assert type(value) is type(expected)
+
+
+def test_a_name_given_later_keeps_no_options_of_another_file_by_accident(least: str, tmp_path: Path) -> None:
+    """Mappings merge, so the options stay; a spec that is replaced as a whole, by a bare name, has none."""
+    first = tmp_path / "first.yaml"
+    first.write_text("optimizer: {name: sgd, options: {momentum: 0.9}}\n")
+    assert load([least, str(first)], ["optimizer.name=rmsprop"])[0].optimizer == Spec("rmsprop", {"momentum": 0.9})
+    assert load([least, str(first)], ["optimizer=adam"])[0].optimizer == Spec("adam")
+
+
+@pytest.mark.parametrize(("np", "expected"), [(1, 8), (2, 8), (3, 8)])
+def test_global_batch_size_is_kept_at_any_number_of_ranks(least: str, np: int, expected: int) -> None:
+    config, _ = load([least])
+    assert resolve(config, np).data.global_batch_size == expected
+
+
+def test_batch_size_per_rank_becomes_a_global_one(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {train: here, batch_size_per_rank: 8}\ntrain: {epochs: 1}\n")
+    config = resolve(load([str(path)])[0], 3)
+    assert (config.data.global_batch_size, config.data.batch_size_per_rank) == (24, None)
+
+
+def test_more_ranks_than_records_in_a_batch_are_refused(least: str) -> None:
+    with pytest.raises(UserError, match=r"at least the number of ranks \(9\); received 8"):
+        resolve(load([least])[0], 9)
+
+
+def test_every_setting_has_a_line_of_documentation() -> None:
+    import dataclasses
+
+    def undocumented(cls: object, prefix: str = "") -> list[str]:
+        found = []
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            if dataclasses.is_dataclass(field.default) and "doc" not in field.metadata:
+                found += undocumented(type(field.default), f"{prefix}{field.name}.")
+            elif not field.metadata.get("doc"):
+                found.append(f"{prefix}{field.name}")
+        return found
+
+    assert undocumented(Config) == []
+
+
+def test_as_dict_holds_plain_values_only(least: str) -> None:
+    import json
+
+    config, _ = load([least])
+    assert json.loads(json.dumps(as_dict(config))) == as_dict(config)

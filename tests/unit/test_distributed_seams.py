@@ -1,0 +1,52 @@
+"""The decisions that need no ranks: who launched, which GPU, how many threads."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_train.distributed.launch import Launch, detect
+from horovod_train.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch("none", 0, 1)),
+        ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, Launch("horovodrun", 3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("mpirun", 1, 2)),
+        # horovodrun --gloo inside a batch job: SLURM's own variables are the batch node's, for every rank.
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "SLURM_PROCID": "0"}, Launch("horovodrun", 1, 2)),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Launch("horovodrun", 0, 2)),
+    ],
+)
+def test_launcher_is_read_from_the_environment(environment: dict[str, str], expected: Launch) -> None:
+    assert detect(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu_count", "local_rank", "local_size", "expected"),
+    [
+        (0, 3, 4, None),  # no GPUs
+        (4, 3, 4, 3),  # all processes see all GPUs
+        (8, 1, 2, 1),  # more GPUs than ranks
+        (1, 3, 4, 0),  # the scheduler shows each process its own GPU only
+    ],
+)
+def test_each_local_rank_gets_one_gpu(gpu_count: int, local_rank: int, local_size: int, expected: int | None) -> None:
+    from horovod_train.distributed.device import choose_gpu
+
+    assert choose_gpu(gpu_count, local_rank, local_size) == expected
+
+
+def test_more_ranks_than_gpus_on_a_host_are_refused() -> None:
+    from horovod_train.distributed.device import choose_gpu
+
+    with pytest.raises(UserError, match="4 ranks on this host see 2 GPUs; expected one GPU for each rank"):
+        choose_gpu(2, 0, 4)
+
+
+@pytest.mark.parametrize(("cores", "local_size", "expected"), [(2, 1, 2), (2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
+def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expected: int) -> None:
+    from horovod_train.distributed.device import share_of_cores
+
+    assert share_of_cores(cores, local_size) == expected

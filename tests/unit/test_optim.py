@@ -1,0 +1,80 @@
+"""Learning rates step by step, against their formulas written out."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import pytest
+
+from horovod_train.config import Config, LrScheduleConfig, Spec
+from horovod_train.errors import UserError
+from horovod_train.optim import Horizon, build_optimizer, build_schedule
+
+HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
+
+
+def rate(config: LrScheduleConfig, step: int) -> float:
+    schedule = build_schedule(config, HORIZON)
+    return schedule if isinstance(schedule, float) else float(schedule(step))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("none", 0.1), ("linear", 0.1 * 64 / 16), ("sqrt", 0.1 * math.sqrt(64 / 16))]
+)
+def test_rate_scales_with_the_global_batch(scaling: str, expected: float) -> None:
+    config = LrScheduleConfig(base_lr=0.1, scaling=scaling, base_batch_size=16)  # type: ignore[arg-type]
+    assert rate(config, 0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("decay", "by_step"),
+    [
+        (Spec("constant"), {0: 0.1, 99: 0.1}),
+        (
+            Spec("piecewise", {"boundaries_epochs": [3, 6], "factors": [0.1, 0.01]}),
+            {0: 0.1, 29: 0.1, 30: 0.01, 59: 0.01, 60: 0.001},
+        ),
+        (Spec("exponential", {"rate": 0.5}), {0: 0.1, 9: 0.1, 10: 0.05, 25: 0.025}),
+        (Spec("exponential", {"rate": 0.5, "staircase": False}), {5: 0.1 * 0.5**0.5, 20: 0.025}),
+        (Spec("cosine"), {0: 0.1, 50: 0.05, 100: 0.0}),
+        (Spec("cosine", {"final_factor": 0.1, "epochs": 5}), {25: 0.055, 50: 0.01, 99: 0.01}),
+        (Spec("polynomial", {"power": 2.0}), {0: 0.1, 50: 0.025, 100: 0.0}),
+    ],
+)
+def test_decay_in_epochs(decay: Spec, by_step: dict[int, float]) -> None:
+    config = LrScheduleConfig(base_lr=0.1, decay=decay)
+    assert {step: rate(config, step) for step in by_step} == pytest.approx(by_step, rel=1e-5, abs=1e-9)
+
+
+def test_warm_up_rises_by_step_to_the_decayed_rate() -> None:
+    config = LrScheduleConfig(base_lr=0.1, warmup_epochs=2, decay=Spec("exponential", {"rate": 0.5}))
+    expected = {0: 0.1 / 20, 9: 0.1 * 10 / 20, 10: 0.05 * 11 / 20, 19: 0.05, 20: 0.025}
+    assert {step: rate(config, step) for step in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_warm_up_survives_saving() -> None:
+    schedule = build_schedule(LrScheduleConfig(base_lr=0.1, warmup_epochs=1, decay=Spec("cosine")), HORIZON)
+    again = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(schedule))
+    assert [float(again(step)) for step in range(20)] == [float(schedule(step)) for step in range(20)]
+
+
+@pytest.mark.parametrize("name", ["SGD", "sgd", "adam_w", "AdamW", "RMSprop", "lamb", "Lion", "adafactor"])
+def test_any_keras_optimizer_by_name(name: str) -> None:
+    optimizer = build_optimizer(Config(optimizer=Spec(name)), HORIZON)
+    assert type(optimizer).__name__.lower() == name.replace("_", "").lower()
+
+
+def test_clip_norm_reaches_the_optimizer_and_is_refused_twice() -> None:
+    from horovod_train.config import TrainConfig
+
+    config = Config(train=TrainConfig(clip_norm=0.5))
+    assert build_optimizer(config, HORIZON).global_clipnorm == 0.5
+    twice = Config(train=TrainConfig(clip_norm=0.5), optimizer=Spec("sgd", {"global_clipnorm": 1.0}))
+    with pytest.raises(UserError, match="global_clipnorm"):
+        build_optimizer(twice, HORIZON)
+
+
+def test_mixed_float16_scales_the_loss() -> None:
+    optimizer = build_optimizer(Config(precision="mixed_float16"), HORIZON)
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

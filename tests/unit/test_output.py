@@ -1,0 +1,54 @@
+"""The run directory: whole files, each step once, nothing from ranks that are not root."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from horovod_train.errors import UserError
+from horovod_train.hooks import every
+from horovod_train.output import NoOutput, RunOutput, check_writable, open_output
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> None:
+    output = RunOutput(tmp_path, tensorboard=False, bar=False)
+    for step in (10, 20, 30):
+        output.append_metrics("train", step, 0, {"loss": 1.0})
+    output.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "los')  # a kill cut this line short
+    again = RunOutput(tmp_path, tensorboard=False, bar=False)
+    again.rewind(20)
+    again.append_metrics("train", 30, 0, {"loss": 0.5})
+    again.close()
+    assert steps(tmp_path) == [10, 20, 30]
+
+
+def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
+    output = open_output(str(tmp_path / "run"), is_root=False, tensorboard=True, progress="auto", launched=True)
+    assert type(output) is NoOutput
+    public = {name for name in vars(RunOutput) if not name.startswith("_")}
+    assert public <= {name for name in dir(NoOutput) if not name.startswith("_")}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(UserError, match="output_dir: cannot write to /proc/here"):
+        check_writable("/proc/here")
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "at_end", "due"),
+    [(3, False, [3, 6, 9]), (4, True, [4, 8, 10]), (None, True, [10]), (None, False, []), (10, True, [10])],
+)
+def test_hooks_are_due_at_multiples_and_at_the_end(every_steps: int | None, at_end: bool, due: list[int]) -> None:
+    hook = every(every_steps, lambda step: None, at_end=at_end)
+    assert [step for step in range(1, 11) if hook.is_due(step, last_step=10)] == due
+    expected = [step for step in due if every_steps and step % every_steps == 0]
+    assert [hook.next_step(step - 1) for step in expected] == expected
