@@ -22,7 +22,8 @@ def train(
 ) -> None:
     """Trains until `last_step`; a call never runs past a step at which a hook is due."""
     step, first = int(state.step), position(state, pipeline)
-    batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first))
+    epochs = -(-(first + last_step - step) // pipeline.steps_per_epoch)
+    batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
     while step < last_step:
         next_stop = min([last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
         steps = int(next_stop) - step

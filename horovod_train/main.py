@@ -17,7 +17,8 @@ import traceback
 from collections.abc import Sequence
 
 from horovod_train import quiet
-from horovod_train.config import Config, dump, load
+from horovod_train.config import Config
+from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output import check_writable

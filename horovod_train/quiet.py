@@ -16,7 +16,7 @@ _NO_DRIVER = re.compile(r".*failed call to cuInit")
 
 def load_tensorflow() -> None:
     """Imports TensorFlow and lets it look for GPUs, which is when it prints."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _without_noise():
         import tensorflow as tf
 

@@ -18,7 +18,8 @@ import tensorflow as tf
 import horovod_train
 from horovod_train import hooks, loop
 from horovod_train.checkpoint import open_store
-from horovod_train.config import Config, as_dict, dump, resolve
+from horovod_train.config import Config, resolve
+from horovod_train.config_yaml import as_dict, dump
 from horovod_train.data.pipeline import Pipeline, build_pipeline
 from horovod_train.data.records import open_records
 from horovod_train.distributed import agreement

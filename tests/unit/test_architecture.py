@@ -20,7 +20,7 @@ LAYERS = [
     {"hooks", "step", "checkpoint"},
     {"state", "metrics", "output"},
     {"distributed", "data", "models", "optim"},
-    {"lookup"},
+    {"lookup", "config_yaml"},
     {"config"},
     {"errors", "quiet"},
 ]

@@ -1,0 +1,231 @@
+"""A Config from YAML files and `section.key=value` overrides, and back to YAML. Knows where each value came from.
+
+Does not know what the settings mean; see config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from horovod_train.config import Config, Spec, broken_rules
+from horovod_train.errors import UserError
+
+Origins = dict[str, str]
+"""Where each value came from: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
+
+
+def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
+    """Reads and checks a config: YAML files merged left to right, then `section.key=value` overrides.
+
+    Mappings merge; anything else replaces what an earlier file said.
+    Raises UserError with the file and line, or the override, of the first thing that is wrong.
+    """
+    values: dict[str, Any] = {}
+    origins: Origins = {}
+    for name in files:
+        _merge(values, origins, _read_yaml(name), "")
+    for override in overrides:
+        _merge(values, origins, _parse_override(override), "")
+    config = _build(Config, values, "", origins)
+    for key, problem in broken_rules(config):
+        _fail(key, origins, problem)
+    return config, origins
+
+
+def as_dict(config: Any) -> Any:
+    """The config as plain dicts, lists and scalars: what `load` reads back from YAML or JSON."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: as_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: as_dict(value) for key, value in config.items()}
+    if isinstance(config, tuple | list):
+        return [as_dict(value) for value in config]
+    return config
+
+
+def dump(config: Config, origins: Origins | None = None) -> str:
+    """The config as YAML that `load` takes back; with origins, each line says where its value came from."""
+    text = yaml.safe_dump(as_dict(config), sort_keys=False, default_flow_style=False, width=1000)
+    if origins is None:
+        return text
+    lines: list[str] = []
+    path: list[str] = []
+    for line in text.splitlines():
+        key, _, rest = line.lstrip().partition(":")
+        if key.startswith("-"):
+            lines.append(line)
+            continue
+        path = [*path[: (len(line) - len(line.lstrip())) // 2], key]
+        where = _origin(".".join(path), origins) or ("default" if rest else None)
+        lines.append(f"{line:<48}  # {where}" if where else line)
+    return "\n".join(lines) + "\n"
+
+
+class _Located(dict[str, tuple[Any, str]]):
+    """A mapping whose values carry the place that they were read at."""
+
+
+def _read_yaml(name: str) -> _Located:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError(f"--config {name}: cannot be read: {reason}.") from error
+    return _located(_compose(text, name), name)
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{name}:{line}: not valid YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
+
+
+def _located(node: yaml.Node | None, name: str) -> _Located:
+    if node is None:
+        return _Located()
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{name}: expected `section: …` mappings, got {_value(node)!r}.")
+    tree = _Located()
+    for key_node, value_node in node.value:
+        where, key = f"{name}:{key_node.start_mark.line + 1}", str(key_node.value)
+        if key in tree:
+            raise UserError(f"{where}: {key} is given twice; it was set at {tree[key][1]} already.")
+        is_section = isinstance(value_node, yaml.MappingNode)
+        tree[key] = (_located(value_node, name) if is_section else _value(value_node), where)
+    return tree
+
+
+def _value(node: yaml.Node) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {error.problem}.") from error
+    finally:
+        loader.dispose()
+
+
+def _parse_override(text: str) -> _Located:
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.isidentifier() for part in key.split(".")):
+        raise UserError(f"argument {text!r}: expected section.key=value.")
+    node = _compose(value, f"argument {text!r}")
+    is_section = isinstance(node, yaml.MappingNode)
+    where = "command line"
+    content: Any = _located(node, where) if is_section else (None if node is None else _value(node))
+    for part in reversed(key.split(".")):
+        content = _Located({part: (content, where)})
+    return typing.cast(_Located, content)
+
+
+def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str) -> None:
+    for key, (value, where) in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, _Located):
+            old = values.get(key)
+            if isinstance(old, str) and value.keys() <= {"name", "options"}:
+                old = {"name": old}  # `optimizer: sgd` here and its options there
+            values[key] = old if isinstance(old, dict) else {}
+            _merge(values[key], origins, value, f"{path}.")
+        else:
+            for stale in [known for known in origins if known.startswith(f"{path}.")]:
+                del origins[stale]
+            values[key], origins[path] = value, where
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _origin(path: str, origins: Origins) -> str | None:
+    """Where the value at `path`, or the whole value that it is a part of, was given."""
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    return origins.get(path)
+
+
+def _fail(path: str, origins: Origins, problem: str) -> typing.NoReturn:
+    section = path.rpartition(".")[0]
+    near = tuple(f"{name}." for name in (path, section) if name)
+    inside = (known for known in origins if known.startswith(near))
+    where = _origin(path, origins) or origins.get(next(inside, ""))
+    raise UserError(f"{where}: {path}: {problem}" if where else f"{path}: {problem}")
+
+
+def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = _hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=3, cutoff=0.5) or list(fields)
+            _fail(f"{prefix}{key}", origins, f"unknown key; known here: {', '.join(near)}.")
+    arguments = {}
+    for key, value in values.items():
+        path, field = f"{prefix}{key}", fields[key]
+        if isinstance(field.default, Spec) and isinstance(value, dict):
+            value = {"name": field.default.name} | value  # options alone are those of the default
+        arguments[key] = converted = _convert(value, hints[key], path, origins)
+        minimum = field.metadata.get("minimum")
+        if minimum is not None and converted is not None and converted < minimum:
+            _fail(path, origins, f"must be at least {minimum}; received {converted}.")
+    required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    for key in required:
+        if key not in arguments:
+            _fail(f"{prefix}{key}", origins, "is required and missing.")
+    return cls(**arguments)
+
+
+def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(value, next(a for a in arguments if a is not type(None)), path, origins)
+    if origin is Literal:
+        if value not in arguments:
+            _fail(path, origins, f"expected one of {', '.join(map(str, arguments))}; received {value!r}.")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_convert(item, arguments[0], path, origins) for item in items)
+    if hint is Spec and isinstance(value, str):
+        return Spec(value)
+    if dataclasses.is_dataclass(hint) or origin is dict:
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            _fail(path, origins, f"expected a mapping of its keys; received {value!r}.")
+        return value if origin is dict else _build(hint, value, f"{path}.", origins)
+    if hint is float and _is_number(value):
+        return float(value)
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Also strings like "1e-3", which YAML 1.1 does not take for a number."""
+    try:
+        return not isinstance(value, bool) and float(value) == float(value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _article(name: str) -> str:
+    return {"int": "an int", "bool": "true or false", "str": "a string", "float": "a number"}.get(name, name)
