@@ -70,7 +70,10 @@ class Header:
 
 def split(data: bytes, header: Header) -> Frames:
     """Finds the records in `data`, which must hold whole ones. Raises FramingError. Data is not checked: see check."""
-    frames, offset, size = Frames([], [], []), 0, len(data)
+    frames, offset, size = _split_even(data, header), 0, len(data)
+    if frames:
+        return frames
+    frames = Frames([], [], [])
     while offset < size:
         if size - offset < HEADER_BYTES:
             raise FramingError(len(frames.starts), offset, "the file ends inside the record's length")
@@ -85,6 +88,19 @@ def split(data: bytes, header: Header) -> Frames:
         frames.checksums.append(_FOOTER.unpack_from(data, end)[0])
         offset = end + FOOTER_BYTES
     return frames
+
+
+def _split_even(data: bytes, header: Header) -> Frames | None:
+    """The records if all have one length, as those of plain arrays do: found without a look at each in Python."""
+    length = header.length(data, 0) if len(data) >= HEADER_BYTES else None
+    if length is None or len(data) % (stride := HEADER_BYTES + length + FOOTER_BYTES):
+        return None
+    table = np.frombuffer(data, np.uint8).reshape(-1, stride)
+    if (table[:, :HEADER_BYTES] != table[0, :HEADER_BYTES]).any():
+        return None
+    starts = range(HEADER_BYTES, len(data), stride)
+    checksums = table[:, -FOOTER_BYTES:].copy().view("<u4").ravel().tolist()
+    return Frames(list(starts), [start + length for start in starts], checksums)
 
 
 def bad_checksums(records: Sequence[bytes], checksums: Sequence[int]) -> np.ndarray:

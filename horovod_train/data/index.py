@@ -9,48 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import glob
-import hashlib
 import multiprocessing
 import os
 import tempfile
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_train.data import compression, framing
+from horovod_train.data.index_file import (
+    INDEX_NAME,
+    Blocks,
+    Entries,
+    Source,
+    load_entries,
+    places,
+    save_entries,
+    save_somewhere,
+    unchanged,
+)
 from horovod_train.data.progress import track
 from horovod_train.errors import UserError
 
 BLOCK_RECORDS = 256
 BLOCK_BYTES = 1 << 20
-INDEX_NAME = "index.npz"
-_FORMAT = 1
-_PATTERN = "*.tfrecord*"
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
-
-
-class Source(NamedTuple):
-    """A file as it was when it was scanned. `packing` is "", "GZIP" or "ZLIB"."""
-
-    path: str
-    size: int
-    mtime_ns: int
-    packing: str
-
-
-class Blocks(NamedTuple):
-    """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once unpacked."""
-
-    offset: np.ndarray
-    length: np.ndarray
-    count: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +51,7 @@ class Index:
     @cached_property
     def first_record(self) -> np.ndarray:
         """int64 [blocks + 1]: the number of each block's first record; at the end, the number of records."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks.count, dtype=np.int64)])
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks.records, dtype=np.int64)])
 
     @property
     def num_records(self) -> int:
@@ -81,31 +67,16 @@ class Index:
         return int(record - self.first_record[first_block])
 
 
-def list_files(patterns: Sequence[str], setting: str) -> list[str]:
-    """The files that folders and globs stand for: in the order given, and by name within each.
-
-    `setting` is the key that the patterns come from, for messages. Raises UserError where there are none.
-    """
-    files: list[str] = []
-    for pattern in patterns:
-        found = _list_folder(pattern, setting) if os.path.isdir(pattern) else _list_glob(pattern, setting)
-        files.extend(found)
-    twice = sorted({name for name in files if files.count(name) > 1}) if len(set(files)) < len(files) else []
-    if twice:
-        raise UserError(f"{setting}: {twice[0]} is named twice; each record would be read twice. Name it once.")
-    return files
-
-
 def open_index(files: Sequence[str], index_dir: str | None = None) -> Index:
     """The index of these files, from the cache where it is fresh. Raises UserError for a file that is not whole."""
     by_folder: dict[str, list[str]] = {}
     for name in files:
         by_folder.setdefault(os.path.dirname(name), []).append(name)
-    known: dict[str, tuple[Source, Blocks]] = {}
+    known: Entries = {}
     for folder, names in by_folder.items():
         known.update(_open_folder(folder, names, index_dir))
     entries = [known[name] for name in files]
-    counts = [len(blocks.count) for _, blocks in entries]
+    counts = [len(blocks.records) for _, blocks in entries]
     joined = Blocks(*(np.concatenate(column) for column in zip(*(blocks for _, blocks in entries), strict=True)))
     file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
     return Index(tuple(source for source, _ in entries), file, joined)
@@ -132,8 +103,8 @@ def scan(path: str) -> tuple[Source, Blocks]:
 def write_index(folder: str, names: Iterable[str]) -> int:
     """Scans the files of a folder that was just written and leaves the index there; returns the number of records."""
     entries = {name: scan(os.path.join(folder, name)) for name in names}
-    _save(os.path.join(folder, INDEX_NAME), entries)
-    return int(sum(blocks.count.sum() for _, blocks in entries.values()))
+    save_entries(os.path.join(folder, INDEX_NAME), entries)
+    return int(sum(blocks.records.sum() for _, blocks in entries.values()))
 
 
 # --- scanning ---------------------------------------------------------------------------------------------------
@@ -162,6 +133,8 @@ def _scan_blocks(fd: int, size: int, path: str) -> Blocks:
             counts.append(0)
         counts[-1] += 1
         offset, record, length = end, record + 1, found
+    if record == 0:
+        raise UserError(f"{path}: holds no records once unpacked. Remove it or write it again.")
     starts = np.array(edges, np.int64)
     return Blocks(starts, np.diff(starts, append=size), np.array(counts, np.int64))
 
@@ -171,65 +144,24 @@ def damage(path: str, record: int, offset: int, problem: str) -> str:
     return f"{path}: record {record} at byte {offset}: {problem}."
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+# --- keeping ----------------------------------------------------------------------------------------------------
 
 
-def _list_folder(folder: str, setting: str) -> list[str]:
-    try:
-        inside = sorted(os.listdir(folder))
-    except OSError as error:
-        raise UserError(f"{setting}: {folder} cannot be read: {error.strerror}.") from error
-    names = sorted(glob.glob(os.path.join(glob.escape(folder), _PATTERN)))
-    if names:
-        return names
-    below = [name for name in inside if glob.glob(os.path.join(glob.escape(folder), name, _PATTERN))]
-    if below:
-        hint = f" Its folders have some: {setting}={os.path.join(folder, below[0])}?"
-    elif inside:
-        hint = f" It holds {', '.join(inside[:3])}{', …' if len(inside) > 3 else ''}; name other files with a glob."
-    else:
-        hint = " It is empty."
-    raise UserError(f"{setting}: {folder} holds no {_PATTERN} files.{hint}")
-
-
-def _list_glob(pattern: str, setting: str) -> list[str]:
-    names = sorted(name for name in glob.glob(pattern, recursive=True) if not name.endswith(INDEX_NAME))
-    if names:
-        return names
-    if glob.has_magic(pattern):
-        raise UserError(f"{setting}: {pattern} matches no file.")
-    parent = pattern
-    while parent and not os.path.exists(parent):
-        parent = os.path.dirname(parent.rstrip("/"))
-    raise UserError(f"{setting}: {pattern} does not exist{f'; {parent} does' if parent else ''}.")
-
-
-# --- the cached form --------------------------------------------------------------------------------------------
-
-
-def _open_folder(folder: str, names: list[str], index_dir: str | None) -> dict[str, tuple[Source, Blocks]]:
-    places = _places(folder, index_dir)
+def _open_folder(folder: str, names: list[str], index_dir: str | None) -> Entries:
+    where = places(folder, index_dir)
     with _one_at_a_time(folder):
-        known: dict[str, tuple[Source, Blocks]] = {}
-        for place in reversed(places):
-            known.update(_load(place))
+        known: Entries = {}
+        for place in reversed(where):
+            known.update(load_entries(place))
         fresh = {name: known[base] for name in names if (base := os.path.basename(name)) in known}
-        fresh = {name: (s._replace(path=name), blocks) for name, (s, blocks) in fresh.items() if _unchanged(name, s)}
+        fresh = {name: (s._replace(path=name), blocks) for name, (s, blocks) in fresh.items() if unchanged(name, s)}
         stale = [name for name in names if name not in fresh]
         if stale:
             fresh.update(_scan_all(stale))
             kept = {base: entry for base, entry in known.items() if os.path.exists(os.path.join(folder, base))}
             kept.update({os.path.basename(name): entry for name, entry in fresh.items()})
-            _save_somewhere(places, kept)
+            save_somewhere(where, kept)
     return fresh
-
-
-def _places(folder: str, index_dir: str | None) -> list[str]:
-    """Where the index of a folder may lie, best first."""
-    unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
-    if index_dir:
-        return [os.path.join(index_dir, f"{unique}.npz")]
-    return [os.path.join(folder, INDEX_NAME), str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
 
 
 @contextlib.contextmanager
@@ -248,15 +180,7 @@ def _one_at_a_time(folder: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _unchanged(name: str, source: Source) -> bool:
-    try:
-        stat = os.stat(name)
-    except OSError:
-        return False
-    return (stat.st_size, stat.st_mtime_ns) == (source.size, source.mtime_ns)
-
-
-def _scan_all(names: list[str]) -> dict[str, tuple[Source, Blocks]]:
+def _scan_all(names: list[str]) -> Entries:
     with _executor(names) as executor:
         return dict(zip(names, track(executor.map(scan, names), len(names), "indexing"), strict=True))
 
@@ -266,47 +190,3 @@ def _executor(names: list[str]) -> Executor:
     if workers > 1 and sum(os.path.getsize(name) for name in names if os.path.exists(name)) > _MANY_BYTES:
         return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
     return ThreadPoolExecutor(workers)
-
-
-def _load(place: str) -> dict[str, tuple[Source, Blocks]]:
-    try:
-        with np.load(place, allow_pickle=False) as saved:
-            if int(saved["format"]) != _FORMAT:
-                return {}
-            arrays = {key: saved[key] for key in saved.files}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
-        return {}  # none, or half of one: made again
-    edges = np.cumsum(arrays["blocks"])[:-1]
-    columns = zip(*(np.split(arrays[key], edges) for key in Blocks._fields), strict=True)
-    entries: dict[str, tuple[Source, Blocks]] = {}
-    for number, column in enumerate(columns):
-        name = str(arrays["name"][number])
-        size, mtime_ns = int(arrays["size"][number]), int(arrays["mtime_ns"][number])
-        entries[name] = Source(name, size, mtime_ns, str(arrays["packing"][number])), Blocks(*column)
-    return entries
-
-
-def _save_somewhere(places: list[str], entries: dict[str, tuple[Source, Blocks]]) -> None:
-    for place in places:
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
-            _save(place, entries)
-            return
-
-
-def _save(place: str, entries: dict[str, tuple[Source, Blocks]]) -> None:
-    names = sorted(entries)
-    sources, blocks = [entries[name][0] for name in names], [entries[name][1] for name in names]
-    arrays: dict[str, Any] = {key: np.concatenate([getattr(b, key) for b in blocks]) for key in Blocks._fields}
-    arrays |= {"format": np.array(_FORMAT), "name": np.array(names), "blocks": np.array([len(b.count) for b in blocks])}
-    arrays["size"] = np.array([s.size for s in sources], np.int64)
-    arrays["mtime_ns"] = np.array([s.mtime_ns for s in sources], np.int64)
-    arrays["packing"] = np.array([s.packing for s in sources])
-    partial = f"{place}.{os.getpid()}.partial"
-    try:
-        with open(partial, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(partial, place)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(partial)

@@ -1,66 +1,132 @@
-"""Serialized tf.train.Example records to arrays, many at once, and what is wrong with one where that fails.
+"""Serialized records to arrays, many at once, and what is wrong with one where that fails.
 
 Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
-image decoding come after; see pipeline.
+image decoding come after; see finish. Or calls a user's function, which does it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.schema import Feature, Schema
+from horovod_train.data.features import Feature
+from horovod_train.errors import UserError
+from horovod_train.lookup import load_function
 
 Arrays = dict[str, np.ndarray]
 
+# TensorFlow quotes the record in its message, which Python then cannot always decode.
+_PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
 
-class Parser:
-    """Parses batches of records into one array a feature, with rows as first axis."""
 
-    def __init__(self, schema: Schema) -> None:
-        used = {*schema.inputs, *schema.targets}
-        self.features = {name: feature for name, feature in schema.features.items() if name in used}
-        self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in self.features.items()}
-        """Of the arrays that parse returns; an image is its file's bytes still."""
-        self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in self.features.items()}
-        """Of one row of them."""
-        self._specs = {name: _spec(feature) for name, feature in self.features.items()}
+class Parser(Protocol):
+    """Parses batches of records into one array for each name, with rows as first axis."""
+
+    dtypes: dict[str, str]
+    """Of the arrays, as TensorFlow names them; an image is its file's bytes still, a string."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of one row of them."""
 
     def parse(self, records: Sequence[bytes]) -> Arrays | None:
-        """The stored values of all features that are inputs or targets; None if some record does not fit."""
+        """The arrays; None if some record does not fit."""
+
+    def problem(self, record: bytes) -> str | None:
+        """What is wrong with one record; None if nothing is."""
+
+
+def build_parser(features: dict[str, Feature], own: str | None) -> Parser:
+    """The parser of these features, or of the function `data.parse` names."""
+    return SchemaParser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+
+
+def blank(parser: Parser, rows: int) -> Arrays:
+    """Zeros in the place of records that cannot be read."""
+    shapes = {name: (rows, *shape) for name, shape in parser.shapes.items()}
+    return {
+        name: np.full(shapes[name], b"", object) if dtype == "string" else np.zeros(shapes[name], dtype)
+        for name, dtype in parser.dtypes.items()
+    }
+
+
+class SchemaParser:
+    """Parses tf.train.Example records as a schema says. A Parser."""
+
+    def __init__(self, features: dict[str, Feature]) -> None:
+        self._features = features
+        self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
+        self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
+        self._specs = {name: example_spec(feature) for name, feature in features.items()}
+
+    def parse(self, records: Sequence[bytes]) -> Arrays | None:
         try:
             with tf.device("cpu:0"):
                 tensors = tf.io.parse_example(np.array(records, object), self._specs)
-                arrays = {name: _unpack(feature, tensors[name]) for name, feature in self.features.items()}
-        except tf.errors.InvalidArgumentError:
+                arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
+        except _PARSE_ERRORS:
             return None
         found = {name: array for name, array in arrays.items() if array is not None}
         return found if len(found) == len(arrays) else None
 
-    def blank(self, rows: int) -> Arrays:
-        """Zeros in the place of records that cannot be read."""
-        shapes = {name: (rows, *shape) for name, shape in self.shapes.items()}
-        return {
-            name: np.full(shapes[name], b"", object) if dtype == "string" else np.zeros(shapes[name], dtype)
-            for name, dtype in self.dtypes.items()
-        }
-
     def problem(self, record: bytes) -> str | None:
-        """What is wrong with one record, naming the feature; None if nothing is."""
         try:
             stored = tf.train.Example.FromString(record).features.feature
         except Exception:  # protobuf's DecodeError has no public name that all its versions share
             return "it is not a tf.train.Example"
-        for name, feature in self.features.items():
+        for name, feature in self._features.items():
             wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
             if wrong:
                 return f"feature {name}: {wrong}"
         return None
 
 
-def _spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
+class OwnParser:
+    """Parses with a user's function: string tensor [n] → dict of tensors [n, ...] of known shapes. A Parser."""
+
+    def __init__(self, function: Callable[[tf.Tensor], dict[str, tf.Tensor]], name: str) -> None:
+        """`name` is what the config calls the function. Raises UserError for one that does not give such tensors."""
+        try:
+            self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"data.parse: {name} cannot be traced: {' '.join(str(error).split())}") from error
+        outputs = self._function.structured_outputs
+        if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
+            raise UserError(
+                f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
+                f"it returns {outputs}."
+            )
+        self.dtypes = {key: output.dtype.name for key, output in outputs.items()}
+        self.shapes = {key: tuple(output.shape[1:]) for key, output in outputs.items()}
+
+    def parse(self, records: Sequence[bytes]) -> Arrays | None:
+        try:
+            return {name: tensor.numpy() for name, tensor in self._call(records).items()}
+        except _PARSE_ERRORS:
+            return None
+
+    def problem(self, record: bytes) -> str | None:
+        try:
+            self._call([record])
+        except tf.errors.InvalidArgumentError as error:
+            return " ".join(str(error.message).split())
+        except UnicodeDecodeError:
+            return "it cannot be parsed"
+        return None
+
+    def _call(self, records: Sequence[bytes]) -> dict[str, tf.Tensor]:
+        with tf.device("cpu:0"):
+            return self._function(tf.constant(np.array(records, object)))
+
+
+def _is_rows(output: Any) -> bool:
+    """Whether it is a tensor [n, ...] with known sizes behind n."""
+    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
+
+
+def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
+    """How tf.io.parse_example finds a feature."""
     dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
     if feature.max_length:
         return tf.io.RaggedFeature(dtype)
@@ -73,7 +139,7 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
         if tensor.shape[0] and int(tf.reduce_max(tensor.row_lengths())) > feature.max_length:
             return None
         padding = "" if feature.type == "bytes" else feature.padding
-        tensor = tensor.to_tensor(padding, [None, feature.max_length])
+        tensor = tensor.to_tensor(padding, shape=[None, feature.max_length])
     if feature.decode == "raw":
         if bool(tf.reduce_any(tf.strings.length(tensor) != _raw_bytes(feature))):
             return None

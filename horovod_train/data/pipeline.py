@@ -1,4 +1,4 @@
-"""Batches for one rank as a tf.data pipeline: what the plan says, cast, scaled and cut into steps.
+"""Batches for one rank as a tf.data pipeline: what the plan says, finished and cut into steps.
 
 Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records; the
 steps are cut in C++. Does not decide where an epoch starts; see loop.
@@ -7,23 +7,33 @@ steps are cut in C++. Does not decide where an epoch starts; see loop.
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DataConfig
+from horovod_train.data import draws
 from horovod_train.data.feed import Feed
-from horovod_train.data.parse import Parser
-from horovod_train.data.plan import Order, Plan
-from horovod_train.data.records import Records
-from horovod_train.data.schema import Feature
-from horovod_train.data.segments import Loader, Span
+from horovod_train.data.finish import Finisher
+from horovod_train.data.images import image_problem
+from horovod_train.data.parse import build_parser
+from horovod_train.data.plan import Plan
+from horovod_train.data.records import Records, build_plan
+from horovod_train.data.segments import Loader, Segment, Span
+from horovod_train.data.stage import Stage
 from horovod_train.errors import UserError
 
-Tensors = tf.Tensor | dict[str, tf.Tensor]
+Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
+
+_AT_ONCE = 2  # segments on their way from disk to TensorFlow: one is read while the other is parsed
+_AUGMENT = 3  # so that augmentation has nothing in common with the order; see plan
+_NOT_AN_IMAGE = "records that are no images: "
 
 
 class Batch(NamedTuple):
@@ -43,13 +53,30 @@ class Batch(NamedTuple):
 class Pipeline:
     """What one rank reads of one split. Made by build_pipeline."""
 
-    def __init__(self, records: Records, plan: Plan, config: DataConfig, rank: int, size: int) -> None:
-        self._plan, self._schema, self._config = plan, records.schema, config
-        self._parser = Parser(records.schema)
-        self._loader = Loader(plan, records.index, self._parser, rank, size, config.on_bad_record == "skip")
+    def __init__(
+        self, records: Records, plan: Plan, config: DataConfig, rank: int, size: int, *, training: bool
+    ) -> None:
+        self._plan, self._records, self._config = plan, records, config
+        used = {*records.schema.inputs, *records.schema.targets}
+        self._features = {name: f for name, f in records.schema.features.items() if name in used}
+        self._parser = build_parser(self._features, config.parse)
+        _check_names(used, self._parser.dtypes, config.parse)
+        self._finisher = Finisher(self._features, records.schema.inputs, config.augment if training else ())
+        self._loader = Loader(
+            plan,
+            records.index,
+            self._parser,
+            rank,
+            size,
+            stage=Stage(config.stage_dir),
+            skip_bad=config.on_bad_record == "skip",
+            cache=config.cache == "memory",
+        )
         self._failure: Exception | None = None
+        self._finish = tf.function(self._finish_rows)  # so that it is traced once, not for every pass
+        with tf.device("cpu:0"):
+            self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.num_records = plan.num_records
-        self.global_batch_size = plan.global_batch_size
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(size)
@@ -61,8 +88,8 @@ class Pipeline:
 
     @property
     def skipped(self) -> int:
-        """Records that this rank has left out so far because they could not be used."""
-        return len(self._loader.skipped)
+        """Different records that this rank has left out so far because they could not be used."""
+        return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
         """Batches from a step of an epoch on, through `epochs` epochs (that one included) or without end.
@@ -81,72 +108,99 @@ class Pipeline:
 
     def explain(self, error: BaseException) -> Exception | None:
         """The failure behind an error that iterating raised, naming the record; None if it is not about the data."""
-        return self._failure if isinstance(error, tf.errors.OpError) else None
+        if not isinstance(error, tf.errors.OpError):
+            return None
+        found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", str(error.message), re.DOTALL)
+        return self._name_image(int(found[1])) if found else self._failure
 
-    # What a segment is while it passes from Python into tf.data: stored values by feature, weights, ids, count; each
-    # [steps, rows, …], count [steps].
+    # What a segment is while it passes from Python into tf.data: the stored values by name, draws, weights and ids,
+    # each [steps, rows, …]; count [steps].
 
     @property
     def _dtypes(self) -> list[str]:
-        return [*self._parser.dtypes.values(), "float32", "int64", "int64"]
+        return [*self._parser.dtypes.values(), "float32", "float32", "int64", "int64"]
+
+    @property
+    def _shapes(self) -> list[tuple[int | None, ...]]:
+        rows = (None, self.batch_size_per_rank)
+        stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
+        return [*stored, (*rows, self._finisher.draws), rows, rows, (None,)]
 
     def _values(self, spans: Iterator[Span]) -> Iterator[list[np.ndarray]]:
-        span = next(spans, None)
-        while span:
-            following = next(spans, None)
-            try:
-                segment = self._loader.load(span, following)
-            except Exception as error:
-                self._failure = error
-                raise
+        for span, segment in self._segments(spans):
+            key = draws.key(self._plan.seed, span.epoch, _AUGMENT)
+            by_row = [segment.arrays[name] for name in self._parser.dtypes]
+            by_row.append(draws.uniforms(key, segment.records, self._finisher.draws))
+            by_row += [segment.real.astype(np.float32), segment.ids]
             rows = (span.last - span.first, self.batch_size_per_rank)
-            values = [segment.arrays[name] for name in self._parser.dtypes]
-            values += [segment.real.astype(np.float32), segment.ids]
-            yield [*(value.reshape(*rows, *value.shape[1:]) for value in values), segment.count]
-            span = following
+            yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]
+
+    def _segments(self, spans: Iterator[Span]) -> Iterator[tuple[Span, Segment]]:
+        """Loads the segments in order, two at a time: one is read while the other is parsed."""
+        begun: deque[tuple[Span, Future[Segment]]] = deque()
+        span = next(spans, None)
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load-segments") as threads:
+            while span or begun:
+                while span and len(begun) < _AT_ONCE:
+                    following = next(spans, None)
+                    begun.append((span, threads.submit(self._loader.load, span, following)))
+                    span = following
+                first, loaded = begun.popleft()
+                try:
+                    yield first, loaded.result()
+                except Exception as error:
+                    self._failure = error
+                    raise
 
     def _dataset(self, queue: tf.queue.QueueBase, segments: int | None) -> tf.data.Dataset:
-        rows = self.batch_size_per_rank
-        shapes = [(None, rows, *shape) for shape in self._parser.shapes.values()] + [(None, rows)] * 2 + [(None,)]
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if segments is None else segments)
-        data = data.map(lambda _: _with_shapes(queue.dequeue(), shapes)).prefetch(1)
-        data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+        data = data.map(lambda _: _with_shapes(queue.dequeue(), self._shapes)).prefetch(1)
+        if self._finisher.by_step:
+            data = data.unbatch().map(self._finish, num_parallel_calls=tf.data.AUTOTUNE)
+        else:
+            # A whole segment at once: a tiny step costs less than the call that finishes it.
+            data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
 
-    def _finish(self, *values: tf.Tensor) -> Batch:
-        *stored, weights, ids, count = values
-        features = self._parser.features
-        tensors = {name: _finish(features[name], value) for name, value in zip(features, stored, strict=True)}
-        inputs, targets = _pick(tensors, self._schema.inputs), _pick(tensors, self._schema.targets)
-        return Batch(inputs, targets, weights, ids, count)
+    def _finish_rows(self, *values: tf.Tensor) -> Batch:
+        *stored, numbers, weights, ids, count = values
+        tensors, fine = self._finisher.finish(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
+        for row_is_fine in fine.values():
+            weights, ids = self._leave_out(row_is_fine, weights, ids)
+        schema = self._records.schema
+        return Batch(_pick(tensors, schema.inputs), _pick(tensors, schema.targets), weights, ids, count)
+
+    def _leave_out(self, fine: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        bad = tf.boolean_mask(ids, ~fine & (ids >= 0))
+        if self._config.on_bad_record == "skip":
+            with tf.control_dependencies([self._not_images.insert(bad, bad)]):
+                return tf.where(fine, weights, 0.0), tf.where(fine, ids, -1)
+        with tf.control_dependencies([tf.debugging.Assert(tf.size(bad) == 0, [_NOT_AN_IMAGE, bad])]):
+            return tf.identity(weights), ids
+
+    def _name_image(self, record: int) -> UserError:
+        stored = self._loader.stored(record)
+        for name, feature in self._features.items():
+            problem = image_problem(feature, stored[name][0]) if feature.decode == "image" else None
+            if problem:
+                return UserError(self._loader.name(record, f"feature {name}: {problem}"))
+        return UserError(self._loader.name(record, "an image could not be decoded, and now it can"))
 
 
 def build_pipeline(
     records: Records, config: DataConfig, *, rank: int, size: int, seed: int, training: bool, global_batch_size: int
 ) -> Pipeline:
-    """The pipeline of one rank among `size`. `training` shuffles as the config says; otherwise the files' order holds.
+    """The pipeline of one rank among `size`. Only `training` shuffles and augments.
 
-    Raises UserError where nothing is left to read.
+    Raises UserError where nothing is left to read, or where the config asks for what the records do not have.
     """
-    order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"
-    drop = training and config.drop_remainder
-    plan = Plan(records.index.blocks.count, global_batch_size, seed, order, config.shuffle_window, drop)
-    if not plan.steps_per_epoch:
-        raise UserError(
-            f"data.drop_remainder: the {plan.num_records} records of {records.setting} do not fill one batch of "
-            f"{global_batch_size}, so nothing would be read. Make the batch smaller or leave it out."
-        )
-    return Pipeline(records, plan, config, rank, size)
+    plan = build_plan(records, config, seed=seed, training=training, global_batch_size=global_batch_size)
+    return Pipeline(records, plan, config, rank, size, training=training)
 
 
-def _finish(feature: Feature, rows: tf.Tensor) -> tf.Tensor:
-    """The tensor that the model gets, from the stored values."""
-    if feature.scale is not None or feature.offset is not None:
-        dtype = tf.as_dtype(feature.tensor_dtype)
-        rows = tf.cast(rows, dtype if dtype.is_floating else tf.float32)
-        rows = rows * tf.cast(1 if feature.scale is None else feature.scale, rows.dtype)
-        rows = rows + tf.cast(feature.offset or 0, rows.dtype)
-    return tf.cast(rows, feature.tensor_dtype) if rows.dtype != feature.tensor_dtype else rows
+def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
+    for name in sorted(used.difference(given)):
+        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
 
 
 def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) -> tuple[tf.Tensor, ...]:

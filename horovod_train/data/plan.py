@@ -127,7 +127,7 @@ class Line:
 
     def records(self, places: np.ndarray) -> np.ndarray:
         """The record at each place of the line: int64 of the same shape."""
-        if not self._shuffled:
+        if not self._shuffled or not places.size:
             return places
         flat = places.ravel()
         windows = self._windows(flat)

@@ -14,6 +14,8 @@ import numpy as np
 
 from horovod_train.data import framing
 from horovod_train.data.index import Index, damage
+from horovod_train.data.index_file import Source
+from horovod_train.data.stage import Stage
 from horovod_train.errors import UserError
 
 _READ_THREADS = 8
@@ -35,8 +37,8 @@ class _Block(NamedTuple):
 class Reader:
     """Not for several threads at once."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, index: Index, stage: Stage) -> None:
+        self._index, self._stage = index, stage
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
         self._blocks: dict[int, Future[_Block]] = {}
         self._header = framing.Header()
@@ -108,23 +110,34 @@ class Reader:
             return _Block(data, intact, error)
 
     def _read_bytes(self, block: int) -> bytes:
-        source = self._index.files[self._index.file[block]]
+        file = int(self._index.file[block])
+        source = self._index.files[file]
         offset, length = int(self._index.blocks.offset[block]), int(self._index.blocks.length[block])
-        try:
-            # Opened anew for each block: only so is a file noticed that was removed or replaced.
-            fd = os.open(source.path, os.O_RDONLY)
-            try:
-                stat = os.fstat(fd)
-                if (stat.st_size, stat.st_mtime_ns) != (source.size, source.mtime_ns):
-                    raise UserError(
-                        f"{source.path}: was changed while in use: {source.size} bytes before, {stat.st_size} now, "
-                        "or a newer date. Put it back as it was, or start again on the new file."
-                    )
-                data = os.pread(fd, length, offset)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise UserError(f"{source.path}: cannot be read any more: {error.strerror or error}.") from error
-        if len(data) < length:
-            raise UserError(f"{source.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
+        first, last = np.searchsorted(self._index.file, [file, file + 1]).tolist()
+        staged = self._stage.load(source, block - first, last - first, offset, length)
+        if staged is not None:
+            return staged
+        data = _read_source(source, offset, length, self._stage)
+        self._stage.save(source, block - first, last - first, offset, data)
         return data
+
+
+def _read_source(source: Source, offset: int, length: int, stage: Stage) -> bytes:
+    try:
+        # Opened anew for each block: only so is a file noticed that was removed or replaced.
+        fd = os.open(source.path, os.O_RDONLY)
+        try:
+            stat = os.fstat(fd)
+            if (stat.st_size, stat.st_mtime_ns) != (source.size, source.mtime_ns):
+                raise UserError(
+                    f"{source.path}: was changed while in use: {source.size} bytes before, {stat.st_size} now, "
+                    "or a newer date. Put it back as it was, or start again on the new file."
+                )
+            data = os.pread(stage.unpacked(source) if source.packing else fd, length, offset)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise UserError(f"{source.path}: cannot be read any more: {error.strerror or error}.") from error
+    if len(data) < length:
+        raise UserError(f"{source.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
+    return data

@@ -10,8 +10,10 @@ from typing import Literal
 import numpy as np
 
 from horovod_train.config import DataConfig
-from horovod_train.data.index import Index, list_files, open_index
-from horovod_train.data.schema import Schema, find_schema
+from horovod_train.data.files import list_files
+from horovod_train.data.index import Index, open_index
+from horovod_train.data.plan import Order, Plan
+from horovod_train.data.schema import Schema, find_schema, own_schema
 from horovod_train.errors import UserError
 
 
@@ -30,17 +32,45 @@ def open_records(config: DataConfig, split: Literal["train", "eval"]) -> Records
 
     Scans files that have no fresh index: seconds per million records, once.
     """
-    setting, patterns = f"data.{split}", getattr(config, split)
-    files = list_files(patterns, setting)
-    schema = find_schema(files, config.features, config.inputs, config.targets, setting)
+    files, schema = find_records(config, split)
     index = open_index(files, config.index_dir)
-    _check_counts(index, schema, patterns)
-    return Records(index, schema, setting)
+    check_counts(index, schema, getattr(config, split))
+    return Records(index, schema, f"data.{split}")
 
 
-def _check_counts(index: Index, schema: Schema, folders: Sequence[str]) -> None:
-    """A folder must hold what was written into it: otherwise nobody notices that a file is gone."""
-    per_file = np.bincount(index.file, index.blocks.count, len(index.files))
+def find_records(config: DataConfig, split: Literal["train", "eval"]) -> tuple[list[str], Schema]:
+    """The files of a split and what their records hold. Opens none of them. Raises UserError."""
+    setting = f"data.{split}"
+    files = list_files(getattr(config, split), setting)
+    if config.parse and config.features:
+        raise UserError("data.parse: takes the place of data.features; give one of them.")
+    if config.parse:
+        return files, own_schema(config.inputs, config.targets)
+    return files, find_schema(files, config.features, config.inputs, config.targets, setting)
+
+
+def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
+    """The order of the records. `training` shuffles as the config says; otherwise the files' order holds.
+
+    Raises UserError where nothing is left to read.
+    """
+    order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"
+    # A window over all records is held by each rank as a whole, so it must not be larger than the memory for it.
+    record_bytes = int(records.index.blocks.length.sum()) / max(records.index.num_records, 1)
+    window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / record_bytes), 1))
+    drop = training and config.drop_remainder
+    plan = Plan(records.index.blocks.records, global_batch_size, seed, order, window, drop)
+    if not plan.steps_per_epoch:
+        raise UserError(
+            f"data.drop_remainder: the {plan.num_records} records of {records.setting} do not fill one batch of "
+            f"{global_batch_size}, so nothing would be read. Make the batch smaller or leave it out."
+        )
+    return plan
+
+
+def check_counts(index: Index, schema: Schema, folders: Sequence[str]) -> None:
+    """A folder must hold what was written into it: otherwise nobody notices that a file is gone. Raises UserError."""
+    per_file = np.bincount(index.file, index.blocks.records, len(index.files))
     for folder in filter(os.path.isdir, folders):
         expected = schema.counts.get(os.path.basename(os.path.abspath(folder)))
         found = int(per_file[[os.path.dirname(source.path) == folder.rstrip("/") for source in index.files]].sum())

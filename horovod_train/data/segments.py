@@ -7,27 +7,40 @@ know tf.data. A record that cannot be used ends the run, or is left out and coun
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from horovod_train.data.cache import ParsedCache
+from horovod_train.data.faults import name_faults
 from horovod_train.data.index import Index
-from horovod_train.data.parse import Arrays, Parser
+from horovod_train.data.parse import Arrays, Parser, blank
 from horovod_train.data.plan import Line, Plan, Rows
 from horovod_train.data.reader import Fault, Reader
+from horovod_train.data.stage import Stage
 from horovod_train.errors import UserError
 
 _SEGMENT_RECORDS = 4096
 _SEGMENT_BYTES = 16 << 20
 
 
-class Segment(NamedTuple):
+@dataclass(frozen=True)
+class Segment:
     """Some steps of one rank. All arrays have steps × rows as first axis, but `count` has steps."""
 
     arrays: Arrays
+    records: np.ndarray
+    """int64: the record in each row, also where that row weighs nothing."""
     real: np.ndarray
-    ids: np.ndarray
+    """bool: False for padding and for records that were left out."""
     count: np.ndarray
+    """int64: records of each step over all ranks."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The records, with -1 for rows that weigh nothing."""
+        return np.where(self.real, self.records, -1)
 
 
 class Span(NamedTuple):
@@ -38,15 +51,34 @@ class Span(NamedTuple):
     last: int
 
 
-class Loader:
-    """One rank's segments from a position on. Loads them best one after the other: it reads ahead by one."""
+class _Need(NamedTuple):
+    rows: Rows
+    blocks: np.ndarray
+    """Those to keep while the segment is loaded: of every window that a lane is in."""
 
-    def __init__(self, plan: Plan, index: Index, parser: Parser, rank: int, size: int, skip_bad: bool) -> None:
+
+class Loader:
+    """One rank's segments. Several threads may load; best those that follow each other, since it reads ahead by one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        index: Index,
+        parser: Parser,
+        rank: int,
+        size: int,
+        *,
+        stage: Stage,
+        skip_bad: bool,
+        cache: bool,
+    ) -> None:
+        """`cache` keeps every parsed record in memory; `skip_bad` leaves out records that cannot be used."""
         self._plan, self._index, self._parser = plan, index, parser
         self._rank, self._size, self._skip_bad = rank, size, skip_bad
-        self._reader = Reader(index)
+        self._reader = Reader(index, stage)
+        self._cache = ParsedCache(index.num_records, parser.shapes, parser.dtypes) if cache else None
         self._lines: dict[int, Line] = {}
-        self._rows: dict[Span, Rows] = {}
+        self._needs: dict[Span, _Need] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records left out so far on this rank."""
@@ -73,48 +105,67 @@ class Loader:
     def load(self, span: Span, following: Span | None) -> Segment:
         """Reads and parses a segment, and starts reading the following one. Raises UserError; names a bad record."""
         with self._lock:
-            near = [self._read_ahead(s) for s in (span, following) if s]
-            segment = self._load(span)
+            need = self._need(span)
+            near = [need.blocks, *([self._need(following).blocks] if following else [])]
+            records = need.rows.records.ravel()
+            data, faults = ([], []) if self._is_cached(records) else self._reader.read(records)
             self._reader.keep_only(np.concatenate(near).tolist())
+            self._needs = {s: n for s, n in self._needs.items() if s == following}
             self._lines = {epoch: line for epoch, line in self._lines.items() if epoch >= span.epoch}
-            return segment
+        # Parsing needs no lock: the next segment is read meanwhile.
+        arrays, bad = self._parse(records, data, faults)
+        count = np.array([self._plan.count(step) for step in range(span.first, span.last)], np.int64)
+        return Segment(arrays, records, need.rows.real.ravel() & ~bad, count)
 
-    def _load(self, span: Span) -> Segment:
-        records, real = (values.ravel() for values in self._rows.pop(span))
-        data, faults = self._reader.read(records)
+    def name(self, record: int, problem: str) -> str:
+        """The sentence that names a bad record."""
+        with self._lock:
+            return self._reader.fault(record, problem).message
+
+    def stored(self, record: int) -> Arrays:
+        """The stored values of one record, each with one row."""
+        records = np.array([record])
+        with self._lock:
+            data, faults = self._reader.read(records)
+        return self._parse(records, data, faults)[0]
+
+    def _parse(self, records: np.ndarray, data: list[bytes], faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
+        """The stored values of records, and which rows cannot be used: those hold another record, or zeros."""
+        bad = np.zeros(len(records), bool)
+        if not data:
+            assert self._cache is not None, "nothing was read, and there is no cache"
+            return self._cache.load(records), bad
         arrays = None if faults else self._parser.parse(data)
         if arrays is None:
-            bad = self._bad_rows(records, data, faults)
-            real = real & ~bad
-            good = np.flatnonzero(~bad)
-            arrays = self._parser.blank(len(data))
-            if good.size:
-                stand_in = data[good[0]]
+            with self._lock:
+                named = name_faults(self._reader, self._parser, records, data, faults)
+            if named and not self._skip_bad:
+                raise UserError(next(iter(named.values())))
+            self.skipped.update(named)
+            bad = np.isin(records, list(named))
+            arrays = blank(self._parser, len(data))
+            if not bad.all():
+                stand_in = data[int(np.flatnonzero(~bad)[0])]
                 arrays = self._parser.parse([stand_in if b else d for b, d in zip(bad, data, strict=True)])
-        assert arrays is not None, "every record was checked, and together they still do not parse"
-        count = np.array([self._plan.count(step) for step in range(span.first, span.last)], np.int64)
-        return Segment(arrays, real, np.where(real, records, -1), count)
+            assert arrays is not None, "every record was checked, and together they still do not parse"
+        if self._cache:
+            self._cache.keep(records[~bad], {name: array[~bad] for name, array in arrays.items()})
+        return arrays, bad
 
-    def _bad_rows(self, records: np.ndarray, data: list[bytes], faults: list[Fault]) -> np.ndarray:
-        """Which rows cannot be used, bool [rows]; raises UserError for the first unless bad ones are to be skipped."""
-        known = {fault.record: fault for fault in faults}
-        for record, one in zip(records.tolist(), data, strict=True):
-            problem = None if record in known else self._parser.problem(one)
-            if problem:
-                known[record] = self._reader.fault(record, problem)
-            if record in known and not self._skip_bad:
-                raise UserError(known[record].message)
-        self.skipped.update(known)
-        return np.isin(records, list(known))
+    def _need(self, span: Span) -> _Need:
+        """What a segment consists of; reading it has begun."""
+        if span not in self._needs:
+            line = self._line(span.epoch)
+            places, real = self._plan.places(self._rank, self._size, span.first, span.last)
+            rows = Rows(line.records(places), real)
+            cached = self._is_cached(rows.records.ravel())
+            self._needs[span] = _Need(rows, np.zeros(0, np.int64) if cached else line.blocks_near(places))
+            if not cached:
+                self._reader.read_ahead(np.unique(self._index.block_of(rows.records.ravel())).tolist())
+        return self._needs[span]
 
-    def _read_ahead(self, span: Span) -> np.ndarray:
-        """Starts reading what a segment needs; returns the blocks to keep for it."""
-        line = self._line(span.epoch)
-        places, real = self._plan.places(self._rank, self._size, span.first, span.last)
-        if span not in self._rows:
-            self._rows[span] = Rows(line.records(places), real)
-        self._reader.read_ahead(np.unique(self._index.block_of(self._rows[span].records.ravel())).tolist())
-        return line.blocks_near(places)
+    def _is_cached(self, records: np.ndarray) -> bool:
+        return self._cache is not None and self._cache.holds(records)
 
     def _line(self, epoch: int) -> Line:
         if epoch not in self._lines:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import digits, idx, mlp_samples
+from horovod_train.data.prepare import csv_table, digits, idx, images, mlp_samples, npz
 
-KINDS = {"digits": digits, "idx": idx, "mlp-samples": mlp_samples}
+KINDS = {"digits": digits, "idx": idx, "mlp-samples": mlp_samples, "npz": npz, "csv": csv_table, "images": images}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import argparse
 import numpy as np
 
 from horovod_train.data.prepare.idx import IMAGE_SCHEMA, encode_image
-from horovod_train.data.prepare.writing import split_by_fraction, write_dataset
+from horovod_train.data.prepare.writing import split_by_count, write_dataset
 from horovod_train.errors import UserError
 
 EVAL_RECORDS = 360
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     images, labels = load_digits()
-    splits = split_by_fraction(len(labels), EVAL_RECORDS, arguments.seed)
+    splits = split_by_count(len(labels), EVAL_RECORDS, arguments.seed)
     write_dataset(
         arguments.out,
         IMAGE_SCHEMA,

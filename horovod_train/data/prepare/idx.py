@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_train.data.prepare.writing import Values, split_by_fraction, write_dataset
-from horovod_train.data.schema import Feature, Schema
+from horovod_train.data.features import Feature
+from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
+from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 
@@ -34,17 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
     parser.add_argument("--eval-images", metavar="FILE", help="held-out images; default: a fraction of the others")
     parser.add_argument("--eval-labels", metavar="FILE", help="their labels")
-    parser.add_argument("--eval-fraction", type=float, default=0.0, help="drawn from --images; default %(default)s")
-    parser.add_argument("--shards", type=int, default=8, help="files a split; default %(default)s")
+    add_split_arguments(parser, "--images", shards=8)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    images, labels = load_pair(arguments.images, arguments.labels)
-    if not 0 <= arguments.eval_fraction < 1:
-        raise UserError(f"--eval-fraction must be in [0, 1); received {arguments.eval_fraction}.")
     if bool(arguments.eval_images) != bool(arguments.eval_labels):
         raise UserError("--eval-images and --eval-labels: give both or neither.")
-    splits = split_by_fraction(len(labels), math.floor(arguments.eval_fraction * len(labels)), arguments.seed)
+    images, labels = load_pair(arguments.images, arguments.labels)
+    splits = split_by_fraction(len(labels), arguments)
     if arguments.eval_images:
         held_out, held_out_labels = load_pair(arguments.eval_images, arguments.eval_labels)
         if held_out.shape[1:] != images.shape[1:]:
@@ -56,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         images, labels = np.concatenate([images, held_out]), np.concatenate([labels, held_out_labels])
     write_dataset(
         arguments.out,
-        image_schema(*images.shape[1:], classes=int(labels.max()) + 1),
+        image_schema(images.shape[1], images.shape[2], int(labels.max()) + 1),
         splits,
         lambda record: encode_image(images[record], labels[record]),
         shards=arguments.shards,

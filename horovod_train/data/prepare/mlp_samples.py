@@ -7,8 +7,9 @@ import argparse
 import numpy as np
 
 from horovod_train.data import draws
-from horovod_train.data.prepare.writing import split_by_fraction, write_dataset
-from horovod_train.data.schema import Feature, Schema
+from horovod_train.data.features import Feature
+from horovod_train.data.prepare.writing import split_by_count, write_dataset
+from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 SCHEMA = Schema(
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> None:
     write_dataset(
         arguments.out,
         SCHEMA,
-        split_by_fraction(len(labels), arguments.eval_records, arguments.seed),
+        split_by_count(len(labels), arguments.eval_records, arguments.seed),
         lambda record: {"sample": samples[record], "label": labels[record]},
         shards=arguments.shards,
         force=arguments.force,

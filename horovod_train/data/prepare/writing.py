@@ -6,8 +6,10 @@ of the final name is complete. Knows nothing of where records come from.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from horovod_train import quiet
 from horovod_train.data import draws, framing
 from horovod_train.data.index import write_index
 from horovod_train.data.progress import track
@@ -33,8 +36,12 @@ def write_dataset(
 
     `shards`: files of each split, or as many as there are records. Raises UserError where `out` exists, unless `force`.
     """
+    if shards < 1:
+        raise UserError(f"--shards must be at least 1; received {shards}.")
     splits = {name: records for name, records in splits.items() if len(records)}
-    with _new_folder(out, force) as folder:
+    _check_free(out, force)
+    quiet.load_tensorflow()
+    with _new_folder(out) as folder:
         counts = {}
         for split, records in splits.items():
             os.mkdir(os.path.join(folder, split))
@@ -56,7 +63,20 @@ def write_dataset(
     return counts
 
 
-def split_by_fraction(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
+def add_split_arguments(parser: argparse.ArgumentParser, of: str, *, shards: int) -> None:
+    """--eval-fraction and --shards. `of` says what the fraction is drawn from."""
+    parser.add_argument("--eval-fraction", type=float, default=0.0, help=f"drawn from {of}; default %(default)s")
+    parser.add_argument("--shards", type=int, default=shards, help="files a split; default %(default)s")
+
+
+def split_by_fraction(records: int, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
+    """Draws --eval-fraction of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
+    if not 0 <= arguments.eval_fraction < 1:
+        raise UserError(f"--eval-fraction must be at least 0 and below 1; received {arguments.eval_fraction}.")
+    return split_by_count(records, math.floor(arguments.eval_fraction * records), arguments.seed)
+
+
+def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
     """Draws `eval_records` of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
     order = draws.permutation(draws.key(seed), np.arange(records))
     return {"train": order[eval_records:], "eval": order[:eval_records]}
@@ -75,24 +95,30 @@ def _example(values: Values) -> bytes:
 
     features = {}
     for name, value in values.items():
-        if isinstance(value, bytes | str):
-            data = value.encode() if isinstance(value, str) else value
-            features[name] = Feature(bytes_list=BytesList(value=[data]))
+        if isinstance(value, bytes):  # not through numpy, which would cut off zeros at the end
+            features[name] = Feature(bytes_list=BytesList(value=[value]))
             continue
         array = np.asarray(value)
-        if np.issubdtype(array.dtype, np.floating):
+        if array.dtype.kind in "SU":
+            texts = [text.encode() if isinstance(text, str) else text for text in array.ravel().tolist()]
+            features[name] = Feature(bytes_list=BytesList(value=texts))
+        elif np.issubdtype(array.dtype, np.floating):
             features[name] = Feature(float_list=FloatList(value=array.ravel()))
         else:
             features[name] = Feature(int64_list=Int64List(value=array.ravel()))
     return Example(features=Features(feature=features)).SerializeToString(deterministic=True)
 
 
-@contextlib.contextmanager
-def _new_folder(out: str, force: bool) -> Iterator[str]:
-    out = os.path.abspath(out)
-    if os.path.exists(out) and not force:
+def _check_free(out: str, force: bool) -> None:
+    if os.path.lexists(out) and not force:
         raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
-    parent, name = os.path.split(out)
+    if os.path.lexists(out) and not os.path.isdir(out):
+        raise UserError(f"--out {out}: is a file; --force replaces folders only.")
+
+
+@contextlib.contextmanager
+def _new_folder(out: str) -> Iterator[str]:
+    parent, name = os.path.split(os.path.abspath(out))
     partial = os.path.join(parent, f".{name}.partial-{os.getpid()}")
     try:
         os.makedirs(partial)

@@ -1,0 +1,191 @@
+"""What each rank really consumed, step by step, and whether over a whole run every record came once an epoch.
+
+Each start of a run opens a file per rank under `RUN_DIR/audit`, named for the place it starts at. A start at a step
+voids what earlier starts wrote from that step on: those steps are done again. Does not know the plan; see check-data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import numpy as np
+
+from horovod_train.errors import UserError
+
+FOLDER = "audit"
+_NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
+
+
+class Place(NamedTuple):
+    """A step of an epoch, both counted from 0."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run on one rank: the first line of its file."""
+
+    epoch: int
+    step: int
+    rank: int
+    size: int
+    num_records: int
+    global_batch_size: int
+    steps_per_epoch: int
+
+    @property
+    def place(self) -> Place:
+        return Place(self.epoch, self.step)
+
+
+class NoAudit:
+    """Writes nothing; with the methods of AuditLog."""
+
+    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
+        """Notes the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
+
+    def flush(self) -> None:
+        """Returns when all that was appended is on disk. To be called before a checkpoint is written."""
+
+    def close(self) -> None:
+        """Flushes and closes."""
+
+
+class AuditLog(NoAudit):
+    """One rank's file of one start."""
+
+    def __init__(self, run_dir: str, start: Start) -> None:
+        folder = Path(run_dir, FOLDER)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, place, rank in _files(folder):
+            # Each rank removes its own, so no rank can remove what another has just begun; root, those of ranks that
+            # are no more.
+            if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
+                path.unlink(missing_ok=True)
+        name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
+        self._file: TextIO = open(folder / name, "w", encoding="utf-8")  # noqa: SIM115  open as long as the run
+        self._write(asdict(start))
+        self.flush()
+
+    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
+        self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
+
+    def flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+@dataclass
+class EpochAudit:
+    """What all ranks together consumed in one epoch."""
+
+    epoch: int
+    steps: int
+    steps_per_epoch: int
+    sizes: tuple[int, ...]
+    """The numbers of ranks that took part, one start after the other."""
+    records: int
+    missing: list[int]
+    """Records that did not come, of a whole epoch; those that `drop_remainder` leaves out are not counted."""
+    twice: list[int]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.steps == self.steps_per_epoch
+
+
+def audit(run_dir: str) -> list[EpochAudit]:
+    """Puts together what every start and rank wrote. Raises UserError where that has gaps or contradicts itself."""
+    folder = Path(run_dir, FOLDER)
+    starts: dict[Place, list[tuple[Start, dict[Place, list[int]]]]] = {}
+    for path, place, _ in sorted(_files(folder)):
+        starts.setdefault(place, []).append(_load(path))
+    if not starts:
+        raise UserError(f"{folder}: holds no audit. Run with data.audit: true to have one.")
+    places = sorted(starts)
+    steps: dict[Place, tuple[int, list[int]]] = {}
+    for place, end in zip(places, [*places[1:], None], strict=True):
+        for step, ids in _join(folder, starts[place], end):
+            steps[step] = (starts[place][0][0].size, ids)
+    first = starts[places[0]][0][0]
+    epochs = sorted({step.epoch for step in steps})
+    return [_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}, first) for epoch in epochs]
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, Place, int]]:
+    for path in folder.glob("epoch-*.jsonl"):
+        found = _NAME.fullmatch(path.name)
+        if found:
+            yield path, Place(int(found[1]), int(found[2])), int(found[3])
+
+
+def _load(path: Path) -> tuple[Start, dict[Place, list[int]]]:
+    steps: dict[Place, list[int]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        start = Start(**json.loads(lines[0]))
+        for line in lines[1:]:
+            if not line.endswith("\n"):
+                break  # the run was killed here; nothing after a checkpoint is needed
+            entry = json.loads(line)
+            for number, ids in enumerate(entry["ids"]):
+                steps[Place(entry["epoch"], entry["first_step"] + number)] = ids
+    except (IndexError, TypeError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: is not an audit file: {error}.") from error
+    return start, steps
+
+
+def _join(
+    folder: Path, files: list[tuple[Start, dict[Place, list[int]]]], end: Place | None
+) -> Iterator[tuple[Place, list[int]]]:
+    """The ids of all ranks in each step of one start, up to the place where the next one starts."""
+    start = files[0][0]
+    ranks = sorted(header.rank for header, _ in files)
+    if ranks != list(range(start.size)):
+        raise UserError(f"{folder}: the start at {_text(start.place)} had {start.size} ranks; files are of {ranks}.")
+    place = start.place
+    while end is None or place < end:
+        found = [steps.get(place) for _, steps in files]
+        if any(ids is None for ids in found):
+            if end is None:
+                return  # the run ended, or was killed while some ranks had written this step
+            silent = [header.rank for (header, _), ids in zip(files, found, strict=True) if ids is None]
+            raise UserError(f"{folder}: {_text(place)} is missing for ranks {silent}, but the run went on after it.")
+        yield place, [record for ids in found if ids is not None for record in ids if record >= 0]
+        last = place.step + 1 == start.steps_per_epoch
+        place = Place(place.epoch + 1, 0) if last else Place(place.epoch, place.step + 1)
+
+
+def _epoch(epoch: int, steps: dict[Place, tuple[int, list[int]]], start: Start) -> EpochAudit:
+    counts = np.zeros(start.num_records, np.int64)
+    for _, ids in steps.values():
+        np.add.at(counts, ids, 1)
+    whole = len(steps) == start.steps_per_epoch
+    missing = np.flatnonzero(counts == 0).tolist() if whole else []
+    dropped = max(start.num_records - start.steps_per_epoch * start.global_batch_size, 0)
+    if len(missing) == dropped:
+        missing = []
+    sizes = tuple(dict.fromkeys(size for _, (size, _) in sorted(steps.items())))
+    return EpochAudit(
+        epoch, len(steps), start.steps_per_epoch, sizes, int(counts.sum()), missing, np.flatnonzero(counts > 1).tolist()
+    )
+
+
+def _text(place: Place) -> str:
+    return f"epoch {place.epoch}, step {place.step}"

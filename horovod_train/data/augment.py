@@ -1,0 +1,120 @@
+"""Random changes to training images, each drawn from (seed, epoch, record): a resumed run repeats them.
+
+The draws come from outside, as numbers in [0, 1), a fixed few per record. So nothing here is random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from horovod_train.config import Spec
+from horovod_train.errors import UserError
+from horovod_train.lookup import call, choose
+
+
+class Augmentation(NamedTuple):
+    """`draws` is how many numbers it needs; `apply` (images [n, h, w, c], draws [n, draws]) → images, same dtype."""
+
+    draws: int
+    apply: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    fits: bool = False
+    """Whether it takes images of any size and gives the feature's: then it replaces the feature's resizing."""
+
+
+def flip(direction: str = "horizontal") -> Augmentation:
+    """Every second image mirrored, on average."""
+    axes = {"horizontal": 2, "vertical": 1}
+    if direction not in axes:
+        raise ValueError(f"direction must be horizontal or vertical; received {direction!r}")
+
+    def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        return tf.where(draws[:, :1, None, None] < 0.5, tf.reverse(images, [axes[direction]]), images)
+
+    return Augmentation(1, apply)
+
+
+def random_crop(padding: int = 4) -> Augmentation:
+    """Shifted by up to `padding` pixels each way; what comes in is 0. (He et al. 2015, section 4.2, on CIFAR-10.)"""
+    if padding < 1:
+        raise ValueError(f"padding must be at least 1; received {padding}")
+
+    def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        _, height, width, _ = images.shape
+        padded = tf.pad(images, [[0, 0], [padding, padding], [padding, padding], [0, 0]])
+        shifts = tf.cast(draws * (2 * padding + 1), tf.int32)
+        rows = tf.gather(padded, shifts[:, :1] + tf.range(height), axis=1, batch_dims=1)
+        return tf.gather(rows, shifts[:, 1:] + tf.range(width), axis=2, batch_dims=1)
+
+    return Augmentation(2, apply)
+
+
+def random_resized_crop(
+    area: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)
+) -> Callable[[tuple[int, ...]], Augmentation]:
+    """A part of `area` (fraction) and aspect `ratio`, resized bilinearly. (Szegedy et al. 2014, section 6.)
+
+    A part that would not fit is cut to the image, where other implementations draw again.
+    """
+    for name, (low, high) in (("area", area), ("ratio", ratio)):
+        if not 0 < low <= high:
+            raise ValueError(f"{name} must be [low, high] with 0 < low <= high; received {[low, high]}")
+
+    def to_shape(shape: tuple[int, ...]) -> Augmentation:
+        def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+            count, size = tf.shape(draws)[0], tf.cast(tf.shape(images)[1:3], tf.float32)
+            part = (area[0] + draws[:, 0] * (area[1] - area[0])) * size[0] * size[1]
+            aspect = tf.exp(tf.math.log(ratio[0]) + draws[:, 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
+            extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], 1), size)
+            start = draws[:, 2:] * (size - extent)
+            boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(size - 1, [2])
+            return _like(tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2]), images.dtype)
+
+        return Augmentation(4, apply, fits=True)
+
+    return to_shape
+
+
+AUGMENTATIONS: dict[str, Callable[..., Any]] = {
+    "flip": flip,
+    "random_crop": random_crop,
+    "random_resized_crop": random_resized_crop,
+}
+
+
+def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...]) -> list[Augmentation]:
+    """What `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError."""
+    built = []
+    for number, spec in enumerate(specs):
+        where = f"data.augment[{number}]"
+        make = choose(AUGMENTATIONS, spec.name, f"{where}.name")
+        if ":" in spec.name:
+            built.append(_own(make, spec.options))
+            continue
+        made = call(make, spec, where)
+        augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape)
+        if augmentation.fits and number:
+            raise UserError(f"{where}: {spec.name} must come first: it decides the size of the image.")
+        built.append(augmentation)
+    return built
+
+
+def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
+    """A user's function(image [h, w, c], seed int32 [2], **options) → image, for the tf.random.stateless_ functions."""
+
+    def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        seeds = tf.cast(draws * 2**24, tf.int32)
+        changed = tf.map_fn(
+            lambda row: function(row[0], row[1], **options), (images, seeds), fn_output_signature=images.dtype
+        )
+        return tf.ensure_shape(changed, images.shape)
+
+    return Augmentation(2, apply)
+
+
+def _like(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype.is_floating:
+        return tf.cast(images, dtype)
+    return tf.cast(tf.clip_by_value(tf.round(images), dtype.min, dtype.max), dtype)

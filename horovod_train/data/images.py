@@ -1,0 +1,76 @@
+"""JPEG and PNG files to image tensors of one size, a step at a time; a file that is none does not spoil its step.
+
+Follows a Feature with `decode: image`. Does not augment, except that a random crop may take the place of resizing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from horovod_train.data.features import Feature
+
+Fit = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(image uint8 [h, w, c], draws float32 [k]) → numbers [H, W, c], in 0 … 255."""
+
+
+def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit | None) -> tuple[tf.Tensor, tf.Tensor]:
+    """Images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False, and zeros, if it fails.
+
+    `fit` replaces the feature's own resizing; row i gets `draws[i]`.
+    """
+    rows = tf.data.Dataset.from_tensor_slices((files, draws))
+    count = files.shape[0]
+    zeros = tf.data.Dataset.from_tensors((tf.zeros(feature.shape, tf.uint8), tf.constant(False)))
+
+    def decode(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return decode_image(feature, file, draw, fit), tf.constant(True)
+
+    def decode_or_blank(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        one = tf.data.Dataset.from_tensors((file, draw)).map(decode).ignore_errors()
+        return one.concatenate(zeros).take(1).get_single_element()
+
+    # Guarding each record costs as much as a small image. So the step is decoded as a whole, and only if that fails,
+    # which gives no element, record by record.
+    whole = rows.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True).ignore_errors()
+    singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
+    images, fine = whole.concatenate(singly).take(1).get_single_element()
+    return images, fine
+
+
+def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, fit: Fit | None) -> tf.Tensor:
+    """One image, uint8 of the feature's shape. Raises InvalidArgumentError for a file that is no image or too small."""
+    image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
+    image.set_shape((None, None, feature.shape[2]))
+    if fit is not None:
+        image = fit(image, draw)
+    elif feature.resize == "stretch":
+        image = tf.image.resize(image, feature.shape[:2], antialias=True)
+    elif feature.resize == "crop":
+        image = tf.image.resize(_centre(image, feature), feature.shape[:2], antialias=True)
+    if image.dtype != tf.uint8:
+        image = tf.cast(tf.clip_by_value(tf.round(image), 0, 255), tf.uint8)
+    return tf.ensure_shape(image, feature.shape)
+
+
+def image_problem(feature: Feature, file: bytes) -> str | None:
+    """What is wrong with an image; None if nothing is."""
+    try:
+        image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
+    except tf.errors.InvalidArgumentError as error:
+        reason = str(error.message).split(" [Op:")[0].rsplit("}} ", 1)[-1]
+        return f"expected a JPEG or PNG image; {len(file)} bytes that cannot be decoded: {reason.strip(' .')}"
+    if feature.resize != "none" or tuple(image.shape) == feature.shape:
+        return None
+    return f"expected an image of {list(feature.shape)}; the record holds {list(image.shape)}, and resize is none"
+
+
+def _centre(image: tf.Tensor, feature: Feature) -> tf.Tensor:
+    """The largest centred part with the aspect of the feature's shape, times `crop_fraction`."""
+    height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32))
+    aspect = feature.shape[1] / feature.shape[0]
+    part_height = tf.minimum(height, width / aspect) * feature.crop_fraction
+    size = tf.cast(tf.maximum(tf.round(tf.stack([part_height, part_height * aspect])), 1), tf.int32)
+    top, left = tf.unstack((tf.shape(image)[:2] - size) // 2)
+    return image[top : top + size[0], left : left + size[1]]

@@ -1,0 +1,76 @@
+"""A csv file with a header: one line a record. Columns of numbers become one vector, `inputs`, or stay --separate."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+
+import numpy as np
+
+from horovod_train.data.prepare import columns
+from horovod_train.data.prepare.columns import Columns
+from horovod_train.errors import UserError
+
+VECTOR = "inputs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    columns.add_arguments(parser, "csv")
+    parser.add_argument("--targets", nargs="+", default=[], metavar="COLUMN", help="columns that the loss gets")
+    parser.add_argument(
+        "--inputs", nargs="+", metavar="COLUMN", help="columns that the model gets; default: the others"
+    )
+    parser.add_argument("--separate", action="store_true", help="one feature a column, also where all are numbers")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    table = load_table(arguments.file)
+    targets = arguments.targets
+    inputs = arguments.inputs or [name for name in table if name not in targets]
+    columns.check_names([*inputs, *targets], list(table), "--inputs, --targets", arguments.file)
+    held_out = load_table(arguments.eval_file) if arguments.eval_file else None
+    if held_out is not None:
+        columns.check_names([*inputs, *targets], list(held_out), "--inputs, --targets", arguments.eval_file)
+    joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
+    table = _choose(table, inputs, targets, joined)
+    held_out = _choose(held_out, inputs, targets, joined) if held_out else None
+    columns.write(table, held_out, arguments, [VECTOR] if joined else inputs, targets)
+
+
+def load_table(path: str) -> Columns:
+    """Each column as int64, float32 or strings, the narrowest that takes all its cells. Raises UserError."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: is not a csv file: {error}.") from error
+    if len(lines) < 2:
+        raise UserError(f"{path}: expected a header and at least one record; it has {len(lines)} lines.")
+    names = lines[0][1]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}: the header names a column twice: {', '.join(names)}.")
+    for number, row in lines[1:]:
+        if len(row) != len(names):
+            raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")
+        if "" in row:
+            raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
+    cells = zip(*(row for _, row in lines[1:]), strict=True)
+    return {name: _column(column) for name, column in zip(names, cells, strict=True)}
+
+
+def _column(cells: tuple[str, ...]) -> np.ndarray:
+    for dtype in (np.int64, np.float32):
+        try:
+            return np.array(cells).astype(dtype)
+        except (ValueError, OverflowError):
+            continue
+    return np.array(cells)
+
+
+def _choose(table: Columns, inputs: list[str], targets: list[str], joined: bool) -> Columns:
+    chosen = {name: table[name] for name in targets}
+    if joined:
+        return {VECTOR: np.stack([table[name].astype(np.float32) for name in inputs], axis=1), **chosen}
+    return {**{name: table[name] for name in inputs}, **chosen}

@@ -1,0 +1,89 @@
+"""JPEG and PNG files, one folder a class, as records with ImageNet's names: image/encoded and image/class/label.
+
+Labels count from 0, in the order of the folders' names. Files are kept as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+
+from horovod_train.data.features import Feature
+from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
+from horovod_train.data.schema import Schema
+from horovod_train.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--images", required=True, metavar="DIR", help="with a folder for each class")
+    parser.add_argument("--eval-images", metavar="DIR", help="held-out images, in the same folders")
+    parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
+    parser.add_argument("--channels", type=int, choices=(1, 3), default=3, help="1: grey; default %(default)s")
+    add_split_arguments(parser, "--images", shards=16)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    classes, files = list_images(arguments.images)
+    splits = split_by_fraction(len(files), arguments)
+    if arguments.eval_images:
+        held_out_classes, held_out = list_images(arguments.eval_images)
+        unknown = sorted(set(held_out_classes) - set(classes))
+        if unknown:
+            raise UserError(f"--eval-images {arguments.eval_images}: {unknown[0]} is no class of {arguments.images}.")
+        splits["eval"] = np.arange(len(files), len(files) + len(held_out))
+        files = [*files, *held_out]
+    labels = {name: label for label, name in enumerate(classes)}
+
+    def encode(record: int) -> Values:
+        path = files[record]
+        name = path.parent.name
+        return {
+            "image/encoded": _read(path),
+            "image/class/label": labels[name],
+            "image/class/text": name,
+            "image/filename": path.name,
+        }
+
+    schema = image_folder_schema(arguments.size, arguments.channels, len(classes))
+    write_dataset(arguments.out, schema, splits, encode, shards=arguments.shards, force=arguments.force)
+
+
+def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
+    """Images cut to a square of `size` from the centre, and scaled to [-1, 1]."""
+    if size < 1:
+        raise UserError(f"--size must be at least 1; received {size}.")
+    image = Feature("bytes", (size, size, channels), decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
+    features = {"image/encoded": image, "image/class/label": Feature("int64", classes=classes)}
+    return Schema(features, ("image/encoded",), ("image/class/label",))
+
+
+def list_images(folder: str) -> tuple[list[str], list[Path]]:
+    """The classes, and the images of all of them, in order of names. Raises UserError."""
+    try:
+        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        files = [path for name in classes for path in sorted(Path(folder, name).iterdir())]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {error.strerror}.") from error
+    images = [path for path in files if path.suffix.lower() in SUFFIXES]
+    if not images:
+        raise UserError(f"{folder}: expected a folder for each class, with {', '.join(SUFFIXES)} files; found none.")
+    return classes, images
+
+
+def _read(path: Path) -> bytes:
+    """The file's bytes, once Pillow has seen that it is a whole image."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            image.load()
+        return path.read_bytes()
+    except UnidentifiedImageError as error:
+        raise UserError(f"{path}: is neither JPEG nor PNG. Remove it or put an image there.") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: cannot be read as an image: {error}.") from error

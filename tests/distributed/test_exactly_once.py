@@ -1,0 +1,113 @@
+"""Every record, every epoch, once: counted on what ranks really consumed, at any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import summary_of, train
+
+RECORDS, BATCH, STEPS_PER_EPOCH = 1437, 96, 15
+
+CONFIG = """
+data: {{train: {data}, global_batch_size: 96, audit: true}}
+model: user_models:small
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+lr_schedule: {{base_lr: 0.01}}
+log: {{every_steps: 15, tensorboard: false}}
+"""
+
+
+def split(data: bytes) -> Iterator[bytes]:
+    """The records of a TFRecord file, framing and all."""
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        end = at + 12 + length + 4
+        yield data[at:end]
+        at = end
+
+
+@pytest.fixture(scope="session")
+def uneven(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 1437 training digits in five files of very different sizes."""
+    records = [record for path in sorted((digits / "train").glob("*.tfrecord")) for record in split(path.read_bytes())]
+    assert len(records) == RECORDS
+    folder = tmp_path_factory.mktemp("uneven")
+    shutil.copy(digits / "dataset.json", folder)
+    (folder / "shards").mkdir()
+    for number, end in enumerate([1, 38, 300, 1000, RECORDS]):
+        start = [0, 1, 38, 300, 1000][number]
+        (folder / "shards" / f"{number}.tfrecord").write_bytes(b"".join(records[start:end]))
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def config(uneven: Path) -> Path:
+    path = uneven.parent / "config.yaml"
+    path.write_text(CONFIG.format(data=uneven))
+    return path
+
+
+def consumed(run_dir: Path) -> dict[int, Counter[int]]:
+    """Epoch → how often each record was used, over the files of all ranks and all starts of a run."""
+    found: dict[int, Counter[int]] = {}
+    for path in (run_dir / "audit").glob("*.jsonl"):
+        for line in path.read_text().splitlines()[1:]:
+            entry = json.loads(line)
+            ids = [record for row in entry["ids"] for record in row if record >= 0]
+            found.setdefault(entry["epoch"], Counter()).update(ids)
+    return found
+
+
+def assert_once(found: dict[int, Counter[int]], epochs: int) -> None:
+    assert sorted(found) == list(range(epochs))
+    for epoch, counts in found.items():
+        missing = set(range(RECORDS)) - set(counts)
+        twice = [record for record, count in counts.items() if count > 1]
+        assert (len(missing), len(twice)) == (0, 0), f"epoch {epoch}"
+
+
+@pytest.mark.parametrize("np", [1, 2, 3, 4])
+def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path, np: int) -> None:
+    launcher = "none" if np == 1 else "mpirun"
+    words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=2"]
+    finished = train(words, launcher=launcher, np=np)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(tmp_path / "run")["steps"] == 2 * STEPS_PER_EPOCH
+    assert_once(consumed(tmp_path / "run"), 2)
+    verified = train(["check-data", "--config", config, "--audit", tmp_path / "run"])
+    assert verified.returncode == 0, verified.text
+
+
+def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for np, max_steps in [(2, 20), (3, 37), (1, 45)]:
+        words = ["--config", config, "--output-dir", run_dir, f"train.max_steps={max_steps}"]
+        finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
+        assert finished.returncode == 0, finished.text
+    assert_once(consumed(run_dir), 3)
+    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    assert verified.returncode == 0, verified.text
+
+
+def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path) -> None:
+    """The negative: the audit of a run that read wrongly does not pass."""
+    run_dir = tmp_path / "run"
+    words = ["--config", config, "--output-dir", run_dir, "train.epochs=1"]
+    assert train(words).returncode == 0
+    (path,) = (run_dir / "audit").glob("*.jsonl")
+    head, first, *rest = path.read_text().splitlines()
+    entry = json.loads(first)
+    entry["ids"][0][0] = entry["ids"][0][1]
+    path.write_text("\n".join([head, json.dumps(entry), *rest]) + "\n")
+    with pytest.raises(AssertionError):
+        assert_once(consumed(run_dir), 1)
+    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    assert verified.returncode == 2
+    assert "twice" in verified.stdout + verified.stderr

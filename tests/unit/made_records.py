@@ -1,0 +1,80 @@
+"""Small made data sets for the tests of the data room: what a record holds follows from its number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config import DataConfig
+from horovod_train.data.framing import frame
+from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
+from horovod_train.data.records import open_records
+
+FEATURES: dict[str, Any] = {
+    "image_raw": {"type": "bytes", "shape": [4, 4, 1], "decode": "raw", "scale": 1 / 255, "offset": -0.5},
+    "label": {"type": "int64", "classes": 10},
+}
+SCHEMA: dict[str, Any] = {"features": FEATURES, "inputs": ["image_raw"], "targets": ["label"]}
+
+
+def example(**values: Any) -> bytes:
+    """A serialized tf.train.Example: bytes, ints and floats, alone or in lists."""
+    features = {}
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if items and isinstance(items[0], bytes):
+            features[name] = tf.train.Feature(bytes_list=tf.train.BytesList(value=items))
+        elif items and isinstance(items[0], float):
+            features[name] = tf.train.Feature(float_list=tf.train.FloatList(value=items))
+        else:
+            features[name] = tf.train.Feature(int64_list=tf.train.Int64List(value=items))
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+
+
+def pixels(number: int) -> np.ndarray:
+    """The image of a record, uint8 [4, 4, 1]."""
+    return ((np.arange(16) * 7 + number) % 256).astype(np.uint8).reshape(4, 4, 1)
+
+
+def image_record(number: int) -> bytes:
+    return example(image_raw=pixels(number).tobytes(), label=number % 10)
+
+
+def write_file(path: Path, records: Sequence[bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(map(frame, records)))
+    return path
+
+
+def make_images(folder: Path, shards: Sequence[int] = (40, 7, 23)) -> Path:
+    """A split of S6-format records, numbered through its files; dataset.json lies above it."""
+    first = 0
+    for shard, records in enumerate(shards):
+        write_file(folder / f"{shard}.tfrecord", [image_record(first + number) for number in range(records)])
+        first += records
+    (folder.parent / "dataset.json").write_text(json.dumps(SCHEMA))
+    return folder
+
+
+def config(folder: Path | str, **values: Any) -> DataConfig:
+    return DataConfig(train=(str(folder),), **values)
+
+
+def pipeline(data: DataConfig, rank: int = 0, size: int = 1, *, batch: int = 8, training: bool = True) -> Pipeline:
+    records = open_records(data, "train")
+    return build_pipeline(records, data, rank=rank, size=size, seed=1, training=training, global_batch_size=batch)
+
+
+def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Batch]:
+    """The batches as numpy arrays."""
+    return list(made.batches(epoch, first_step, epochs).as_numpy_iterator())
+
+
+def ids(found: Sequence[Batch]) -> list[int]:
+    """The records in order, without padding."""
+    return [number for batch in found for number in batch.ids.tolist() if number >= 0]

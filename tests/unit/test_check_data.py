@@ -1,0 +1,101 @@
+"""The commands that look at data: check-data, index, bench input."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from made_records import SCHEMA, example, image_record, make_images, write_file
+
+from horovod_train.data.framing import frame
+from horovod_train.errors import UserError
+from horovod_train.tools import bench, check_data, index
+
+
+def run(command: ModuleType, *words: object) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return int(command.run(parser.parse_args([str(word) for word in words])))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    make_images(tmp_path / "data/train")
+    make_images(tmp_path / "data/eval", shards=[12])
+    return tmp_path / "data"
+
+
+def test_good_data_is_summed_up(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(check_data, data) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{data}/eval: 12 records in 1 files, 0.0 MB; 0 faults, 0 duplicates" in lines
+    assert f"{data}/train: 70 records in 3 files, 0.0 MB; 0 faults, 0 duplicates" in lines
+    assert any(line.split() == ["label", "int64", "[]", "0", "9", "4.5"] for line in lines)
+    assert "label: " + ", ".join(f"{label}: 7" for label in range(10)) in lines
+
+
+def test_duplicates_are_counted(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_file(data / "train/1.tfrecord", [image_record(0)] * 5)
+    run(check_data, data / "train")
+    assert "0 faults, 5 duplicates" in capsys.readouterr().out
+
+
+def test_every_bad_record_is_named_and_the_rest_is_counted(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, size = data / "train/0.tfrecord", len(frame(image_record(0)))
+    bytes_ = bytearray(path.read_bytes())
+    bytes_[3 * size + 30] ^= 1
+    path.write_bytes(bytes_)
+    write_file(data / "train/1.tfrecord", [image_record(0), b"\xff", example(label=1)])
+    (data / "train/2.tfrecord").write_bytes((data / "train/2.tfrecord").read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"check-data: 4 faults"):
+        run(check_data, data / "train")
+    out = capsys.readouterr().out
+    assert f"{path}: record 3 at byte {3 * size}: its data does not match its checksum." in out
+    assert f"1.tfrecord: record 1 at byte {size}: it is not a tf.train.Example." in out
+    assert f"1.tfrecord: record 2 at byte {size + 17}: feature image_raw: expected bytes" in out
+    assert f"2.tfrecord: record 22 at byte {22 * size}: the file ends 1 bytes before the record does." in out
+    assert "40 records" not in out
+    assert "43 records in 3 files" in out
+
+
+def test_shares_of_ranks_are_shown_and_add_up(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(check_data, data / "train", "--np", 6, "--epochs", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "70 records in 3 blocks; 6 ranks, global batch 192, 1 steps an epoch, seed 1" in lines[0]
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [(row[0], row[1]) for row in rows] == [(str(e), str(r)) for e in range(2) for r in range(6)]
+    assert sum(int(row[2]) for row in rows) == 140
+    assert lines[-1] == "each record once an epoch"
+
+
+def test_a_config_says_what_to_check(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "a.yaml"
+    config.write_text(
+        f"data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 20}}\ntrain: {{epochs: 1}}\n"
+    )
+    assert run(check_data, "--config", config, "--np", 2) == 0
+    assert "global batch 20, 4 steps" in capsys.readouterr().out
+    assert run(check_data, "--config", config, "data.global_batch_size=8") == 0
+    assert "12 records in 1 files" in capsys.readouterr().out
+
+
+def test_what_to_check_must_be_said_once() -> None:
+    with pytest.raises(UserError, match="give either the path of records or --config"):
+        run(check_data)
+
+
+def test_index_says_what_it_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(index, data) == 0
+    assert f"{data}/train: 70 records in 3 files, 3 blocks" in capsys.readouterr().out
+    assert (data / "train/index.npz").exists()
+
+
+def test_bench_input_compares_three_ways(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert SCHEMA["features"]["image_raw"]["decode"] == "raw"
+    assert run(bench, "input", data / "train", "--rounds", 1, "--passes", 1, "--batch-size", 16) == 0
+    out = capsys.readouterr().out
+    assert "records/s" in out
+    assert "shuffle(10000), parsed one by one" in out
+    assert "at 90 % of an epoch" in out

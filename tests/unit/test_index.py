@@ -1,0 +1,158 @@
+"""Where records start: found in any TFRecord files, kept, and found again when a file has changed."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_records import config, image_record, make_images, write_file
+
+from horovod_train.data import index as index_module
+from horovod_train.data.files import list_files
+from horovod_train.data.framing import frame
+from horovod_train.data.index import BLOCK_BYTES, BLOCK_RECORDS, Index, open_index
+from horovod_train.data.reader import Reader
+from horovod_train.data.records import build_plan, open_records
+from horovod_train.data.stage import Stage
+
+
+def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
+    records, faults = Reader(index, Stage(stage_dir)).read(np.arange(index.num_records))
+    assert not faults
+    return records
+
+
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that have been scanned so far."""
+    names: list[str] = []
+    scan = index_module.scan
+    monkeypatch.setattr(index_module, "scan", lambda path: (names.append(os.path.basename(path)), scan(path))[1])
+    return names
+
+
+def test_a_block_ends_at_256_records_or_a_mebibyte_or_the_file(tmp_path: Path) -> None:
+    small = write_file(tmp_path / "a.tfrecord", [b"x"] * 600)
+    large = write_file(tmp_path / "b.tfrecord", [bytes(400_000)] * 5 + [bytes(3_000_000)] + [b"y"])
+    index = open_index([str(small), str(large)])
+    assert index.blocks.records.tolist() == [BLOCK_RECORDS, BLOCK_RECORDS, 88, 2, 2, 1, 1, 1]
+    assert index.file.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert (index.blocks.length[index.blocks.records > 1] <= BLOCK_BYTES).all()
+    assert index.blocks.offset[3] == 0
+    assert index.blocks.length.sum() == sum(map(os.path.getsize, [small, large]))
+
+
+def test_every_record_is_found_with_its_number_in_its_file(tmp_path: Path) -> None:
+    records = [bytes([number % 251]) * (number % 40) for number in range(700)]
+    files = [write_file(tmp_path / "a.tfrecord", records[:300]), write_file(tmp_path / "b.tfrecord", records[300:])]
+    index = open_index([str(file) for file in files])
+    assert read_all(index) == records
+    assert [index.number_in_file(number) for number in (0, 299, 300, 699)] == [0, 299, 0, 399]
+
+
+def test_files_of_tensorflow_are_read_and_ours_by_tensorflow(tmp_path: Path) -> None:
+    records = [b"", b"a", b"b" * 1000]
+    theirs, ours = str(tmp_path / "theirs.tfrecord"), str(tmp_path / "ours.tfrecord")
+    with tf.io.TFRecordWriter(theirs) as writer:
+        for record in records:
+            writer.write(record)
+    Path(ours).write_bytes(b"".join(map(frame, records)))
+    assert read_all(open_index([theirs])) == records
+    assert [record.numpy() for record in tf.data.TFRecordDataset(ours)] == records
+
+
+@pytest.mark.parametrize("packing", ["GZIP", "ZLIB"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_packed_files_are_read_like_others(tmp_path: Path, packing: str, staged: bool) -> None:
+    records = [image_record(number) for number in range(300)]
+    plain = b"".join(map(frame, records))
+    path = tmp_path / "a.tfrecord.gz"
+    path.write_bytes(
+        gzip.compress(plain[:5000]) + gzip.compress(plain[5000:]) if packing == "GZIP" else zlib.compress(plain)
+    )
+    index = open_index([str(path)])
+    assert index.files[0].packing == packing
+    assert read_all(index, str(tmp_path / "stage") if staged else None) == records
+
+
+def test_an_index_is_kept_and_used(tmp_path: Path, scanned: list[str]) -> None:
+    folder = make_images(tmp_path / "train")
+    first = open_records(config(folder), "train").index
+    assert sorted(scanned) == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
+    again = open_records(config(folder), "train").index
+    assert len(scanned) == 3
+    assert again.files == first.files
+    assert all(np.array_equal(*pair) for pair in zip(again.blocks, first.blocks, strict=True))
+
+
+def test_only_a_changed_file_is_scanned_again(tmp_path: Path, scanned: list[str]) -> None:
+    folder = make_images(tmp_path / "train")
+    before = open_records(config(folder), "train").index
+    write_file(folder / "1.tfrecord", [image_record(0)] * 9)
+    after = open_records(config(folder), "train").index
+    assert (before.num_records, after.num_records) == (70, 72)
+    assert scanned[3:] == ["1.tfrecord"]
+
+
+def test_a_file_of_the_same_size_but_another_time_is_scanned_again(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a.tfrecord", [b"abc", b"defgh"])
+    open_index([str(path)])
+    write_file(path, [b"abcde", b"fgh"])
+    os.utime(path, ns=(0, 12345))
+    assert read_all(open_index([str(path)])) == [b"abcde", b"fgh"]
+
+
+def test_an_unreadable_index_is_made_again(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    open_records(config(folder), "train")
+    (folder / "index.npz").write_bytes(b"half of a")
+    assert open_records(config(folder), "train").index.num_records == 70
+
+
+def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_images(tmp_path / "train")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    save = index_module.save_somewhere
+
+    def read_only(places: list[str], entries: object) -> None:
+        save([place.replace(str(folder), "/proc/no") for place in places], entries)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(index_module, "save_somewhere", read_only)
+    open_records(config(folder), "train")
+    assert not (folder / "index.npz").exists()
+    assert len(list((tmp_path / "home").rglob("*.npz"))) == 1
+
+
+def test_index_dir_is_used_where_given(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    open_records(config(folder, index_dir=str(tmp_path / "indexes")), "train")
+    assert not (folder / "index.npz").exists()
+    assert len(list((tmp_path / "indexes").iterdir())) == 1
+
+
+def test_files_come_in_order_of_names_whatever_the_folder_gives(tmp_path: Path) -> None:
+    for name in ("b", "a", "c"):
+        write_file(tmp_path / f"{name}.tfrecord", [name.encode()])
+    assert read_all(open_index(list_files([str(tmp_path)], "data.train"))) == [b"a", b"b", b"c"]
+    pattern = [str(tmp_path / "c*"), str(tmp_path / "[ab].tfrecord")]
+    assert read_all(open_index(list_files(pattern, "data.train"))) == [b"c", b"a", b"b"]
+
+
+def test_many_files_are_scanned_by_processes_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_images(tmp_path / "train")
+    files = list_files([str(folder)], "data.train")
+    monkeypatch.setattr(index_module, "_MANY_BYTES", 0)
+    assert open_index(files, str(tmp_path / "indexes")).blocks.records.tolist() == [40, 7, 23]
+
+
+def test_a_window_is_no_larger_than_its_memory(tmp_path: Path) -> None:
+    write_file(tmp_path / "a.tfrecord", [bytes(100_000 - 16)] * 40)
+    for megabytes, records in ((2, 20), (1024, 10_000)):
+        data = config(tmp_path, features={"a": "int64"}, inputs=("a",), shuffle_mb=megabytes)
+        plan = build_plan(open_records(data, "train"), data, seed=1, training=True, global_batch_size=4)
+        assert plan.shuffle_window == records

@@ -1,0 +1,336 @@
+"""Batches: the right records, in the right order, with the right values, at any number of ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_records import batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
+from PIL import Image
+
+from horovod_train.config import DataConfig, Spec
+from horovod_train.errors import UserError
+
+RECORDS = 70
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_images(tmp_path_factory.mktemp("data") / "train")
+
+
+def scaled(numbers: list[int]) -> np.ndarray:
+    return np.stack([pixels(number) for number in numbers]).astype(np.float32) * np.float32(1 / 255) - np.float32(0.5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_ranks_read_every_record_once_with_its_own_values(images: Path, size: int, training: bool) -> None:
+    found = []
+    for rank in range(size):
+        for batch in batches(pipeline(config(images), rank, size, batch=16, training=training)):
+            real = batch.ids >= 0
+            assert batch.weights.tolist() == real.astype(float).tolist()
+            np.testing.assert_allclose(batch.inputs[real], scaled(batch.ids[real].tolist()), atol=1e-7)
+            assert batch.targets[real].tolist() == (batch.ids[real] % 10).tolist()
+            found += batch.ids[real].tolist()
+    assert sorted(found) == list(range(RECORDS))
+
+
+def test_ranks_agree_on_the_records_of_each_step(images: Path) -> None:
+    by_rank = [batches(pipeline(config(images), rank, 3, batch=16)) for rank in range(3)]
+    made = pipeline(config(images), 0, 3, batch=16)
+    for step, shares in enumerate(zip(*by_rank, strict=True)):
+        counts = {int(share.count) for share in shares}
+        assert counts == {made.count(step)} == {sum(int((share.ids >= 0).sum()) for share in shares)}
+
+
+def test_padding_repeats_real_records(images: Path) -> None:
+    batch = batches(pipeline(config(images), 0, 3, batch=16))[-1]
+    padding = batch.ids < 0
+    assert padding.any()
+    for image in batch.inputs[padding]:
+        assert any(np.array_equal(image, known) for known in scaled(list(range(RECORDS))))
+
+
+def test_shapes_are_static(images: Path) -> None:
+    made = pipeline(config(images), 1, 3, batch=16)
+    assert made.element_spec.inputs.shape == (6, 4, 4, 1)
+    assert made.element_spec.weights.shape == made.element_spec.ids.shape == (6,)
+    assert {batch.inputs.shape for batch in batches(made)} == {(6, 4, 4, 1)}
+
+
+def test_epochs_follow_each_other_without_end(images: Path) -> None:
+    made = pipeline(config(images), batch=16)
+    through = list(made.batches(0).take(3 * made.steps_per_epoch).as_numpy_iterator())
+    assert ids(through) == [number for epoch in range(3) for number in ids(batches(made, epoch))]
+    assert len({tuple(ids(batches(made, epoch))) for epoch in range(3)}) == 3
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 5])
+def test_a_run_goes_on_at_other_sizes_with_the_records_that_are_left(images: Path, stop: int) -> None:
+    whole = batches(pipeline(config(images), batch=16), epochs=2)
+    parts = [batches(pipeline(config(images), rank, 3, batch=16), 0, stop, epochs=2) for rank in range(3)]
+    rest = [ids(shares) for shares in zip(*parts, strict=True)]
+    assert [sorted(step) for step in rest] == [sorted(ids([batch])) for batch in whole[stop:]]
+
+
+def test_evaluation_keeps_the_order_and_leaves_nothing_out(images: Path) -> None:
+    without = config(images, drop_remainder=True, augment=(Spec("flip"),))
+    found = [ids(batches(pipeline(without, rank, 2, batch=16, training=False))) for rank in range(2)]
+    assert [sorted(part) for part in found] == [list(range(35)), list(range(35, 70))]
+
+
+def test_without_shuffling_steps_follow_the_files(images: Path) -> None:
+    assert ids(batches(pipeline(config(images, shuffle=False), batch=16))) == list(range(RECORDS))
+
+
+@pytest.mark.parametrize("cache", ["none", "memory"])
+@pytest.mark.parametrize("staged", [True, False])
+def test_cache_and_stage_change_nothing(images: Path, tmp_path: Path, cache: str, staged: bool) -> None:
+    plain = batches(pipeline(config(images), batch=16), epochs=2)
+    kept = pipeline(config(images, cache=cache, stage_dir=str(tmp_path / "stage") if staged else None), batch=16)
+    for batch, expected in zip(batches(kept, epochs=2), plain, strict=True):
+        for value, other in zip(batch, expected, strict=True):
+            assert np.array_equal(value, other)
+
+
+def test_what_is_kept_in_memory_is_not_read_again(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    kept = pipeline(config(folder, cache="memory"))
+    first = ids(batches(kept))
+    for path in folder.glob("*.tfrecord"):
+        path.unlink()
+    assert sorted(ids(batches(kept, epoch=1))) == sorted(first)
+
+
+def test_what_is_staged_is_not_read_again_by_any_rank(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    made = [pipeline(config(folder, stage_dir=str(tmp_path / "stage")), rank, 2) for rank in range(2)]
+    first = [ids(batches(one)) for one in made]
+    staged = sum(path.stat().st_size for path in (tmp_path / "stage").rglob("*.blocks"))
+    assert staged == sum(path.stat().st_size for path in folder.glob("*.tfrecord"))
+    for path in folder.glob("*.tfrecord"):
+        path.unlink()
+    again = [ids(batches(one, epoch=3)) for one in made]
+    assert sorted(again[0] + again[1]) == sorted(first[0] + first[1]) == list(range(RECORDS))
+
+
+def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train", shards=[2000] * 8)
+    made = pipeline(config(folder, shuffle_window=100), batch=4)
+    loader = made._loader
+    most = 0
+    for number in range(loader.segments(0, 1)):
+        loader.load(loader.span(number, 0, 0), None)
+        most = max(most, len(loader._reader._blocks))
+    blocks_of_a_segment = 4 * (-(-loader.steps // 208) + 1)  # 2000 records make blocks of 256 and one of 208
+    assert most <= blocks_of_a_segment < 64
+
+
+def test_a_bad_record_can_be_skipped_and_is_counted(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    spoilt = [image_record(40), b"\xff", image_record(42), example(label=3), *map(image_record, range(44, 47))]
+    write_file(folder / "1.tfrecord", spoilt)
+    made = [pipeline(config(folder, on_bad_record="skip"), rank, 2) for rank in range(2)]
+    found = [ids(batches(one)) for one in made]
+    assert sorted(found[0] + found[1]) == [n for n in range(RECORDS) if n not in (41, 43)]
+    assert sum(one.skipped for one in made) == 2
+    assert len(batches(made[0])) == len(batches(made[1])) == made[0].steps_per_epoch
+
+
+def encoded(number: int, kind: str = "PNG") -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.repeat(np.kron(pixels(number), np.ones((5, 6, 1), np.uint8)), 3, 2)).save(out, kind)
+    return out.getvalue()
+
+
+def make_encoded(folder: Path, resize: str = "none", **more: Any) -> Path:
+    files = [encoded(number, "PNG" if number % 2 else "JPEG") for number in range(30)]
+    write_file(folder / "0.tfrecord", [example(image=file, label=n) for n, file in enumerate(files)])
+    shape = [20, 24, 3] if resize == "none" else [8, 8, 3]
+    features = {
+        "image": {"type": "bytes", "shape": shape, "decode": "image", "resize": resize, **more},
+        "label": "int64",
+    }
+    (folder.parent / "dataset.json").write_text(
+        json.dumps({"features": features, "inputs": "image", "targets": "label"})
+    )
+    return folder
+
+
+def test_images_are_decoded(tmp_path: Path) -> None:
+    made = pipeline(config(make_encoded(tmp_path / "train")))
+    assert made.element_spec.inputs == tf.TensorSpec((8, 20, 24, 3), tf.uint8)
+    for batch in batches(made):
+        for number, image in zip(batch.ids, batch.inputs, strict=True):
+            if number >= 0:
+                exact = np.asarray(Image.open(io.BytesIO(encoded(number, "PNG"))))
+                assert np.abs(image.astype(int) - exact).max() <= (0 if number % 2 else 60)
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop"])
+def test_images_are_resized(tmp_path: Path, resize: str) -> None:
+    folder = make_encoded(tmp_path / "train", resize, crop_fraction=0.9, scale=1 / 255)
+    for batch in batches(pipeline(config(folder))):
+        assert batch.inputs.shape == (8, 8, 8, 3)
+        assert 0 <= batch.inputs.min() <= batch.inputs.max() <= 1
+
+
+def test_an_undecodable_image_can_be_skipped(tmp_path: Path) -> None:
+    folder = make_encoded(tmp_path / "train")
+    files = [encoded(number) if number != 5 else encoded(5)[:-90] for number in range(30)]
+    write_file(folder / "0.tfrecord", [example(image=file, label=n) for n, file in enumerate(files)])
+    made = pipeline(config(folder, on_bad_record="skip"))
+    assert sorted(ids(batches(made))) == [number for number in range(30) if number != 5]
+    assert made.skipped == 1
+
+
+AUGMENT = (Spec("random_resized_crop"), Spec("flip"), Spec("random_crop", {"padding": 2}))
+
+
+def by_number(made: list[Any]) -> dict[int, bytes]:
+    return {
+        number: image.tobytes()
+        for batch in made
+        for number, image in zip(batch.ids.tolist(), batch.inputs, strict=True)
+        if number >= 0
+    }
+
+
+@pytest.mark.parametrize("kind", ["raw", "encoded"])
+def test_augmentation_repeats_for_the_same_epoch_and_record(tmp_path: Path, kind: str) -> None:
+    make = make_images if kind == "raw" else make_encoded
+    data = config(make(tmp_path / "train"), augment=AUGMENT)
+    once = by_number(batches(pipeline(data, batch=16)))
+    at_other_ranks = [by_number(batches(pipeline(data, rank, 2, batch=16), 0, 1)) for rank in range(2)]
+    for found in at_other_ranks:
+        assert all(once[number] == image for number, image in found.items())
+    next_epoch = by_number(batches(pipeline(data, batch=16), 1))
+    assert sum(once[number] != image for number, image in next_epoch.items()) > len(once) / 2
+
+
+def test_flip_mirrors_about_half(images: Path) -> None:
+    found = batches(pipeline(config(images, augment=(Spec("flip"),)), batch=16))
+    mirrored = [
+        np.allclose(image, scaled([number])[0][:, ::-1], atol=1e-6)
+        for batch in found
+        for number, image in zip(batch.ids, batch.inputs, strict=True)
+        if number >= 0
+    ]
+    assert 20 < sum(mirrored) < 50
+
+
+def test_random_crop_shifts(images: Path) -> None:
+    found = batches(pipeline(config(images, augment=(Spec("random_crop", {"padding": 1}),)), batch=16))
+    kinds = set()
+    for batch in found:
+        for number, image in zip(batch.ids, batch.inputs, strict=True):
+            padded = np.pad(pixels(number), ((1, 1), (1, 1), (0, 0)))
+            shifts = [(y, x) for y in range(3) for x in range(3)]
+            as_stored = np.rint((image + 0.5) * 255).astype(np.uint8)
+            fits = [s for s in shifts if number >= 0 and np.array_equal(padded[s[0] :, s[1] :][:4, :4], as_stored)]
+            assert fits or number < 0
+            kinds.update(fits)
+    assert len(kinds) == 9
+
+
+def test_augmentation_is_for_training_only(images: Path) -> None:
+    data = config(images, augment=AUGMENT)
+    assert by_number(batches(pipeline(data, training=False))) == by_number(
+        batches(pipeline(config(images), training=False))
+    )
+
+
+@pytest.mark.parametrize(
+    ("augment", "said"),
+    [
+        (Spec("flop"), "data.augment[0].name: unknown name 'flop'; known here: flip"),
+        (Spec("flip", {"direction": "up"}), "direction must be horizontal or vertical; received 'up'"),
+        (Spec("random_crop", {"pad": 3}), "it takes: padding"),
+        (Spec("random_resized_crop", {"area": [0, 1]}), "area must be [low, high]"),
+        (Spec("nowhere:crop"), "cannot import 'nowhere:crop'"),
+    ],
+)
+def test_wrong_augmentation_is_named(images: Path, augment: Spec, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        pipeline(config(images, augment=(augment,)))
+    assert said in str(error.value)
+
+
+def own_parse(records: tf.Tensor) -> dict[str, tf.Tensor]:
+    """As a user would write it: the label is all that counts."""
+    parsed = tf.io.parse_example(records, {"label": tf.io.FixedLenFeature((), tf.int64)})
+    return {"twice": tf.stack([parsed["label"], parsed["label"]], 1), "label": parsed["label"]}
+
+
+def own_augment(image: tf.Tensor, seed: tf.Tensor, brightness: float = 1.0) -> tf.Tensor:
+    added = tf.random.stateless_uniform((), seed, 0, brightness)
+    return tf.cast(tf.clip_by_value(tf.cast(image, tf.float32) + added, 0, 255), image.dtype)
+
+
+def test_a_users_parse_function_is_used(images: Path) -> None:
+    data = config(images, parse="test_pipeline:own_parse", inputs=("twice",), targets=("label",))
+    found = batches(pipeline(data, batch=16))
+    assert sorted(ids(found)) == list(range(RECORDS))
+    for batch in found:
+        assert batch.inputs.tolist() == [[label, label] for label in batch.targets.tolist()]
+
+
+def test_a_users_parse_function_must_give_what_is_wanted(images: Path) -> None:
+    with pytest.raises(UserError, match="gives twice, label; inputs and targets want thrice"):
+        pipeline(config(images, parse="test_pipeline:own_parse", inputs=("thrice",)))
+
+
+def test_a_users_augment_function_is_used(images: Path) -> None:
+    def data(brightness: float) -> DataConfig:
+        return config(images, augment=(Spec("test_pipeline:own_augment", {"brightness": brightness}),))
+
+    plain = by_number(batches(pipeline(config(images))))
+    assert by_number(batches(pipeline(data(0.0)))) == plain
+    assert by_number(batches(pipeline(data(90.0)))) != plain
+
+
+def test_features_of_all_kinds_become_tensors(tmp_path: Path) -> None:
+    rows = [
+        example(i=[n, n + 1], f=[n / 2], s=b"word", v=list(range(n)), w=[b"a"] * n, x=np.int16([n, -n]).tobytes())
+        for n in range(1, 5)
+    ]
+    write_file(tmp_path / "a.tfrecord", rows)
+    features = {
+        "i": {"type": "int64", "shape": [2], "cast": "int32"},
+        "f": {"type": "float", "scale": 2, "offset": 1},
+        "s": "bytes",
+        "v": {"type": "int64", "max_length": 5, "padding": -1},
+        "w": {"type": "bytes", "max_length": 5},
+        "x": {"type": "bytes", "decode": "raw", "raw_dtype": "int16", "shape": [2], "cast": "float16"},
+    }
+    data = config(tmp_path, features=features, inputs=("i", "f", "s", "v", "w", "x"), shuffle=False)
+    (batch,) = batches(pipeline(data, batch=4))
+    assert batch.targets == {}
+    found = batch.inputs
+    assert (found["i"].dtype, found["i"].tolist()) == (np.int32, [[1, 2], [2, 3], [3, 4], [4, 5]])
+    assert (found["f"].dtype, found["f"].tolist()) == (np.float32, [2, 3, 4, 5])
+    assert found["s"].tolist() == [b"word"] * 4
+    assert found["v"].tolist() == [[0, -1, -1, -1, -1], [0, 1, -1, -1, -1], [0, 1, 2, -1, -1], [0, 1, 2, 3, -1]]
+    assert found["w"].tolist()[1] == [b"a", b"a", b"", b"", b""]
+    assert (found["x"].dtype, found["x"].tolist()) == (np.float16, [[1, -1], [2, -2], [3, -3], [4, -4]])
+
+
+def test_a_process_ends_while_its_pipeline_still_has_more(images: Path) -> None:
+    """TensorFlow's threads and the interpreter must not wait for each other at the end."""
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from made_records import config, pipeline
+kept = [iter(pipeline(config({str(images)!r}), rank, 2).batches(0)) for rank in range(2)]
+print([next(batches).ids.shape for batches in kept])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

@@ -1,0 +1,283 @@
+"""Making TFRecords: every kind gives records that train, and a folder is there whole or not at all."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_records import batches, config, ids, pipeline
+from PIL import Image
+
+from horovod_train.data import prepare
+from horovod_train.data.check import check_split
+from horovod_train.data.prepare.digits import load_digits
+from horovod_train.data.prepare.idx import load_idx
+from horovod_train.data.prepare.mlp_samples import make_samples
+from horovod_train.data.records import open_records
+from horovod_train.errors import UserError
+
+
+def run(*words: object) -> None:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    assert prepare.run(parser.parse_args([str(word) for word in words])) == 0
+
+
+def values(folder: Path, split: str = "train") -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """record → (input, target) of a split, and that it has no fault."""
+    assert check_split(config(folder / split), "train").bad == []
+    found = {}
+    for batch in batches(pipeline(config(folder / split), training=False)):
+        for number, one, other in zip(batch.ids.tolist(), batch.inputs, batch.targets, strict=True):
+            if number >= 0:
+                found[number] = (one, other)
+    return found
+
+
+def idx(path: Path, array: np.ndarray) -> Path:
+    head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    data = head + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_digits_are_split_as_drawn_by_the_seed(tmp_path: Path) -> None:
+    run("digits", "--out", tmp_path / "one")
+    run("digits", "--out", tmp_path / "same")
+    run("digits", "--out", tmp_path / "other", "--seed", 2)
+    train, held_out = values(tmp_path / "one"), values(tmp_path / "one", "eval")
+    assert (len(train), len(held_out)) == (1437, 360)
+    assert train[0][0].shape == (28, 28, 1)
+    assert (
+        -0.5 == min(image.min() for image, _ in train.values()) < max(image.max() for image, _ in train.values()) == 0.5
+    )
+    images, labels = load_digits()
+    found = [(np.rint((image[..., 0] + 0.5) * 255).astype(np.uint8).tobytes(), int(label))
+             for image, label in [*train.values(), *held_out.values()]]  # fmt: skip
+    assert sorted(found) == sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+    first = Path("train/00000-of-00005.tfrecord")
+    assert (tmp_path / "one" / first).read_bytes() == (tmp_path / "same" / first).read_bytes()
+    assert (tmp_path / "one" / first).read_bytes() != (tmp_path / "other" / first).read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files_become_records(tmp_path: Path, suffix: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 6, 5))
+    files = [idx(tmp_path / f"i{suffix}", pixels), idx(tmp_path / f"l{suffix}", np.arange(60) % 7)]
+    run("idx", "--images", files[0], "--labels", files[1], "--out", tmp_path / "out", "--eval-fraction", 0.25)
+    found = [*values(tmp_path / "out").values(), *values(tmp_path / "out", "eval").values()]
+    assert len(values(tmp_path / "out", "eval")) == 15
+    known = {pixels[number].astype(np.uint8).tobytes(): number % 7 for number in range(60)}
+    for image, label in found:
+        assert known.pop(np.rint((image + 0.5) * 255).astype(np.uint8).tobytes()) == label
+    assert not known
+
+
+def test_held_out_idx_files_stay_apart(tmp_path: Path) -> None:
+    train = [idx(tmp_path / "i", np.zeros((20, 2, 2))), idx(tmp_path / "l", np.zeros(20))]
+    held_out = [idx(tmp_path / "ei", np.full((9, 2, 2), 255)), idx(tmp_path / "el", np.ones(9))]
+    run("idx", "--images", train[0], "--labels", train[1], "--eval-images", held_out[0], "--eval-labels", held_out[1],
+        "--out", tmp_path / "out")  # fmt: skip
+    assert {int(label) for _, label in values(tmp_path / "out").values()} == {0}
+    assert {int(label) for _, label in values(tmp_path / "out", "eval").values()} == {1}
+
+
+def test_made_samples_follow_a_rule_of_their_seed(tmp_path: Path) -> None:
+    run("mlp-samples", "--records", 300, "--eval-records", 50, "--out", tmp_path / "out")
+    train = values(tmp_path / "out")
+    assert len(train) == 300
+    assert train[0][0].dtype == train[0][1].dtype == np.float32
+    samples, labels = make_samples(350, 1)
+    rule = {tuple(sample): label for sample, label in zip(samples.tolist(), labels.tolist(), strict=True)}
+    assert all(rule[tuple(int(value) for value in sample)] == label for sample, label in train.values())
+    assert 0.3 < labels.mean() < 0.7
+    assert not np.array_equal(labels, make_samples(350, 2)[1])
+
+
+def test_arrays_become_records(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.random((30, 3)).astype(np.float32), "y": rng.integers(-5, 5, 30), "picture": rng.integers(
+        0, 256, (30, 5, 4, 3)).astype(np.uint8), "word": np.array([f"w{n}" for n in range(30)])}  # fmt: skip
+    np.savez(tmp_path / "a.npz", **arrays)
+    run(
+        "npz",
+        "--file",
+        tmp_path / "a.npz",
+        "--inputs",
+        "x",
+        "picture",
+        "word",
+        "--targets",
+        "y",
+        "--out",
+        tmp_path / "o",
+    )
+    (tmp_path / "npy").mkdir()
+    for name, array in arrays.items():
+        np.save(tmp_path / "npy" / name, array)
+    run(
+        "npz",
+        "--file",
+        tmp_path / "npy",
+        "--inputs",
+        "x",
+        "--targets",
+        "y",
+        "--eval-fraction",
+        0.5,
+        "--out",
+        tmp_path / "p",
+    )
+    seen = 0
+    for batch in batches(pipeline(config(tmp_path / "o/train"), training=False)):
+        for row in np.flatnonzero(batch.ids >= 0):
+            at = int(batch.inputs["word"][row][1:])
+            assert all(np.array_equal(batch.inputs[name][row], arrays[name][at]) for name in ("x", "picture"))
+            assert batch.targets[row] == arrays["y"][at]
+            seen += 1
+    assert seen == 30
+    assert len(values(tmp_path / "p", "eval")) == 15
+
+
+def test_tables_become_records(tmp_path: Path) -> None:
+    rows = [(n, n / 4, f"w{n}", n % 3) for n in range(40)]
+    (tmp_path / "a.csv").write_text("a,b,c,y\n" + "".join(f"{a},{b},{c},{y}\n" for a, b, c, y in rows))
+    (tmp_path / "e.csv").write_text("a,b,c,y\n1,2.5,z,0\n")
+    source = ["csv", "--file", tmp_path / "a.csv", "--targets", "y"]
+    run(*source, "--inputs", "a", "b", "--out", tmp_path / "joined")
+    found = sorted((*one.tolist(), int(y)) for one, y in values(tmp_path / "joined").values())
+    assert found == [(a, b, y) for a, b, _, y in rows]
+    run(*source, "--eval-file", tmp_path / "e.csv", "--out", tmp_path / "separate")
+    batch = batches(pipeline(config(tmp_path / "separate/eval"), training=False))[0]
+    assert {name: values[0] for name, values in batch.inputs.items()} == {"a": 1, "b": 2.5, "c": b"z"}
+
+
+def test_image_folders_become_records(tmp_path: Path) -> None:
+    for label, name in enumerate(("cat", "dog")):
+        for number in range(6):
+            path = tmp_path / "images" / name / f"{number}.{'png' if number % 2 else 'jpg'}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (30 + number, 20), (label * 200,) * 3).save(path)
+    run("images", "--images", tmp_path / "images", "--size", 16, "--eval-fraction", 0.25, "--out", tmp_path / "out")
+    found = [*values(tmp_path / "out").values(), *values(tmp_path / "out", "eval").values()]
+    assert len(found) == 12
+    for image, label in found:
+        assert image.shape == (16, 16, 3)
+        assert np.abs(image - (label * 200 / 127.5 - 1)).max() < 0.05
+    (raw,) = tf.data.TFRecordDataset(str(next((tmp_path / "out/train").glob("00000*")))).take(1)
+    names = tf.train.Example.FromString(raw.numpy()).features.feature
+    assert {"image/encoded", "image/class/label", "image/class/text", "image/filename"} <= set(names)
+
+
+def test_prepared_data_has_its_index_and_counts(tmp_path: Path) -> None:
+    run("mlp-samples", "--records", 300, "--eval-records", 0, "--shards", 3, "--out", tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["dataset.json", "train"]
+    assert sorted(os.listdir(tmp_path / "out/train")) == [
+        *(f"0000{shard}-of-00003.tfrecord" for shard in range(3)),
+        "index.npz",
+    ]
+    records = open_records(config(tmp_path / "out/train"), "train")
+    assert records.schema.counts == {"train": records.index.num_records} == {"train": 300}
+    assert len(ids(batches(pipeline(config(tmp_path / "out/train"))))) == 300
+
+
+def test_an_existing_folder_is_replaced_only_with_force(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run("mlp-samples", "--records", 20, "--eval-records", 0, "--out", out)
+    with pytest.raises(UserError, match=r"exists already\. Give another folder, or --force"):
+        run("mlp-samples", "--records", 30, "--eval-records", 0, "--out", out)
+    assert len(values(out)) == 20
+    run("mlp-samples", "--records", 30, "--eval-records", 0, "--out", out, "--force")
+    assert len(values(out)) == 30
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_killed_prepare_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
+    program = f"""
+import argparse, sys
+sys.path[:0] = {sys.path!r}
+from horovod_train.data import prepare
+parser = argparse.ArgumentParser()
+prepare.add_arguments(parser)
+prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {str(tmp_path / "out")!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not any(path.stat().st_size for path in tmp_path.glob(".out.partial-*/train/*.tfrecord")):
+            assert process.poll() is None, "it ended before it could be killed"
+            assert time.monotonic() < deadline, "it never began to write"
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "out").exists()
+    assert [path.name.startswith(".") for path in tmp_path.iterdir()] == [True]
+    with pytest.raises(UserError, match="does not exist"):
+        open_records(config(tmp_path / "out/train"), "train")
+
+
+def test_a_failed_prepare_leaves_nothing_at_all(tmp_path: Path) -> None:
+    (tmp_path / "images/cat").mkdir(parents=True)
+    (tmp_path / "images/cat/1.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"cat/1.png: is neither JPEG nor PNG"):
+        run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["images"]
+
+
+def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
+    idx(folder / "i", np.zeros((4, 2, 2)))
+    idx(folder / "l", np.zeros(3))
+    (folder / "cut").write_bytes((folder / "i").read_bytes()[:-3])
+    (folder / "half.gz").write_bytes(gzip.compress(bytes(99))[:-9])
+    np.savez(folder / "a.npz", x=np.zeros((3, 2)), y=np.zeros(2))
+    (folder / "ragged.csv").write_text("a,b\n1,2\n3\n")
+    (folder / "gap.csv").write_text("a,b\n1,2\n,4\n")
+    (folder / "head.csv").write_text("a,b\n")
+    labels, table = ["--labels", folder / "l"], ["npz", "--file", folder / "a.npz", "--inputs", "x"]
+    return [
+        (["idx", "--images", folder / "gone", *labels], "gone: cannot be read: No such file"),
+        (["idx", "--images", folder / "l", *labels], "is no idx file of uint8 with 3 dimensions"),
+        (["idx", "--images", folder / "cut", *labels], "needs 16 bytes of data; the file has 13"),
+        (["idx", "--images", folder / "half.gz", *labels], "half.gz: the gzip file is broken"),
+        (["idx", "--images", folder / "i", *labels], "i holds 4 images, "),
+        (["idx", "--images", folder / "i", *labels, "--eval-images", folder / "i"], "give both or neither"),
+        ([*table, "--targets", "y"], "a.npz: y has 2 rows, x 3"),
+        ([*table, "--targets", "z"], "a.npz has no z; it has x, y"),
+        (["npz", "--file", folder / "i", "--inputs", "x"], "is not an npz file of plain arrays"),
+        ([*table, "--eval-fraction", "1.5"], "--eval-fraction must be at least 0 and below 1; received 1.5"),
+        ([*table, "--shards", "0"], "--shards must be at least 1; received 0"),
+        (["csv", "--file", folder / "ragged.csv"], "ragged.csv:3: expected 2 cells, as in the header; got 1"),
+        (["csv", "--file", folder / "gap.csv"], "gap.csv:3: a is empty"),
+        (["csv", "--file", folder / "head.csv"], "expected a header and at least one record"),
+        (["images", "--images", folder], "expected a folder for each class"),
+        (["mlp-samples", "--records", "0"], "--records must be at least 1"),
+        (["mlp-samples", "--out", "/proc/no"], "--out /proc/no: cannot be made"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(17))
+def test_wrong_sources_are_named(tmp_path: Path, case: int) -> None:
+    cases = wrong_sources(tmp_path)
+    assert len(cases) == 17
+    words, said = cases[case]
+    with pytest.raises(UserError) as error:
+        run(words[0], "--out", tmp_path / "out", *words[1:])
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_idx_files_are_read_as_written(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 256, (3, 4, 5))
+    assert np.array_equal(load_idx(str(idx(tmp_path / "a", array)), 3), array)
