@@ -1,85 +1,181 @@
-"""Writes, finds and reads the checkpoints of a TrainState. Does not decide when; see hooks. Root alone has a store."""
+"""The checkpoints of a run: finds the one to start from, saves in the background, keeps the newest and the best.
+
+Does not decide when to save, or what is best; see hooks. Root alone has a store: it reads and writes, and the other
+ranks get everything by broadcast. What a checkpoint is made of: checkpoint_files; several of them: checkpoint_set.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import tensorflow as tf
 
+from horovod_train.checkpoint_files import Checkpoint, Facts, reason, write
+from horovod_train.checkpoint_set import CheckpointSet, open_checkpoint
 from horovod_train.errors import UserError
-from horovod_train.state import TrainState
 
 
 class NoStore:
-    """What every rank but root has: it gets its state by broadcast."""
+    """What every rank but root has: nothing is found, nothing is written, nothing fails.
 
-    def find(self, resume: str) -> str | None:
+    problems: the warnings so far. write_s: seconds that the last whole save took to write.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.write_s = 0.0
+
+    def find(self, resume: str) -> Checkpoint | None:
         return None
 
-    def load(self, state: TrainState, path: str) -> None:
-        raise AssertionError("only root reads checkpoints")
+    def rewind(self, step: int) -> None: ...
 
-    def save(self, state: TrainState) -> None: ...
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
+        return 0.0
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        return None
 
 
 class CheckpointStore(NoStore):
-    """The newest `keep` checkpoints of a run, in one folder."""
+    """The checkpoints in one folder, written by one thread at a time."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None], is_ours: Callable[[], bool]) -> None:
+        super().__init__()
+        self.checkpoints, self.keep, self._say = CheckpointSet(folder, is_ours), keep, say
+        self._writer: threading.Thread | None = None
+        self._step = 0
+        self._last_whole: Path | None = None
+        self._failure: str | None = None
+        self._bug: Exception | None = None
+        try:
+            self.checkpoints.clear_leftovers()
+        except OSError as error:
+            self._warn(f"cannot remove what an interrupted save left: {reason(error)}.")
 
-    def find(self, resume: str) -> str | None:
-        """The checkpoint to start from: the newest (auto), none (never), or the one at a path.
+    def find(self, resume: str) -> Checkpoint | None:
+        """The checkpoint to start from: the newest whole one (auto), none (never), or the one at a path.
 
-        Raises UserError for a path that holds none, and for "never" in a folder that holds some: they would be lost.
+        auto sets damaged ones that are newer aside, under another name, and says so. Raises UserError for a path
+        that holds no whole one, where all are damaged, and for "never" in a folder that holds some: they would be lost.
         """
-        newest = tf.train.latest_checkpoint(str(self.directory))
-        if resume == "auto":
-            return newest
-        if resume == "never":
-            if newest is not None:
+        folder = self.checkpoints.folder
+        try:
+            if resume == "auto":
+                found = self._newest_whole()
+            elif resume != "never":
+                found = open_checkpoint(resume, "checkpoint.resume")
+            elif self.checkpoints.steps():
                 raise UserError(
-                    f"checkpoint.resume: never, but {self.directory} holds checkpoints, which the run would replace. "
+                    f"checkpoint.resume: never, but {folder} holds checkpoints, which the run would replace. "
                     "Choose another --output-dir, or remove them."
                 )
-            return None
-        found = tf.train.latest_checkpoint(resume) or (resume if Path(f"{resume}.index").is_file() else None)
-        if found is None:
-            raise UserError(
-                f"checkpoint.resume: no checkpoint at {resume}; expected a checkpoints folder or .../ckpt-N."
-            )
+            else:
+                return None
+        except OSError as error:
+            raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
+        self._last_whole = None if found is None else found.folder
         return found
 
-    def load(self, state: TrainState, path: str) -> None:
-        """Gives the state's variables their saved values. Raises UserError where those are of another model."""
-        reader = tf.train.load_checkpoint(path)
-        saved = {_name_in_file(key): shape for key, shape in reader.get_variable_to_shape_map().items()}
-        for name, variable in state.variables().items():
-            if name not in saved:
-                raise UserError(f"{path}: has no {name}; it was saved from another model or optimizer.")
-            if saved[name] != variable.shape.as_list():
-                raise UserError(f"{path}: {name} has shape {saved[name]}; the model's is {variable.shape.as_list()}.")
-        tf.train.Checkpoint(**_as_tree(state)).restore(path).assert_existing_objects_matched().expect_partial()
+    def rewind(self, step: int) -> None:
+        """Sets aside the checkpoints after `step`: the run goes on from there, and "auto" must not find those."""
+        later = [other for other in self.checkpoints.steps() if other > step]
+        for other in later:
+            self._set_aside(other, "abandoned", f"is of a course that the run left at step {step}")
 
-    def save(self, state: TrainState) -> None:
-        """Writes the state under its step and removes the oldest beyond `keep`."""
-        manager = tf.train.CheckpointManager(
-            tf.train.Checkpoint(**_as_tree(state)), str(self.directory), max_to_keep=self.keep
-        )
-        manager.save(checkpoint_number=int(state.step.numpy()))
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
+        """Begins to write a checkpoint and returns; waits first for the one before. Returns the seconds waited.
+
+        arrays: copies, which nobody changes any more. What fails becomes a line in `problems`, said at once.
+        """
+        began = time.perf_counter()
+        self.wait()
+        self._step = facts.step
+        # A daemon: a file system that hangs must not keep a process that is to end. What it leaves is harmless.
+        self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
+        self._writer.start()
+        return time.perf_counter() - began
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Returns when nothing is being written: None if the last save is whole (or none was begun), or its failure."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                return f"the checkpoint of step {self._step} was not written within {timeout_s} s"
+            self._writer = None
+        if self._bug is not None:
+            raise self._bug
+        return self._failure
+
+    def _write(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
+        began = time.perf_counter()
+        try:
+            partial = self.checkpoints.new_partial(facts.step)
+            try:
+                write(partial, arrays, facts)
+                self.checkpoints.put_in_place(partial, facts.step)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        except (OSError, tf.errors.OpError) as error:
+            where = self.checkpoints.folder
+            self._failure = f"the checkpoint of step {facts.step} was not written to {where}: {reason(error)}"
+            last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
+            self._warn(f"{self._failure}. The last good one: {last}. The next save tries again.")
+        except Exception as error:
+            self._bug = error  # The thread has no caller; wait() has.
+        else:
+            self._failure, self._last_whole = None, self.checkpoints.place(facts.step)
+            self.write_s = time.perf_counter() - began
+            self._tidy(facts)
+
+    def _tidy(self, facts: Facts) -> None:
+        try:
+            steps = self.checkpoints.steps()
+            kept = {facts.step, *steps[: self.keep]}
+            if facts.best is not None:
+                kept.add(self.checkpoints.mark_best(facts.best.step))
+            self.checkpoints.remove(step for step in steps if step not in kept)
+        except OSError as error:
+            self._warn(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+
+    def _newest_whole(self) -> Checkpoint | None:
+        found, damaged = self.checkpoints.newest_whole()
+        if found is None and damaged:
+            newest = max(damaged)
+            raise UserError(
+                f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {self.checkpoints.folder} "
+                f"is whole; of the newest, step {newest}, {damaged[newest]}. "
+                "Choose another --output-dir, or remove them to start anew."
+            )
+        for step, what in damaged.items():
+            self._set_aside(step, "damaged", f"is damaged: {what}")
+        return found
+
+    def _set_aside(self, step: int, why: str, reason_why: str) -> None:
+        place = self.checkpoints.place(step)
+        try:
+            self._warn(f"{place} {reason_why}. It is now called {self.checkpoints.set_aside(step, why).name}.")
+        except OSError as error:
+            self._warn(f"{place} {reason_why}. It cannot be renamed: {reason(error)}.")
+
+    def _warn(self, line: str) -> None:
+        self.problems.append(line)
+        self._say(f"warning: {line}")
 
 
-def open_store(directory: Path | None, keep: int) -> NoStore:
-    """The checkpoints under a run directory; without one (not root) a store that does nothing."""
-    return NoStore() if directory is None else CheckpointStore(directory / "checkpoints", keep)
+def open_store(
+    directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
+) -> NoStore:
+    """The checkpoints under a run directory; without one (not root) a store that does nothing.
 
-
-def _as_tree(state: TrainState) -> dict[str, dict[str, tf.Variable]]:
-    return {"variables": state.variables()}
-
-
-def _name_in_file(key: str) -> str:
-    """tf.train.Checkpoint writes `variables/model.Sconv1.Skernel/.ATTRIBUTES/VARIABLE_VALUE` for model/conv1/kernel."""
-    return (
-        key.removeprefix("variables/").removesuffix("/.ATTRIBUTES/VARIABLE_VALUE").replace(".S", "/").replace("..", ".")
-    )
+    say: shows a line; also called from the thread that writes. is_ours: whether the run still holds its directory (see
+    lease); asked before anything is put in place or removed.
+    """
+    return NoStore() if directory is None else CheckpointStore(directory / "checkpoints", keep, say, is_ours)

@@ -5,19 +5,20 @@ Decides once, when it is opened, who writes. Does not decide when, and does not 
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
+from horovod_train.run_files import Lines, write_whole
 
 
 def check_writable(directory: str) -> Path:
@@ -63,14 +64,14 @@ class RunOutput(NoOutput):
     def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
         self.directory = directory
         self.started = time.time()
-        self._metrics = (directory / "metrics.jsonl").open("a", encoding="utf-8")
-        self._writer = _open_tensorboard(directory / "tensorboard") if tensorboard else None
+        self._metrics = Lines(directory / "metrics.jsonl", self.say)
+        self._tensorboard = _TensorBoard(directory / "tensorboard", self.say) if tensorboard else None
         self._console = Console(force_terminal=bar or None, highlight=False, soft_wrap=True)
         self._bar = _build_bar(self._console) if bar else None
         self._task: Any = None
 
     def write_config(self, text: str) -> None:
-        _write_whole(self._path("config.yaml"), text)
+        write_whole(self._path("config.yaml"), text)
 
     def say(self, line: str) -> None:
         if self._bar is None:
@@ -80,13 +81,7 @@ class RunOutput(NoOutput):
 
     def rewind(self, step: int) -> None:
         """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
-        path = self._path("metrics.jsonl")
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
-        if len(kept) < len(lines):
-            self._metrics.close()
-            _write_whole(path, "".join(kept))
-            self._metrics = path.open("a", encoding="utf-8")
+        self._metrics.keep(lambda line: _step_of(line) <= step)
 
     def start_progress(self, step: int, last_step: int) -> None:
         if self._bar is not None:
@@ -101,21 +96,24 @@ class RunOutput(NoOutput):
         """Adds one line of metrics, a point to each TensorBoard curve and a line on the screen."""
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
-        self._metrics.write(json.dumps(row) + "\n")
-        self._metrics.flush()
-        if self._writer is not None:
-            self._writer.add(split, step, values)
+        self._metrics.append(json.dumps(row))
+        if self._tensorboard is not None:
+            self._tensorboard.add(split, step, values)
         self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        _write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n")
+        """Raises RunError: a run whose end is not written down has not ended well."""
+        try:
+            write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            raise RunError(f"{self._path('summary.json')}: cannot be written: {error.strerror}.") from error
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._metrics.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._metrics.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def _path(self, name: str) -> Path:
         assert self.directory is not None
@@ -144,41 +142,36 @@ def open_output(
 class _TensorBoard:
     """One event folder for each split, so that train and eval share a chart."""
 
-    def __init__(self, directory: Path) -> None:
-        import tensorflow as tf
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        import tensorflow as tf  # check_writable must answer before TensorFlow is loaded
 
-        self._summary, self._directory, self._writers = tf.summary, directory, {}  # type: ignore[var-annotated]
+        self._tf, self._directory, self._say = tf, directory, say
+        self._writers: dict[str, Any] = {}
+        self._is_failing = False
 
     def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        if split not in self._writers:
-            self._writers[split] = self._summary.create_file_writer(str(self._directory / split))
-        with self._writers[split].as_default(step):
-            for name, value in values.items():
-                self._summary.scalar(name, value)
-        self._writers[split].flush()
+        try:
+            if split not in self._writers:
+                self._writers[split] = self._tf.summary.create_file_writer(str(self._directory / split))
+            with self._writers[split].as_default(step):
+                for name, value in values.items():
+                    self._tf.summary.scalar(name, value)
+            self._writers[split].flush()
+            self._is_failing = False
+        except (OSError, self._tf.errors.OpError) as error:
+            if not self._is_failing:
+                self._say(f"warning: {self._directory} cannot be written: {str(error)[:200]}. Training goes on.")
+            self._is_failing = True
 
     def close(self) -> None:
         for writer in self._writers.values():
-            writer.close()
-
-
-def _open_tensorboard(directory: Path) -> _TensorBoard:
-    return _TensorBoard(directory)
+            with contextlib.suppress(self._tf.errors.OpError):  # said when it began
+                writer.close()
 
 
 def _build_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _step_of(line: str) -> float:

@@ -10,6 +10,7 @@ import pytest
 from horovod_train.errors import UserError
 from horovod_train.hooks import every
 from horovod_train.output import NoOutput, RunOutput, check_writable, open_output
+from horovod_train.run_files import Lines
 
 
 def steps(path: Path) -> list[int]:
@@ -38,17 +39,29 @@ def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_metrics_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines = Lines(Path("/dev/full"), said.append)
+    lines.append("1")
+    lines.append("2")
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+    lines.path = tmp_path / "metrics.jsonl"
+    lines.append("3")
+    assert lines.path.read_text() == "1\n2\n3\n"
+    assert "3 lines caught up" in said[1]
+
+
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(UserError, match="output_dir: cannot write to /proc/here"):
         check_writable("/proc/here")
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "at_end", "due"),
-    [(3, False, [3, 6, 9]), (4, True, [4, 8, 10]), (None, True, [10]), (None, False, []), (10, True, [10])],
+    ("every_steps", "due"),
+    [(3, [3, 6, 9]), (4, [4, 8]), (None, []), (10, [10])],
 )
-def test_hooks_are_due_at_multiples_and_at_the_end(every_steps: int | None, at_end: bool, due: list[int]) -> None:
-    hook = every(every_steps, lambda step: None, at_end=at_end)
-    assert [step for step in range(1, 11) if hook.is_due(step, last_step=10)] == due
-    expected = [step for step in due if every_steps and step % every_steps == 0]
-    assert [hook.next_step(step - 1) for step in expected] == expected
+def test_hooks_are_due_at_multiples(every_steps: int | None, due: list[int]) -> None:
+    hook = every(every_steps, lambda step: None)
+    assert [step for step in range(1, 11) if hook.is_due(step)] == due
+    assert [hook.next_step(step - 1) for step in due] == due

@@ -1,0 +1,161 @@
+"""The checkpoints of a run, side by side in one folder: their names, which is whole, putting in place, setting aside.
+
+Writes no checkpoint itself (see checkpoint_files) and does not decide which to keep (see checkpoint).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from horovod_train.checkpoint_files import MANIFEST, Checkpoint, Damaged, reason, sync, verify
+from horovod_train.errors import UserError
+
+BEST = "best"
+"""A symbolic link beside the checkpoints to the best of them. For people: the record is in every manifest."""
+
+
+class CheckpointSet:
+    """The folders `step-000000460/` and so on.
+
+    A name that begins with a dot is a save or a removal under way, or one whose process died: a whole checkpoint gets
+    its own name by one rename, after all of it has been synced. Methods raise OSError where the file system refuses.
+    """
+
+    def __init__(self, folder: Path, is_ours: Callable[[], bool]) -> None:
+        self.folder, self._is_ours = folder, is_ours
+        # A run that has lost this folder to another must not write into what that one has under way.
+        self._partial_suffix = f".{secrets.token_hex(4)}.partial"
+
+    def steps(self) -> list[int]:
+        """The steps that there are checkpoints of, whole or not, newest first."""
+        return steps_in(self.folder)
+
+    def place(self, step: int) -> Path:
+        return self.folder / _name(step)
+
+    def new_partial(self, step: int) -> Path:
+        """Where a save of `step` may be written; makes the folder around it."""
+        if not self.folder.is_dir():
+            self.folder.mkdir()  # Not its parents: where the run directory has gone, so has its disk.
+            sync(self.folder.parent)
+        return self._hidden(step, self._partial_suffix)
+
+    def put_in_place(self, partial: Path, step: int) -> None:
+        """Gives a whole save its name, in place of an earlier checkpoint of that step."""
+        if not self._is_ours():
+            raise OSError(None, "another run has taken the directory")
+        place, replaced = self.place(step), self._hidden(step, ".replaced")
+        if place.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            place.rename(replaced)  # clear_leftovers puts it back, should this process die here.
+        try:
+            partial.rename(place)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(place)
+            raise
+        sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def mark_best(self, step: int) -> int:
+        """Points the link at the best checkpoint; returns its step.
+
+        Where the evaluation at `step` was best but was not saved, or that failed, it stays the best of those saved.
+        """
+        link = self.folder / BEST
+        try:
+            if self.place(step).exists():
+                draft = link.with_name(f".{BEST}")
+                draft.unlink(missing_ok=True)
+                draft.symlink_to(_name(step))
+                draft.replace(link)
+            linked = _step_of(os.readlink(link))
+        except OSError:  # No link as yet, or a file system that has none: only people miss it.
+            linked = None
+        return step if linked is None else linked
+
+    def remove(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            if self._is_ours():
+                removed = self._hidden(step, ".removed")
+                self.place(step).rename(removed)  # At once: half a checkpoint would look like a damaged one.
+                shutil.rmtree(removed)
+
+    def set_aside(self, step: int, why: str) -> Path:
+        """Renames a checkpoint to `….why`, where nothing here looks at it again; returns its new name."""
+        place, number = self.place(step), 1
+        while (aside := place.with_name(f"{place.name}.{why}{'' if number == 1 else f'-{number}'}")).exists():
+            number += 1
+        return place.rename(aside)
+
+    def newest_whole(self) -> tuple[Checkpoint | None, dict[int, Damaged]]:
+        """The newest checkpoint that is as it was written, and by step what is wrong with those after it."""
+        damaged: dict[int, Damaged] = {}
+        for step in self.steps():
+            try:
+                return verify(self.place(step)), damaged
+            except Damaged as error:
+                damaged[step] = error
+        return None, damaged
+
+    def clear_leftovers(self) -> None:
+        """Finishes what a dead process had begun: a checkpoint is put back, or all of it goes."""
+        for path in self.folder.glob(".step-*"):
+            place = self.folder / path.name[1:].partition(".")[0]
+            if path.suffix == ".replaced" and not place.exists():
+                path.rename(place)
+            else:
+                shutil.rmtree(path)
+
+    def _hidden(self, step: int, suffix: str) -> Path:
+        return self.folder / f".{_name(step)}{suffix}"
+
+
+def open_checkpoint(path: str, where: str) -> Checkpoint:
+    """The checkpoint at a path, verified: its folder, or the newest in a checkpoints folder or a run directory.
+
+    Changes nothing there. where: the setting that the path came from, for the UserError where there is no whole one.
+    """
+    try:
+        folder = _folder_at(Path(path))
+        if folder is None:
+            raise UserError(
+                f"{where}: no checkpoint at {path}; expected a run directory, its checkpoints folder, or a "
+                f"{_name(0)} in that."
+            )
+        return verify(folder)
+    except Damaged as error:
+        raise UserError(f"{where}: {folder} is damaged: {error}. Choose another checkpoint.") from error
+    except OSError as error:
+        raise UserError(f"{where}: cannot read {path}: {reason(error)}.") from error
+
+
+def steps_in(folder: Path) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((step for name in names if (step := _step_of(name)) is not None), reverse=True)
+
+
+def _folder_at(path: Path) -> Path | None:
+    for folder in (path, path / "checkpoints"):
+        if (folder / MANIFEST).exists() or (folder.is_dir() and _step_of(folder.resolve().name) is not None):
+            return folder
+        if steps := steps_in(folder):
+            return folder / _name(steps[0])
+    return None
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+def _step_of(name: str) -> int | None:
+    found = re.fullmatch(r"step-(\d{9,})", name)
+    return int(found.group(1)) if found else None

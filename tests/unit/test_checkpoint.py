@@ -1,0 +1,552 @@
+"""Checkpoints: whole or not there, whatever is done to the process, the files or the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train import checkpoint_files
+from horovod_train.checkpoint import CheckpointStore, NoStore, open_store
+from horovod_train.checkpoint_files import MANIFEST, Best, Damaged, Facts, load, verify
+from horovod_train.checkpoint_set import open_checkpoint
+from horovod_train.errors import UserError
+
+FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
+
+
+def facts(step: int, best: Best | None = None) -> Facts:
+    return Facts(step=step, epoch=1, records=64, ranks=2, config={"seed": 1}, versions={"keras": "3"}, best=best)
+
+
+def arrays(step: int) -> dict[str, np.ndarray]:
+    """Every number in a checkpoint is its step."""
+    return {
+        "model/conv1/kernel": np.full((3, 5), step, np.float32),
+        "optimizer/conv1/kernel_momentum": np.full((3, 5), step, np.float32),
+        "progress/step": np.asarray(step, np.int64),
+    }
+
+
+class Run:
+    """A run directory with a store, and what the store has said."""
+
+    def __init__(self, directory: Path, keep: int = 3, is_ours: Callable[[], bool] = lambda: True) -> None:
+        directory.mkdir(exist_ok=True)
+        self.directory, self.said = directory, list[str]()
+        store = open_store(directory, keep, self.said.append, is_ours)
+        assert isinstance(store, CheckpointStore)
+        self.store, self.folder = store, directory / "checkpoints"
+
+    def save(self, *steps: int, best: Best | None = None) -> Run:
+        for step in steps:
+            self.store.save(arrays(step), facts(step, best))
+            self.store.wait()
+        return self
+
+    def place(self, step: int) -> Path:
+        return self.folder / f"step-{step:09d}"
+
+    def names(self) -> set[str]:
+        return set(os.listdir(self.folder))
+
+    def found(self) -> int:
+        found = self.store.find("auto")
+        assert found is not None
+        assert np.all(found.read()["model/conv1/kernel"] == found.facts.step)
+        return found.facts.step
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path / "run")
+
+
+# What is saved is what is read.
+
+
+def test_what_is_saved_is_read_back_bit_for_bit(run: Run) -> None:
+    draw = np.random.default_rng(1)
+    saved = {
+        "model/a": draw.normal(size=(3, 4)).astype(np.float32),
+        "model/a#2": draw.normal(size=7).astype(ml_dtypes.bfloat16),
+        "model/half": np.asarray([math.nan, -0.0, math.inf], np.float16),
+        "optimizer/empty": np.zeros((0, 2), np.float64),
+        "optimizer/flag": np.asarray(True),
+        "progress/step": np.asarray(2**40 + 1, np.int64),
+        "ranks/seeds": np.arange(4, dtype=np.uint32).reshape(2, 2),
+    }
+    told = facts(460, Best("eval/accuracy", 0.1 + 0.2, 300))
+    run.store.save(saved, told)
+    assert run.store.wait() is None
+    found = run.store.find("auto")
+    assert found is not None
+    assert found.folder == run.place(460)
+    assert found.facts == told
+    back = found.read()
+    assert back.keys() == saved.keys()
+    for name, array in saved.items():
+        assert (back[name].dtype, back[name].shape) == (array.dtype, array.shape), name
+        assert back[name].tobytes() == array.tobytes(), name
+    assert sorted(os.listdir(run.place(460))) == sorted(FILES)
+
+
+def test_tensorflow_alone_reads_a_checkpoint(run: Run) -> None:
+    run.save(7)
+    kernel = tf.train.load_checkpoint(str(run.place(7) / "state")).get_tensor("model/conv1/kernel")
+    assert np.array_equal(kernel, np.full((3, 5), 7, np.float32))
+
+
+def test_load_assigns_and_returns_what_nobody_asked_for(run: Run) -> None:
+    run.store.save({**arrays(7), "ranks/moving_mean": np.ones((2, 5), np.float32)}, facts(7))
+    run.store.wait()
+    found = run.store.find("auto")
+    assert found is not None
+    kernel = tf.Variable(tf.zeros((3, 5)))
+    rest = load({"model/conv1/kernel": kernel}, found)
+    assert np.all(kernel.numpy() == 7)
+    assert rest.keys() == {"optimizer/conv1/kernel_momentum", "progress/step", "ranks/moving_mean"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("model/conv2/kernel", tf.zeros((3, 5)), "has no model/conv2/kernel; it was saved from another model"),
+        ("progress/step", tf.zeros((2,), tf.int64), r"progress/step is int64 \[\]; the model's is int64 \[2\]"),
+        ("progress/step", tf.zeros((), tf.int32), r"progress/step is int64 \[\]; the model's is int32 \[\]"),
+    ],
+)
+def test_another_model_is_refused_and_stays_as_it_was(run: Run, name: str, value: tf.Tensor, line: str) -> None:
+    found = run.save(7).store.find("auto")
+    assert found is not None
+    kernel = tf.Variable(tf.zeros((3, 5)))
+    with pytest.raises(UserError, match=line):
+        load({"model/conv1/kernel": kernel, name: tf.Variable(value)}, found)
+    assert np.all(kernel.numpy() == 0)
+
+
+# Damage.
+
+
+def flip(position: float) -> Callable[[Path], None]:
+    def damage(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[int(position * (len(content) - 1))] ^= 1
+        file.write_bytes(content)
+
+    return damage
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "first byte": flip(0),
+    "a byte inside": flip(0.5),
+    "cut by a byte": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "cut to half": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "emptied": lambda file: os.truncate(file, 0),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "deleted": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_newest_is_set_aside_and_the_one_before_used(
+    run: Run, name: str, damage: Callable[[Path], object]
+) -> None:
+    run.save(1, 2, 3)
+    damage(run.place(3) / name)
+    again = Run(run.directory)
+    assert again.found() == 2
+    (line,) = again.said
+    assert line.startswith(f"warning: {run.place(3)} is damaged: ")
+    assert name in line
+    assert line.endswith("It is now called step-000000003.damaged.")
+    assert {name for name in run.names() if not name.startswith(".")} == {
+        "step-000000001",
+        "step-000000002",
+        "step-000000003.damaged",
+    }
+
+
+def test_whole_checkpoints_are_not_called_damaged(run: Run) -> None:
+    run.save(1, 2, 3)
+    again = Run(run.directory)
+    assert again.found() == 3
+    assert again.said == []
+
+
+def test_every_byte_of_every_file_counts(run: Run) -> None:
+    """One bit of each byte in turn; unchanged, the files pass."""
+    run.save(1)
+    passed = []
+    for name in FILES:
+        file = run.place(1) / name
+        content = file.read_bytes()
+        for position in range(len(content)):
+            changed = bytearray(content)
+            changed[position] ^= 1 << (position % 7)
+            file.write_bytes(changed)
+            with suppress(Damaged):
+                verify(run.place(1))
+                passed.append((name, position))
+        file.write_bytes(content)
+        verify(run.place(1))
+    assert passed == []
+
+
+def test_several_damaged_ones_are_passed_over(run: Run) -> None:
+    run.save(1, 2, 3)
+    flip(0.5)(run.place(3) / FILES[1])
+    (run.place(2) / MANIFEST).unlink()
+    again = Run(run.directory)
+    assert again.found() == 1
+    assert len(again.said) == 2
+    assert again.save(2, 3).found() == 3  # the course goes on over the same steps
+
+
+def test_where_all_are_damaged_the_run_does_not_quietly_start_anew(run: Run) -> None:
+    run.save(1, 2)
+    for step in (1, 2):
+        (run.place(step) / "state.index").unlink()
+    with pytest.raises(UserError, match=r"none of the 2 checkpoint\(s\) .* step 2, state.index is missing"):
+        Run(run.directory).store.find("auto")
+    assert {"step-000000001", "step-000000002"} <= run.names()
+
+
+def test_a_later_format_is_refused_not_set_aside(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "FORMAT", 2)
+        run.save(1)
+    with pytest.raises(UserError, match="is in format 2; this version of horovod_train reads up to 1"):
+        Run(run.directory).store.find("auto")
+    assert run.place(1).exists()
+
+
+# Where to start from.
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints", "run/checkpoints/step-000000003", "run/checkpoints/best"])
+def test_a_path_may_be_a_run_its_checkpoints_or_one_of_them(run: Run, tmp_path: Path, path: str) -> None:
+    run.save(1, 2, 3, best=Best("eval/loss", 0.5, 3))
+    found = Run(tmp_path / "other").store.find(str(tmp_path / path))
+    assert found is not None
+    assert found.facts.step == 3
+    older = run.store.find(str(run.place(1)))
+    assert older is not None
+    assert older.facts.step == 1
+
+
+@pytest.mark.parametrize("path", ["run", "run/checkpoints", "run/checkpoints/step-000000003"])
+def test_a_damaged_one_at_a_path_is_the_users_to_replace(run: Run, tmp_path: Path, path: str) -> None:
+    run.save(2, 3)
+    (run.place(3) / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"^checkpoint.resume: .*step-000000003 is damaged: manifest.json is missing"):
+        Run(tmp_path / "other").store.find(str(tmp_path / path))
+    assert run.place(3).exists()
+
+
+@pytest.mark.parametrize("path", ["empty", "nowhere", "nowhere/step-000000003", "empty/file"])
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "file").touch()
+    with pytest.raises(UserError, match=r"^--checkpoint: no checkpoint at .*; expected a run directory"):
+        open_checkpoint(str(tmp_path / path), "--checkpoint")
+
+
+def test_never_refuses_a_folder_that_holds_some(run: Run) -> None:
+    assert run.store.find("never") is None
+    with pytest.raises(UserError, match=r"checkpoint.resume: never, but .* holds checkpoints"):
+        run.save(1).store.find("never")
+
+
+def test_a_course_that_was_left_is_not_found_again(run: Run) -> None:
+    run.save(1, 2, 3)
+    unwarned = Run(run.directory)
+    assert unwarned.found() == 3
+    again = Run(run.directory)
+    found = again.store.find(str(run.place(1)))
+    assert found is not None
+    again.store.rewind(found.facts.step)
+    assert again.found() == 1
+    assert {"step-000000002.abandoned", "step-000000003.abandoned"} <= run.names()
+    again.save(2).store.rewind(1)
+    assert "step-000000002.abandoned-2" in run.names()
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize(
+    ("best_step", "kept"), [(None, {4, 5}), (1, {1, 4, 5}), (2, {2, 4, 5}), (5, {4, 5}), (99, {4, 5})]
+)
+def test_the_newest_and_the_best_are_kept(tmp_path: Path, best_step: int | None, kept: set[int]) -> None:
+    best = None if best_step is None else Best("eval/loss", 0.5, best_step)
+    run = Run(tmp_path / "run", keep=2).save(1, 2, 3, best=best)
+    run = Run(run.directory, keep=2)
+    found = run.store.find("auto")
+    assert found is not None
+    assert found.facts.best == best  # survives the resume
+    run.save(4, 5, best=found.facts.best)
+    assert {int(name[5:]) for name in run.names() if name.startswith("step-")} == kept
+    if best_step in kept:
+        assert (run.folder / "best").resolve() == run.place(best_step or 0)
+    assert run.said == []
+
+
+def test_a_best_that_was_not_saved_leaves_the_best_of_those_that_were(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", keep=1).save(1, 2, best=Best("eval/loss", 0.5, 1))
+    run.save(4, 5, best=Best("eval/loss", 0.4, 3))
+    assert run.names() == {"best", "step-000000001", "step-000000005"}
+    run.save(6, 7, best=Best("eval/loss", 0.3, 6))
+    assert run.names() == {"best", "step-000000006", "step-000000007"}
+
+
+def test_nothing_is_removed_before_a_new_one_is_whole(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", keep=1).save(1)
+    run.store.save({"unwritable": np.asarray([object()])}, facts(2))
+    with pytest.raises(Exception, match="object"):
+        run.store.wait()  # a mistake of ours is raised, not reported as a disk that failed
+    assert Run(run.directory, keep=1).found() == 1
+    assert run.names() == {"step-000000001"}
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(run: Run) -> None:
+    run.save(1, 2)
+    run.store.save({**arrays(2), "more": np.ones(1)}, dataclasses.replace(facts(2), epoch=9))
+    assert run.store.wait() is None
+    found = run.store.find("auto")
+    assert found is not None
+    assert (found.facts.epoch, "more" in found.read()) == (9, True)
+    assert run.names() == {"step-000000001", "step-000000002"}
+
+
+def test_a_run_that_has_lost_its_directory_changes_nothing_in_it(tmp_path: Path) -> None:
+    Run(tmp_path / "run").save(1, 2)
+    late = Run(tmp_path / "run", keep=1, is_ours=lambda: False)
+    late.save(3)
+    assert "another run has taken the directory" in (late.store.wait() or "")
+    assert late.names() == {"step-000000001", "step-000000002"}
+
+
+def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
+    store = open_store(None, 3)
+    assert type(store) is NoStore
+    public = {name for name in vars(CheckpointStore) if not name.startswith("_")}
+    assert public <= {name for name in vars(NoStore) if not name.startswith("_")}
+    store.rewind(0)
+    assert (store.find("auto"), store.save(arrays(1), facts(1)), store.wait()) == (None, 0.0, None)
+
+
+# Training goes on meanwhile.
+
+
+def test_saving_does_not_stop_the_caller_and_one_is_written_at_a_time(run: Run) -> None:
+    big = {"w": np.ones(30_000_000, np.float32)}
+    began = time.perf_counter()
+    blocked_first = run.store.save(big, facts(1))
+    assert not (run.place(1) / MANIFEST).exists()
+    in_first = time.perf_counter() - began
+    assert run.store.wait(0.0) == "the checkpoint of step 1 was not written within 0.0 s"
+    blocked_second = run.store.save({"w": np.ones(1)}, facts(2))
+    assert verify(run.place(1)).facts.step == 1
+    assert run.store.wait() is None
+    # The second had to wait for the write of the first, which shows that there was something to wait for.
+    assert blocked_first <= in_first < 0.2 * blocked_second
+    assert run.store.write_s > 0
+
+
+# Disks.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path, leave_bytes: int) -> Path:
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "others").write_bytes(b"x" * (free - leave_bytes))
+    return disk / "others"
+
+
+@pytest.mark.parametrize("leave_bytes", [0, 4096, 300_000, 1_004_000])
+def test_a_full_disk_keeps_the_last_good_one_and_the_next_save_tries_again(small_disk: Path, leave_bytes: int) -> None:
+    """However far a save gets: no folder, an empty one, part of the data, the data without the manifest."""
+    run = Run(small_disk / "run")
+
+    def save(step: int) -> str | None:
+        run.store.save({**arrays(step), "big": np.full(250_000, step, np.float32)}, facts(step))
+        return run.store.wait()
+
+    assert save(1) is None
+    others = fill(small_disk, leave_bytes)
+    failure = save(2)
+    assert failure is not None
+    assert failure.startswith(f"the checkpoint of step 2 was not written to {run.folder}: No space left on device")
+    (line,) = run.said
+    assert line == f"warning: {failure}. The last good one: {run.place(1)}. The next save tries again."
+    assert run.store.problems == [line.removeprefix("warning: ")]
+    assert run.names() == {"step-000000001"}  # nothing half-written takes up room
+    assert Run(run.directory).found() == 1
+    others.unlink()
+    assert save(3) is None
+    assert run.found() == 3
+    assert len(run.said) == 1
+
+
+def test_a_disk_that_turns_read_only(small_disk: Path) -> None:
+    run = Run(small_disk / "run").save(1)
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    failure = run.save(2).store.wait()
+    assert failure is not None
+    assert "Read-only file system" in failure
+    assert Run(run.directory).found() == 1
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    assert run.save(3).store.wait() is None
+
+
+def test_a_run_directory_that_vanished_is_not_made_anew(run: Run) -> None:
+    run.save(1)
+    run.directory.rename(run.directory.with_name("elsewhere"))
+    failure = run.save(2).store.wait()
+    assert failure is not None
+    assert f"No such file or directory: {run.folder}" in failure
+    assert run.said[-1].endswith("The last good one: none. The next save tries again.")
+    assert not run.directory.exists()
+    run.directory.with_name("elsewhere").rename(run.directory)
+    assert run.save(3).store.wait() is None
+    assert run.found() == 3
+
+
+def test_a_checkpoints_folder_that_vanished_is_made_anew(run: Run) -> None:
+    run.save(1)
+    shutil.rmtree(run.folder)
+    assert run.save(2).store.wait() is None
+    run.folder.rename(run.folder.with_name("old"))
+    run.folder.write_text("in the way")
+    assert "File exists" in (run.save(3).store.wait() or "")
+
+
+# kill -9.
+
+ROUNDS = 15
+
+
+def save_forever(directory: Path, careless: bool) -> None:
+    """Goes on from what is there, as a run would; notes each step that it was told is whole. Killed from outside."""
+    run = Run(directory, keep=2)
+    found = run.store.find("auto")
+    step = 1 if found is None else found.facts.step + 1
+    with (directory / "whole").open("a", buffering=1) as whole:
+        while True:
+            content = {**arrays(step), **{f"big{i}": np.full(50_000, step, np.float32) for i in range(4)}}
+            for _ in range(1 + step % 2):  # every other step twice, so that one is replaced too
+                if careless:
+                    run.folder.mkdir(exist_ok=True)
+                    shutil.rmtree(run.place(step), ignore_errors=True)
+                    checkpoint_files.write(run.place(step), content, facts(step))
+                else:
+                    run.store.save(content, facts(step, Best("eval/loss", 1 / step, step - step % 5)))
+                    assert run.store.wait() is None
+            whole.write(f"{step}\n")
+            step += 1
+
+
+def kill_savers(directory: Path, *, rounds: int, careless: bool = False) -> Iterator[set[str]]:
+    """Starts savers and kills each at a random moment; yields what lies in the folder then."""
+    # Forks of one process that has imported TensorFlow, which would take most of the time.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["tensorflow", "horovod_train.checkpoint"])
+    draw = random.Random(1)
+    directory.mkdir()
+    whole = directory / "whole"
+    whole.touch()
+    for _ in range(rounds):
+        before = whole.stat().st_size
+        saver = processes.Process(target=save_forever, args=(directory, careless), daemon=True)
+        saver.start()
+        while whole.stat().st_size == before and saver.is_alive():
+            time.sleep(0.002)
+        assert saver.is_alive()
+        time.sleep(draw.uniform(0, 0.1))
+        saver.kill()
+        saver.join()
+        yield set(os.listdir(directory / "checkpoints"))
+
+
+def test_kill_9_at_any_moment_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    leftovers = list[str]()
+    for names in kill_savers(tmp_path / "run", rounds=ROUNDS):
+        leftovers += [name for name in names if name.startswith(".step")]
+        whole = int((tmp_path / "run" / "whole").read_text().splitlines()[-1])
+        run = Run(tmp_path / "run", keep=2)  # as a run that starts: removes what was left
+        assert not [name for name in run.names() if name.startswith(".step")]
+        places = sorted(name for name in run.names() if name.startswith("step-"))
+        for name in places:
+            found = verify(run.folder / name)
+            assert f"step-{found.facts.step:09d}" == name
+            assert {float(value) for array in found.read().values() for value in np.unique(array)} == {found.facts.step}
+        # What was said to be whole is there, and at most one that was whole before it could be said.
+        assert run.found() in (whole, whole + 1)
+        assert run.said == []
+        assert len(places) >= min(2, whole)
+    # Kills that came inside a save; without them the test would show nothing.
+    assert sum(name.endswith(".partial") for name in leftovers) >= 2
+
+
+def test_kill_9_damages_what_is_written_in_place(tmp_path: Path) -> None:
+    """The same kills, of a saver that writes straight under the final name: the test above can fail."""
+    damaged: list[str] = []
+    for names in kill_savers(tmp_path / "run", rounds=30, careless=True):
+        with suppress(Damaged):
+            verify(tmp_path / "run" / "checkpoints" / max(names))
+            continue
+        damaged.append(max(names))
+        break
+    assert damaged
+
+
+@pytest.mark.parametrize(
+    ("left", "found"),
+    [
+        ({".step-000000002.replaced": 2, ".step-000000002.ab.partial": 2}, 2),  # between the two renames
+        ({".step-000000002.replaced": 2, "step-000000002": 2}, 2),  # after them
+        ({".step-000000002.ab.partial": 2}, 1),  # before: complete, but nobody was told so
+        ({".step-000000002.removed": 2}, 1),
+    ],
+)
+def test_a_replacement_that_was_cut_short_loses_nothing(run: Run, left: dict[str, int], found: int) -> None:
+    run.save(1, 2)
+    whole = run.place(2).rename(run.directory / "whole")
+    for name in left:
+        shutil.copytree(whole, run.folder / name)
+    again = Run(run.directory)
+    assert again.found() == found
+    assert not [name for name in run.names() if name.startswith(".")]
+    assert json.loads((run.place(found) / MANIFEST).read_text())["step"] == found

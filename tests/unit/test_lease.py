@@ -1,0 +1,390 @@
+"""The lease: one run per directory, and a dead run's directory is free again."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_train import lease
+from horovod_train.errors import UserError
+from horovod_train.lease import NoLease, open_lease
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def told(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "lease.json").read_text())  # type: ignore[no-any-return]
+
+
+def leave(directory: Path, *, age_s: float = 0, **changes: Any) -> None:
+    """A lease as a run on another host leaves it, whose last sign of life is `age_s` old."""
+    other = dataclasses.replace(lease._describe_me("33"), host="node12", machine="another", **changes)
+    path = directory / "lease.json"
+    path.write_text(json.dumps(dataclasses.asdict(other)))
+    os.utime(path, (time.time() - age_s,) * 2)
+
+
+def wait_for(condition: Any, timeout_s: float = 5) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+# One holder.
+
+
+def test_a_lease_names_its_holder_and_goes_at_the_end(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, job="4711")
+    assert told(tmp_path)["pid"] == os.getpid()
+    assert told(tmp_path)["job"] == "4711"
+    assert held.is_ours()
+    assert held.lost is None
+    held.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, job="4711")
+    with pytest.raises(UserError) as refused:
+        open_lease(tmp_path)
+    line = str(refused.value)
+    assert line.startswith(
+        f"output_dir: {tmp_path} is in use by another run: pid {os.getpid()} on {os.uname().nodename}"
+    )
+    assert f", job 4711, since {told(tmp_path)['since']}. Stop that one, or choose another directory" in line
+    assert os.listdir(tmp_path) == ["lease.json"]
+    held.close()
+    open_lease(tmp_path).close()
+
+
+def test_other_ranks_have_every_method_and_no_effect() -> None:
+    held = open_lease(None)
+    assert type(held) is NoLease
+    assert held.is_ours()
+    held.close()
+    assert {name for name in vars(lease.Lease) if not name.startswith("_")} <= set(dir(NoLease))
+
+
+def test_a_folder_that_is_not_there_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^output_dir: cannot write .*lease.json: No such file or directory"):
+        open_lease(tmp_path / "nowhere")
+
+
+# Alive or dead?
+
+
+def hold(directory: Path) -> None:
+    open_lease(directory)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("is_reaped", [True, False], ids=["gone", "a zombie"])
+def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Path, is_reaped: bool) -> None:
+    holder = SPAWN.Process(target=hold, args=(tmp_path,), daemon=True)
+    holder.start()
+    assert wait_for((tmp_path / "lease.json").exists, 20)
+    with pytest.raises(UserError, match=f"is in use by another run: pid {holder.pid} "):
+        open_lease(tmp_path)  # as long as it lives
+    holder.kill()
+    if is_reaped:
+        holder.join()
+    assert holder.pid is not None
+    assert wait_for(lambda: is_reaped or lease._start_time(holder.pid or 0) is None)
+    said: list[str] = []
+    open_lease(tmp_path, said.append).close()
+    (line,) = said
+    assert line.startswith(f"warning: {tmp_path / 'lease.json'} was held by pid {holder.pid} on ")
+    assert line.endswith("which is no more. This run takes over.")
+    holder.join()
+
+
+def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    me = lease._describe_me("")
+    (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(me, started="1"))))
+    open_lease(tmp_path).close()
+    (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(me)))
+    with pytest.raises(UserError, match="in use"):
+        open_lease(tmp_path)
+
+
+def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) -> None:
+    leave(tmp_path)
+    said: list[str] = []
+    began = time.monotonic()
+    open_lease(tmp_path, said.append, stale_s=1).close()
+    assert 0.8 < time.monotonic() - began < 10
+    assert "is held by pid" in said[0]
+    assert "on node12, job 33" in said[0]
+    assert "Waiting up to 1 s to see whether it lives." in said[0]
+    assert "has shown no life for 1 s. This run takes over." in said[1]
+
+
+def test_a_stale_lease_is_taken_without_waiting(tmp_path: Path) -> None:
+    leave(tmp_path, age_s=60)
+    began = time.monotonic()
+    open_lease(tmp_path).close()
+    assert time.monotonic() - began < 10
+
+
+def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path) -> None:
+    """As where the clock ran ahead when the other run died."""
+    leave(tmp_path, age_s=-3600)
+    open_lease(tmp_path, stale_s=0.5).close()
+
+
+def show_life(path: Path) -> None:
+    time.sleep(0.5)
+    os.utime(path)
+
+
+def test_a_lease_of_another_host_that_shows_life_is_respected(tmp_path: Path) -> None:
+    leave(tmp_path, age_s=1)
+    other = SPAWN.Process(target=show_life, args=(tmp_path / "lease.json",), daemon=True)
+    other.start()
+    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+        open_lease(tmp_path, stale_s=20)
+    other.join()
+
+
+@pytest.mark.parametrize("hours_ahead", [-2, 2])
+def test_the_clock_of_this_host_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours_ahead: int
+) -> None:
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours_ahead)
+    monkeypatch.setattr(time, "time_ns", lambda: int((now() + 3600 * hours_ahead) * 1e9))
+    held = open_lease(tmp_path, refresh_s=0.05)
+    time.sleep(0.2)
+    assert abs((tmp_path / "lease.json").stat().st_mtime - now()) < 60
+    with pytest.raises(UserError, match="in use"):
+        open_lease(tmp_path)
+    held.close()
+
+
+def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path) -> None:
+    """A process that died just after it had made the file."""
+    (tmp_path / "lease.json").touch()
+    said: list[str] = []
+    open_lease(tmp_path, said.append, stale_s=0.5).close()
+    assert "held by a process that has not said its name" in said[0]
+
+
+def test_a_lease_that_another_has_just_replaced_is_not_replaced_again(tmp_path: Path) -> None:
+    """The second of two takers, which had looked before the first one took over."""
+    leave(tmp_path, age_s=60)
+    path = tmp_path / "lease.json"
+    with lease._opened(path) as looked_at:
+        sign_ns = path.stat().st_mtime_ns
+        held = open_lease(tmp_path)
+        assert not lease._replace(path, looked_at, sign_ns, tmp_path / "probe", lease._describe_me(""))
+    assert held.is_ours()
+    held.close()
+
+
+def test_a_taker_that_is_stuck_does_not_hold_up_the_others_forever(tmp_path: Path) -> None:
+    leave(tmp_path, age_s=60)
+    with lease._opened(tmp_path / "lease.json") as stuck:
+        fcntl.flock(stuck, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use by another run"):
+            open_lease(tmp_path, stale_s=0.2)
+
+
+# Keeping it, losing it.
+
+
+def test_a_held_lease_stays_fresh(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, refresh_s=0.05)
+    path = tmp_path / "lease.json"
+    first = path.stat().st_mtime_ns
+    assert wait_for(lambda: path.stat().st_mtime_ns > first)
+    held.close()
+
+
+def test_a_lost_lease_is_noticed_and_left_alone(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, refresh_s=0.05)
+    time.sleep(0.2)
+    assert held.lost is None
+    leave(tmp_path, age_s=1, token="theirs")
+    sign = (tmp_path / "lease.json").stat().st_mtime_ns
+    assert not held.is_ours()  # at once, when asked
+    assert wait_for(lambda: held.lost is not None)
+    assert "on node12, job 33" in str(held.lost)
+    held.close()
+    assert told(tmp_path)["token"] == "theirs"
+    assert (tmp_path / "lease.json").stat().st_mtime_ns == sign
+
+
+def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, refresh_s=0.05)
+    leave(tmp_path, token="theirs")
+    assert wait_for(lambda: held.lost is not None)
+
+
+def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from horovod_train.lease import open_lease\n"
+        "held = open_lease(Path(sys.argv[1]), refresh_s=0.1, stale_s=1)\n"
+        "while not held.lost: time.sleep(0.05)\n"
+        "print('lost to', held.lost)"
+    )
+    frozen = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert wait_for((tmp_path / "lease.json").exists, 20)
+    frozen.send_signal(signal.SIGSTOP)
+    time.sleep(1.1)
+    held = open_lease(tmp_path, refresh_s=0.1, stale_s=1)
+    frozen.send_signal(signal.SIGCONT)
+    stdout, _ = frozen.communicate(timeout=10)
+    assert stdout.startswith(f"lost to pid {os.getpid()} on ")
+    assert held.is_ours()
+    held.close()
+
+
+def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    held = open_lease(directory, refresh_s=0.05)
+    (directory / "lease.json").unlink()
+    assert wait_for((directory / "lease.json").exists)
+    shutil.rmtree(directory)
+    time.sleep(0.2)
+    assert held.is_ours()
+    assert held.lost is None
+    assert not directory.exists()
+    directory.mkdir()
+    assert wait_for((directory / "lease.json").exists)
+    held.close()
+    assert os.listdir(directory) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB; the test fills it."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def fill(disk: Path) -> None:
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with (disk / "others").open("ab") as others:
+        others.write(b"x" * free)
+
+
+def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path) -> None:
+    held = open_lease(full_disk, refresh_s=0.05)
+    fill(full_disk)
+    first = (full_disk / "lease.json").stat().st_mtime_ns
+    assert wait_for(lambda: (full_disk / "lease.json").stat().st_mtime_ns > first)  # needs no room
+    subprocess.run(["mount", "-o", "remount,ro", full_disk], check=True)
+    time.sleep(0.2)
+    assert held.is_ours()
+    subprocess.run(["mount", "-o", "remount,rw", full_disk], check=True)
+    first = (full_disk / "lease.json").stat().st_mtime_ns
+    assert wait_for(lambda: (full_disk / "lease.json").stat().st_mtime_ns > first)
+    held.close()
+    fill(full_disk)
+    with pytest.raises(UserError, match=r"cannot write .*lease.json: No space left on device"):
+        open_lease(full_disk)
+    assert os.listdir(full_disk) == ["others"]
+
+
+# Races.
+
+ROUNDS = 20
+
+
+@contextmanager
+def never_alone(path: Path, opened: int) -> Iterator[bool]:
+    """In place of the lock, to show what it is for: both go on, one after the other."""
+    time.sleep(0.2 + 0.2 * turn)
+    yield True
+
+
+turn = 0
+
+
+def no_locks(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def race(directories: list[Path], guard: str, barrier: Barrier, won: Any) -> None:
+    if guard == "none":
+        lease._alone = never_alone  # type: ignore[assignment]
+    if guard == "settling":
+        fcntl.flock = no_locks  # type: ignore[assignment]
+    global turn
+    for number, directory in enumerate(directories):
+        turn = barrier.wait(30)
+        held = None
+        try:
+            held = open_lease(directory, lambda line: None)
+            won.put((number, os.getpid()))
+        except UserError:
+            pass
+        barrier.wait(30)
+        if held is not None:
+            held.close()
+
+
+def winners(directories: list[Path], guard: str) -> list[int]:
+    """How many of two processes got the lease of each directory, at the same moment."""
+    barrier, won = SPAWN.Barrier(2), SPAWN.Queue()
+    racers = [SPAWN.Process(target=race, args=(directories, guard, barrier, won), daemon=True) for _ in range(2)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    numbers = []
+    while not won.empty():
+        numbers.append(won.get()[0])
+    return [numbers.count(number) for number in range(len(directories))]
+
+
+def directories(parent: Path, count: int, *, stale: bool) -> list[Path]:
+    made = [parent / str(number) for number in range(count)]
+    for directory in made:
+        directory.mkdir()
+        if stale:
+            leave(directory, age_s=60)
+    return made
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
+def test_of_two_that_race_for_a_lease_one_wins(tmp_path: Path, stale: bool) -> None:
+    made = directories(tmp_path, ROUNDS, stale=stale)
+    assert winners(made, "lock") == [1] * ROUNDS
+    assert [os.listdir(directory) for directory in made] == [[]] * ROUNDS
+
+
+def test_where_files_cannot_be_locked_one_wins_as_well(tmp_path: Path) -> None:
+    assert winners(directories(tmp_path, 3, stale=True), "settling") == [1] * 3
+
+
+def test_without_the_lock_two_would_win(tmp_path: Path) -> None:
+    """The races above can be lost: two that judge a lease stale at the same time both replace it."""
+    assert 2 in winners(directories(tmp_path, 4, stale=True), "none")
