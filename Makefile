@@ -3,10 +3,10 @@ SHELL := /bin/bash
 # horovodrun and its ranks look for mpirun and python on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help install train test lint format clean
+.PHONY: help install train test test-faults lint format clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: ## everything the project needs, in .venv; compiles Horovod the first time (minutes)
 	@scripts/install.sh
@@ -19,6 +19,9 @@ data/digits/dataset.json: | install
 
 test: install ## all tests
 	python -m pytest
+
+test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
+	ROUNDS=$(or $(ROUNDS),25) python -m pytest tests/distributed/test_leaving.py -k killed
 
 lint: install ## style and types, changing nothing
 	ruff check .

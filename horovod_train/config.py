@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 from horovod_train.errors import UserError
+
+Seconds = NewType("Seconds", float)
+"""A length of time: in YAML a number of seconds, or a string as schedulers write it, [D-]HH:MM:SS."""
 
 
 def setting(default: Any, doc: str, *, minimum: float | None = None) -> Any:
@@ -45,6 +48,7 @@ class DataConfig:
     batch_size_per_rank: int | None = setting(None, "records per update on one rank", minimum=1)
     shuffle: bool = setting(True, "another order every epoch, drawn from (seed, epoch); false: file order")
     shuffle_window: int = setting(10_000, "records over all ranks among which records are mixed", minimum=1)
+    shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
     augment: tuple[Spec, ...] = setting((), "what happens to training images, in order; see docs/data.md")
     prefetch_batches: int | None = setting(None, "batches made ahead; default: as many as pay", minimum=1)
@@ -68,6 +72,10 @@ class TrainConfig:
     steps_per_call: int = setting(10, "updates inside one compiled call", minimum=1)
     accumulate_steps: int = setting(1, "parts a rank's batch is computed in; exchanged and applied once", minimum=1)
     clip_norm: float | None = setting(None, "largest global norm of the averaged gradient", minimum=0)
+    non_finite: Literal["stop", "skip"] = setting("stop", "at a gradient with NaN or infinity: end, or leave it out")
+    max_skips_in_a_row: int = setting(10, "updates that non_finite: skip leaves out before the run ends", minimum=1)
+    max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
+    check_agreement_every_steps: int | None = setting(1000, "steps between proofs that ranks agree", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -78,10 +86,27 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """A value whose best is remembered."""
+
+    metric: str = setting("loss", "loss, or the name of one of metrics, over the evaluation records")
+    mode: Literal["min", "max"] = setting("min", "whether less is better, or more")
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig(Watched):
+    patience: int | None = setting(None, "evaluations without a better value after which to end", minimum=1)
+    min_delta: float = setting(0.0, "how much better a value must be to count as better", minimum=0)
+    target: float | None = setting(None, "a value at which to end")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     every_steps: int | None = setting(None, "steps between checkpoints, besides every_epochs", minimum=1)
     every_epochs: int | None = setting(1, "epochs between checkpoints", minimum=1)
+    every_minutes: float | None = setting(None, "minutes between checkpoints", minimum=0)
     keep: int = setting(3, "newest checkpoints kept", minimum=1)
+    best: Watched | None = setting(None, "also keep the checkpoint with the best value of an eval metric")
     resume: str = setting("auto", "auto: the newest in output_dir if there is one; never; or a checkpoint's path")
 
 
@@ -124,6 +149,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     log: LogConfig = LogConfig()
     horovod: HorovodConfig = HorovodConfig()
     device: DeviceConfig = DeviceConfig()
@@ -153,7 +179,7 @@ def resolve(config: Config, size: int) -> Config:
 
 def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     """What is wrong between values that are right each by itself: (key, problem). Looks at nothing but the config."""
-    data, train, schedule = config.data, config.train, config.lr_schedule
+    data, train, schedule, stops = config.data, config.train, config.lr_schedule, config.early_stopping
     if data.global_batch_size and data.batch_size_per_rank:
         yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
     if not (data.global_batch_size or data.batch_size_per_rank):
@@ -166,5 +192,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "lr_schedule.base_batch_size", f"is required with scaling: {schedule.scaling}."
     if config.eval.every_steps and not data.eval:
         yield "eval.every_steps", "there is nothing to evaluate: data.eval is not given."
+    if (config.checkpoint.best or stops.patience or stops.target is not None) and not data.eval:
+        yield "data.eval", "is required: checkpoint.best and early_stopping watch a metric of the evaluation."
     if config.deterministic and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with deterministic: true, which sets it to 0."

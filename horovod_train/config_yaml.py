@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from horovod_train.config import Config, Spec, broken_rules
+from horovod_train.config import Config, Seconds, Spec, broken_rules
 from horovod_train.errors import UserError
 
 Origins = dict[str, str]
@@ -146,6 +147,9 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
             values[key], origins[path] = value, where
 
 
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
@@ -212,7 +216,12 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         if not isinstance(value, dict):
             _fail(path, origins, f"expected a mapping of its keys; received {value!r}.")
         return value if origin is dict else _build(hint, value, f"{path}.", origins)
-    if hint is float and _is_number(value):
+    if hint is Seconds and isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if hint is Seconds and not _is_number(value):
+        _fail(path, origins, f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
+    if hint in (float, Seconds) and _is_number(value):
         return float(value)
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value

@@ -25,5 +25,19 @@ class DivergedError(RunError):
     """The loss is no longer a finite number."""
 
 
-class FailedElsewhere(RunError):
+class Stalled(RunError):
+    """No rank made progress for too long."""
+
+    exit_code = 87
+
+
+class AlreadySaid(RunError):
+    """The reason has been shown; what is left to give is the exit code."""
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class FailedElsewhere(AlreadySaid):
     """Another rank failed and has said why; this one only leaves, without a word of its own."""

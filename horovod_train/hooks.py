@@ -1,45 +1,52 @@
-"""What happens between steps: every(n, action), and the actions log, evaluate and save. Every rank runs all of them."""
+"""What happens between steps: every(n, action), and the actions log, evaluate, check and save.
+
+Every rank runs all of them, in the same order.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from horovod_train.checkpoint import NoStore
+from horovod_train.checkpoint_files import Facts
+from horovod_train.data.audit import NoAudit
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import agreement
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.errors import DivergedError
-from horovod_train.metrics import Accumulator
+from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput
 from horovod_train.state import TrainState
-from horovod_train.step import EvalStep
+from horovod_train.step import EvalStep, TrainStep
 
-Action = Callable[[int], None]
+Action = Callable[[int], str | None]
+"""step → why the run must end, or None. Decided on reduced values, so that every rank answers the same."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """Calls `action(step)` after every step that is a multiple of `every_steps` and, if asked, after the last."""
+    """Calls `action(step)` after every step that is a multiple of `every_steps` and, if asked, at the end.
+
+    at_end: "done" where training came to its end; "always" also where the run leaves early, to be started again.
+    """
 
     every_steps: int | None
     action: Action
-    at_end: bool = False
+    at_end: Literal["no", "done", "always"] = "no"
 
     def next_step(self, step: int) -> float:
         """The first step after `step` at which it is due."""
         return math.inf if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
 
-    def is_due(self, step: int, last_step: int) -> bool:
-        if step == last_step and self.at_end:
-            return True
+    def is_due(self, step: int) -> bool:
         return self.every_steps is not None and step % self.every_steps == 0
 
 
-def every(steps: int | None, action: Action, *, at_end: bool = False) -> Hook:
+def every(steps: int | None, action: Action, *, at_end: Literal["no", "done", "always"] = "no") -> Hook:
     return Hook(steps, action, at_end)
 
 
@@ -79,14 +86,23 @@ class LogTraining:
     """Shows the mean training loss and metrics since the last time, the learning rate and the speed."""
 
     def __init__(
-        self, group: WorkerGroup, output: NoOutput, state: TrainState, seen: Accumulator, watch: Stopwatch
+        self,
+        group: WorkerGroup,
+        output: NoOutput,
+        state: TrainState,
+        pipeline: Pipeline,
+        train_step: TrainStep,
+        watch: Stopwatch,
     ) -> None:
-        self.group, self.output, self.state, self.seen, self.watch = group, output, state, seen, watch
+        self.group, self.output, self.state = group, output, state
+        self.pipeline, self.train_step, self.watch = pipeline, train_step, watch
         self.last_read: tuple[float, int, int] = (0.0, 0, 0)
         self.newest: dict[str, float] = {}
+        self.more: dict[str, float] = {}
+        """Figures of others for the next line, such as how long saving has held up training."""
 
     def __call__(self, step: int) -> None:
-        values = self.seen.result(self.group)
+        values = self.train_step.seen.result(self.group)
         read = self.watch.read()
         seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
         self.last_read = read
@@ -95,12 +111,13 @@ class LogTraining:
             values["examples_per_s"] = records / seconds
             values["examples_per_s_per_rank"] = records / seconds / self.group.size
             values["s_per_step"] = seconds / steps
+        if skipped := int(self.train_step.skipped):
+            values["skipped_updates"] = skipped
+        if bad := int(self.group.sum([self.pipeline.skipped])[0]):
+            values["skipped_records"] = bad
+        values, self.more = values | self.more, {}
         self.newest = values
         self.output.append_metrics("train", step, int(self.state.epoch), values)
-        # The reduced loss: all ranks see the same number and leave at the same step.
-        if not math.isfinite(values["loss"]):
-            shown = "NaN" if math.isnan(values["loss"]) else str(values["loss"])
-            raise DivergedError(f"Model diverged with loss = {shown} at step {step}. Lower lr_schedule.base_lr?")
 
 
 class Evaluate:
@@ -114,28 +131,103 @@ class Evaluate:
         pipeline: Pipeline,
         eval_step: EvalStep,
         watch: Stopwatch,
+        leaving: Leaving,
+        steps_per_call: int,
     ) -> None:
         self.group, self.output, self.state, self.pipeline = group, output, state, pipeline
-        self.eval_step, self.watch = eval_step, watch
+        self.eval_step, self.watch, self.leaving, self.steps_per_call = eval_step, watch, leaving, steps_per_call
+        self.watchers: list[Callable[[int, Mapping[str, float]], str | None]] = []
+        """Told (step, values) after each evaluation; what they return ends the run."""
         self.newest: dict[str, float] = {}
+        self.last_step = -1
+
+    def __call__(self, step: int) -> str | None:
+        if step == self.last_step:
+            return None
+        self.last_step = step
+        with self.watch.stopped():
+            own = self.state.average_statistics(self.group)
+            reason = self._run_all()
+            self.newest = self.eval_step.seen.result(self.group)
+            self.state.set_statistics(own)
+        if reason:
+            return reason
+        self.output.append_metrics("eval", step, int(self.state.epoch), self.newest)
+        reasons = [watcher(step, self.newest) for watcher in self.watchers]
+        return next((reason for reason in reasons if reason), None)
+
+    def _run_all(self) -> str | None:
+        batches = iter(self.pipeline.batches(epoch=0, epochs=1))
+        left = self.pipeline.steps_per_epoch
+        while left:
+            steps = min(left, self.steps_per_call)
+            self.eval_step.run(batches, steps)
+            left -= steps
+            if reason := self.leaving.vote_now_and_then():
+                return reason
+        return None
+
+
+class CheckAgreement:
+    """Ends the run where ranks do not hold the same weights, slots and counters."""
+
+    def __init__(self, group: WorkerGroup, state: TrainState) -> None:
+        self.group, self.state = group, state
 
     def __call__(self, step: int) -> None:
-        with self.watch.stopped():
-            self.state.average_statistics(self.group)
-            batches = iter(self.pipeline.batches(epoch=0, epochs=1))
-            self.eval_step.run(batches, self.pipeline.steps_per_epoch)
-            self.newest = self.eval_step.seen.result(self.group)
-            self.output.append_metrics("eval", step, int(self.state.epoch), self.newest)
+        agreement.check(self.group, self.state.digests(), f"at step {step}")
 
 
 class Save:
-    """Writes a checkpoint, after all ranks have shown that they hold the same state."""
+    """Hands a copy of the state to the store, after all ranks have shown that they hold the same."""
 
-    def __init__(self, group: WorkerGroup, store: NoStore, state: TrainState, watch: Stopwatch) -> None:
+    def __init__(
+        self,
+        group: WorkerGroup,
+        store: NoStore,
+        state: TrainState,
+        watch: Stopwatch,
+        leaving: Leaving,
+        log: LogTraining,
+        audit: NoAudit,
+        facts: Callable[[], Facts],
+    ) -> None:
         self.group, self.store, self.state, self.watch = group, store, state, watch
+        self.leaving, self.log, self.audit, self.facts = leaving, log, audit, facts
+        self.last_step = int(state.step)
 
-    def __call__(self, step: int) -> None:
+    def __call__(self, step: int) -> str | None:
+        if step == self.last_step:
+            return None
+        started = time.perf_counter()
         with self.watch.stopped():
-            self.state.average_statistics(self.group)
             agreement.check(self.group, self.state.digests(), f"at step {step}")
-            self.store.save(self.state)
+            arrays = self.state.snapshot(self.group)
+            self._flush_audit()
+            self.store.save(arrays, self.facts())
+        self.last_step = step
+        seconds = time.perf_counter() - started
+        self.leaving.keep_in_hand(max(seconds, self.store.write_s))
+        self.log.more["save_blocked_s"] = self.log.more.get("save_blocked_s", 0.0) + seconds
+        return None
+
+    def _flush_audit(self) -> None:
+        try:
+            self.audit.flush()
+        except OSError as error:
+            print(f"warning: {self.group.name(self.group.rank)}: the audit cannot be written: {error}.", flush=True)
+
+
+class EveryMinutes:
+    """Runs an action when root's clock says so: every rank asks root, at steps that come often enough."""
+
+    def __init__(self, group: WorkerGroup, minutes: float, action: Action) -> None:
+        self.group, self.seconds, self.action = group, 60 * minutes, action
+        self.last = time.monotonic()
+
+    def __call__(self, step: int) -> str | None:
+        is_due = self.group.sum([self.group.is_root and time.monotonic() - self.last >= self.seconds])[0] > 0
+        if not is_due:
+            return None
+        self.last = time.monotonic()
+        return self.action(step)

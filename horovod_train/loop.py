@@ -1,39 +1,61 @@
-"""Steps and hooks, from where the state is to the last step. Builds nothing and meets only inside its parts."""
+"""Steps and hooks, from where the state is to the last step or to a reason to leave. Builds nothing.
+
+All ranks leave at the same step: every reason is either decided on reduced values or voted on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.hooks import Hook, Stopwatch
+from horovod_train.leaving import Leaving
 from horovod_train.state import TrainState
 from horovod_train.step import TrainStep
 
+DONE = "done"
+
+Used = Callable[[int, int, np.ndarray], None]
+"""Told after each call what this rank used: (epoch, first step in it, ids of the records [steps, rows])."""
+
 
 def train(
+    group: WorkerGroup,
     state: TrainState,
     train_step: TrainStep,
     pipeline: Pipeline,
     hooks: Sequence[Hook],
+    leaving: Leaving,
     *,
     last_step: int,
     steps_per_call: int,
     watch: Stopwatch,
-) -> None:
-    """Trains until `last_step`; a call never runs past a step at which a hook is due."""
+    used: Used,
+) -> tuple[str, bool]:
+    """Trains until `last_step`; a call never runs past a step at which a hook is due.
+
+    Returns why it ended and whether it was asked to: then it can be started again.
+    Raises DivergedError, on all ranks, where gradients are not finite any more.
+    """
     step, first = int(state.step), position(state, pipeline)
-    epochs = -(-(first + last_step - step) // pipeline.steps_per_epoch)
+    epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
     batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
-    while step < last_step:
+    asked, ended = leaving.vote(), None
+    while step < last_step and not asked and not ended:
         next_stop = min([last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
-        steps = int(next_stop) - step
-        train_step.run(batches, steps)
-        records = advance(state, pipeline, steps)
-        step += steps
-        watch.count(steps, records)
-        for hook in hooks:
-            if hook.is_due(step, last_step):
-                hook.action(step)
+        done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
+        watch.count(done, _move_on(state, pipeline, ids, used))
+        step += done
+        if not goes_on:
+            raise train_step.divergence(group)
+        ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
+        asked = leaving.vote_now_and_then()
+    at_end = ("always",) if asked else ("done", "always")
+    late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
+    return asked or ended or late or DONE, bool(asked)
 
 
 def position(state: TrainState, pipeline: Pipeline) -> int:
@@ -41,13 +63,21 @@ def position(state: TrainState, pipeline: Pipeline) -> int:
     return -(-int(state.records) // pipeline.global_batch_size)
 
 
-def advance(state: TrainState, pipeline: Pipeline, steps: int) -> int:
-    """Moves the state's place in the data on by `steps`; returns the records that all ranks used in them."""
-    epoch, at, used = int(state.epoch), position(state, pipeline), 0
-    for _ in range(steps):
-        used += pipeline.count(at)
-        at += 1
+def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used) -> int:
+    """Moves the state's place in the data on by the steps of `ids`; returns the records all ranks used in them."""
+    epoch, at, records = int(state.epoch), position(state, pipeline), 0
+    while len(ids):
+        steps = min(len(ids), pipeline.steps_per_epoch - at)
+        used(epoch, at, ids[:steps])
+        records += sum(pipeline.count(step) for step in range(at, at + steps))
+        ids, at = ids[steps:], at + steps
         if at == pipeline.steps_per_epoch:
             epoch, at = epoch + 1, 0
     state.move_to(epoch, min(at * pipeline.global_batch_size, pipeline.num_records))
-    return used
+    return records
+
+
+def _run(step: int, hooks: Sequence[Hook]) -> str | None:
+    """Runs all of them; the first reason to end that one gives."""
+    reasons = [hook.action(step) for hook in hooks]
+    return next((reason for reason in reasons if reason), None)

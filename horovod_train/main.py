@@ -24,7 +24,10 @@ from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output import check_writable
 
 COMMANDS = {
-    "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files and more"),
+    "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
+    "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),
+    "check-data": ("horovod_train.tools.check_data", "read everything and name what is wrong; audit a run"),
+    "bench": ("horovod_train.tools.bench", "measure how fast records are read"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 
@@ -122,7 +125,7 @@ def _run(config: Config, place: launch.Launch) -> int:
     from horovod_train.distributed.group import is_connection_loss
 
     try:
-        train.run(config)
+        return train.run(config)
     except FailedElsewhere as error:
         return error.exit_code
     except RunError as error:
@@ -136,7 +139,6 @@ def _run(config: Config, place: launch.Launch) -> int:
         else:
             traceback.print_exc()
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ Does not know epochs, hooks or files. The exchange between ranks is inside `opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import Spec
 from horovod_train.data.pipeline import Batch
-from horovod_train.errors import UserError
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import DivergedError, UserError
 from horovod_train.lookup import call, choose_keras
 from horovod_train.metrics import Accumulator
 from horovod_train.state import TrainState
@@ -76,31 +79,76 @@ class TrainStep:
         size: int,
         seed: int,
         accumulate_steps: int = 1,
+        max_skips_in_a_row: int = 0,
+        count_over_ranks: Callable[[Batch], tf.Tensor],
     ) -> None:
+        """max_skips_in_a_row: updates with a non-finite gradient that are left out before `run` ends; 0: the first.
+
+        count_over_ranks: how many records all ranks hold in the step of a batch.
+        """
+        self.count_over_ranks = count_over_ranks
         self.state, self.loss, self.seen, self.size = state, loss, seen, size
-        self.accumulate_steps = accumulate_steps
+        self.accumulate_steps, self.max_skips_in_a_row = accumulate_steps, max_skips_in_a_row
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
+        # A LossScaleOptimizer looks for overflows itself: they are how it finds its scale.
+        self.looks_for_overflow = not isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
+        self.skipped, self.skipped_in_a_row, self.is_cause, self.last_loss = (
+            tf.Variable(value, trainable=False) for value in (0, 0, False, 0.0)
+        )
         self._run = tf.function(self._run_steps)
 
-    def run(self, batches: Iterator[Batch], steps: int) -> None:
-        """Trains on the next `steps` batches, in one compiled call."""
-        self._run(batches, tf.constant(steps, tf.int32))
+    def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
+        """Trains on the next `steps` batches, in one compiled call; on fewer if gradients are not finite any more.
 
-    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
-        for _ in tf.range(steps):
+        Returns the steps done, whether to go on, and the ids of the records used by this rank, int64 [steps, rows].
+        """
+        done, goes_on, ids = self._run(batches, tf.constant(steps, tf.int32))
+        return int(done), bool(goes_on), ids.numpy()[: int(done)]
+
+    def divergence(self, group: WorkerGroup) -> DivergedError:
+        """Collective: why `run` ended early, with the ranks where the numbers stopped being finite."""
+        facts = group.gather((bool(self.is_cause), float(self.last_loss)))
+        causes = [rank for rank, (is_cause, _) in enumerate(facts) if is_cause] or list(range(group.size))
+        loss = facts[causes[0]][1]
+        shown = "NaN" if math.isnan(loss) else f"{loss:g}"
+        ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
+        tried = f", after {self.max_skips_in_a_row} skipped updates in a row" if self.max_skips_in_a_row else ""
+        return DivergedError(
+            f"Model diverged with loss = {shown} at step {int(self.state.step)}: gradients are not finite on {ranks}"
+            f"{tried}. The weights are those before that step; lower lr_schedule.base_lr, or see train.non_finite."
+        )
+
+    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
+        done, goes_on = tf.constant(0), tf.constant(True)
+        while goes_on and done < steps:
             # One after the other, or two exchanges of one name could be under way.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            self._train_on(next(batches))
+            batch = next(batches)
+            goes_on = self._train_on(batch)
+            ids = ids.write(done, batch.ids)
+            done += 1
+        return done, goes_on, ids.stack()
 
-    def _train_on(self, batch: Batch) -> None:
+    def _train_on(self, batch: Batch) -> tf.Tensor:
+        """One update. Returns whether to go on: the same on all ranks, since it is read off combined gradients."""
         self._set_dropout_seeds()
-        variables = self.state.model.trainable_variables
-        if self.accumulate_steps == 1:
-            gradients = self._gradients(batch)
-        else:
-            gradients = self._accumulated_gradients(batch)
-        self.state.optimizer.apply(gradients, variables)
+        optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
+        batch = batch._replace(count=self.count_over_ranks(batch))
+        own = self._gradients(batch) if self.accumulate_steps == 1 else self._accumulated_gradients(batch)
+        combined = optimizer.combine(own)
         self.state.step.assign_add(1)
+        if not self.looks_for_overflow:
+            optimizer.apply_combined(combined, variables)
+            return tf.constant(True)
+        if _are_finite(combined):
+            optimizer.apply_combined(combined, variables)
+            self.skipped_in_a_row.assign(0)
+        else:
+            self.is_cause.assign(tf.logical_not(_are_finite(own)))
+            self.skipped.assign_add(1)
+            self.skipped_in_a_row.assign_add(1)
+        return self.skipped_in_a_row <= self.max_skips_in_a_row
 
     def _gradients(self, batch: Batch) -> list[Any]:
         model, optimizer = self.state.model, self.state.optimizer
@@ -112,6 +160,7 @@ class TrainStep:
             if model.losses:
                 objective += tf.add_n([tf.cast(value, tf.float32) for value in model.losses]) / self.accumulate_steps
             scaled = optimizer.scale_loss(objective)
+        self.last_loss.assign(objective)
         self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
         return tape.gradient(scaled, model.trainable_variables)
 
@@ -158,6 +207,16 @@ class EvalStep:
             outputs = self.model(batch.inputs, training=False)
             loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
             self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
+
+
+def _are_finite(gradients: Sequence[Any]) -> tf.Tensor:
+    """Whether no gradient holds a NaN or an infinity; by their squares, which read each number once.
+
+    A number past 1.8e19, whose square float32 cannot hold, counts as infinite.
+    """
+    present = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    squares = [tf.nn.l2_loss(tf.cast(gradient, tf.float32)) for gradient in present if gradient is not None]
+    return tf.math.is_finite(tf.add_n(squares))
 
 
 def _seed_key(seed: int, rank: int, index: int) -> int:

@@ -1,15 +1,14 @@
-"""One run from beginning to end: builds every part in order, hands them to the loop, says how it ended.
+"""One run from beginning to end: opens every part in order, hands them to the loop, says how it ended.
 
 Reads top to bottom. Every rank runs every line; what only root may do is behind `output` and `store`.
 """
 
 from __future__ import annotations
 
-import math
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from importlib.metadata import version
 from typing import Any
 
 import keras
@@ -17,37 +16,25 @@ import tensorflow as tf
 
 import horovod_train
 from horovod_train import hooks, loop
-from horovod_train.checkpoint import open_store
+from horovod_train.build import Parts, build_parts
+from horovod_train.checkpoint import NoStore, open_store
+from horovod_train.checkpoint_files import Best, Facts, load
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict, dump
-from horovod_train.data.pipeline import Pipeline, build_pipeline
-from horovod_train.data.records import open_records
-from horovod_train.distributed import agreement
+from horovod_train.data.audit import AuditLog, NoAudit, Start
+from horovod_train.distributed import agreement, launch
 from horovod_train.distributed.group import WorkerGroup, start
-from horovod_train.distributed.optimizer import DistributedOptimizer
-from horovod_train.errors import UserError
-from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.models import build_model
-from horovod_train.optim import Horizon, build_optimizer
+from horovod_train.errors import RunError, UserError
+from horovod_train.lease import open_lease
+from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput, open_output
-from horovod_train.state import TrainState
-from horovod_train.step import EvalStep, TrainStep, build_loss, check_fits
+
+START_AGAIN = 75
+"""Exit code of a run that was asked to stop and has saved: the scheduler may start it again (EX_TEMPFAIL)."""
 
 
-@dataclass
-class Parts:
-    """What a run trains with, built before the ranks exchange anything."""
-
-    train: Pipeline
-    eval: Pipeline | None
-    state: TrainState
-    train_step: TrainStep
-    eval_step: EvalStep
-    last_step: int
-
-
-def run(config: Config) -> dict[str, Any]:
-    """Trains as `config` says; returns what `summary.json` holds.
+def run(config: Config) -> int:
+    """Trains as `config` says; returns the exit code: 0, or START_AGAIN.
 
     Collective: called by every rank. Raises UserError before the first step for what the user must mend,
     DivergedError or RanksDisagree on all ranks where training must not go on.
@@ -56,60 +43,79 @@ def run(config: Config) -> dict[str, Any]:
     group = start(config.horovod, config.device, deterministic=config.deterministic)
     with group.together():
         config = resolve(config, group.size)
-        assert config.output_dir is not None
-        output = open_output(
-            config.output_dir,
-            is_root=group.is_root,
-            tensorboard=config.log.tensorboard,
-            progress=config.log.progress,
-            launched=group.launcher != "none",
-        )
-    _introduce(group, output, config)
-    agreement.check(group, _facts(config), "at the start")
+        output = _open_output(config, group)
+        lease = open_lease(output.directory, output.say, job=launch.detect().job)
+    leaving = Leaving(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
+    with leaving.listening(), closing(lease):
+        _introduce(group, output, config)
+        agreement.check(group, _facts(config), "at the start")
+        with group.together():
+            parts = build_parts(config, group)
+            store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
+            statistics = _restore(config, store, parts, output)
+        # Once, on a fresh start and on a resume alike: slots and counters exist by now.
+        group.broadcast(list(parts.state.variables().values()))
+        parts.state.restore_statistics(group, statistics)
+        agreement.check(group, parts.state.digests(), "after the broadcast")
 
-    keras.utils.set_random_seed(config.seed)
-    keras.mixed_precision.set_dtype_policy(config.precision)
-    with group.together():
-        parts = _build(config, group)
-        store = open_store(output.directory, config.checkpoint.keep)
-        found = store.find(config.checkpoint.resume)
-        if found is not None:
-            store.load(parts.state, found)
-            _check_position(parts, found)
-    # Once, on a fresh start and on a resume alike: slots and counters exist by now.
-    group.broadcast(list(parts.state.variables().values()))
-    agreement.check(group, parts.state.digests(), "after the broadcast")
+        first_step = int(parts.state.step)
+        output.rewind(first_step)
+        store.rewind(first_step)
+        output.write_config(dump(config))
+        output.start_progress(first_step, parts.last_step)
+        with group.together():
+            audit = _open_audit(config, group, parts)
+        watch = hooks.Stopwatch()
+        log, evaluate, save = _build_actions(config, group, output, store, parts, watch, leaving, audit)
+        try:
+            ended, asked = loop.train(
+                group,
+                parts.state,
+                parts.train_step,
+                parts.train,
+                _hooks(config, group, parts, output, log, evaluate, save),
+                leaving,
+                last_step=parts.last_step,
+                steps_per_call=config.train.steps_per_call,
+                watch=watch,
+                used=audit.append,
+            )
+        except tf.errors.OpError as error:
+            raise parts.train.explain(error) or error from error
+        finally:
+            audit.close()
 
-    first_step = int(parts.state.step)
-    output.rewind(first_step)
-    output.write_config(dump(config))
-    output.say(f"resumed from {found} at step {first_step}" if found else "starting from initial weights")
-    output.start_progress(first_step, parts.last_step)
-    watch = hooks.Stopwatch()
-    log, evaluate, save = _build_actions(config, group, output, store, parts, watch)
-    try:
-        loop.train(
-            parts.state,
-            parts.train_step,
-            parts.train,
-            [
-                hooks.every(config.train.steps_per_call, output.show_progress),
-                *_hooks(config, parts.train.steps_per_epoch, log, evaluate, save),
-            ],
-            last_step=parts.last_step,
-            steps_per_call=config.train.steps_per_call,
-            watch=watch,
-        )
-    except tf.errors.OpError as error:
-        raise parts.train.explain(error) or error from error
-
-    summary = _summary(config, group, parts.state, watch, started)
-    summary |= {"train": log.newest, "eval": evaluate.newest if evaluate else {}}
-    output.write_summary(summary)
-    output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps")
+        failure = group.broadcast_object(store.wait())
+        if failure:
+            raise RunError(f"the last checkpoint could not be saved: {failure}")
+        summary = _summary(config, group, parts, watch, started) | {"ended": ended}
+        summary |= {"train": log.newest, "eval": evaluate.newest if evaluate else {}}
+        with group.together():
+            output.write_summary(summary)
+        why = "" if ended == loop.DONE else f" ({ended})"
+        again = "; saved, start it again to go on" if asked else ""
+        output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
+        output.close()
     group.close()
-    output.close()
-    return summary
+    return START_AGAIN if asked else 0
+
+
+def _open_output(config: Config, group: WorkerGroup) -> NoOutput:
+    assert config.output_dir is not None
+    return open_output(
+        config.output_dir,
+        is_root=group.is_root,
+        tensorboard=config.log.tensorboard,
+        progress=config.log.progress,
+        launched=group.launcher != "none",
+    )
+
+
+def _deadline(config: Config, started: float) -> float | None:
+    """When the process must be gone: by the config or by the scheduler, whichever is sooner."""
+    own = started + config.train.max_time if config.train.max_time is not None else None
+    given = [end for end in (own, launch.detect().end_time) if end is not None]
+    return min(given, default=None)
 
 
 def _introduce(group: WorkerGroup, output: NoOutput, config: Config) -> None:
@@ -126,13 +132,11 @@ def _facts(config: Config) -> dict[str, str]:
     return {
         "config": agreement.digest(dump(config).encode()),
         "code of horovod_train": agreement.code_digest(),
-        **{f"version of {name}": version for name, version in _versions().items()},
+        **{f"version of {name}": value for name, value in _versions().items()},
     }
 
 
 def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
     return {
         "horovod_train": horovod_train.__version__,
         "python": platform.python_version(),
@@ -142,89 +146,18 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _build(config: Config, group: WorkerGroup) -> Parts:
-    data = config.data
-    assert data.global_batch_size is not None
-    train = build_pipeline(
-        open_records(data, "train"),
-        data,
-        rank=group.rank,
-        size=group.size,
-        seed=config.seed,
-        training=True,
-        global_batch_size=data.global_batch_size,
-    )
-    eval_ = None
-    if data.eval:
-        per_rank = config.eval.batch_size_per_rank or -(-data.global_batch_size // group.size)
-        eval_ = build_pipeline(
-            open_records(data, "eval"),
-            data,
-            rank=group.rank,
-            size=group.size,
-            seed=config.seed,
-            training=False,
-            global_batch_size=per_rank * group.size,
-        )
-    horizon = _horizon(config, train)
-    model, loss = build_model(config.model), build_loss(config.loss)
-    seen = {split: Accumulator(["loss"], build_metrics(config.metrics)) for split in ("train", "eval")}
-    check_fits(model, loss, seen["train"], train.element_spec, "data.train")
-    if eval_ is not None:
-        check_fits(model, loss, seen["eval"], eval_.element_spec, "data.eval")
-    optimizer = DistributedOptimizer(
-        build_optimizer(config, horizon), op=config.horovod.op, compression=config.horovod.compression
-    )
-    state = TrainState(model, optimizer)
-    train_step = TrainStep(
-        state,
-        loss,
-        seen["train"],
-        rank=group.rank,
-        size=group.size,
-        seed=config.seed,
-        accumulate_steps=config.train.accumulate_steps,
-    )
-    return Parts(train, eval_, state, train_step, EvalStep(model, loss, seen["eval"]), horizon.total_steps)
-
-
-def _horizon(config: Config, train: Pipeline) -> Horizon:
-    in_epochs = (config.train.epochs or math.inf) * train.steps_per_epoch
-    return Horizon(
-        global_batch_size=train.global_batch_size,
-        steps_per_epoch=train.steps_per_epoch,
-        total_steps=int(min(in_epochs, config.train.max_steps or math.inf)),
-    )
-
-
-def _build_actions(
-    config: Config, group: WorkerGroup, output: NoOutput, store: Any, parts: Parts, watch: hooks.Stopwatch
-) -> tuple[hooks.LogTraining, hooks.Evaluate | None, hooks.Save]:
-    log = hooks.LogTraining(group, output, parts.state, parts.train_step.seen, watch)
-    save = hooks.Save(group, store, parts.state, watch)
-    if parts.eval is None:
-        return log, None, save
-    return log, hooks.Evaluate(group, output, parts.state, parts.eval, parts.eval_step, watch), save
-
-
-def _hooks(
-    config: Config,
-    steps_per_epoch: int,
-    log: hooks.LogTraining,
-    evaluate: hooks.Evaluate | None,
-    save: hooks.Save,
-) -> list[hooks.Hook]:
-    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
-
-    def both(every_steps: int | None, every_epochs: int | None, action: Callable[[int], None]) -> list[hooks.Hook]:
-        in_steps = every_epochs * steps_per_epoch if every_epochs else None
-        return [hooks.every(every_steps, action), hooks.every(in_steps, action, at_end=True)]
-
-    return [
-        hooks.every(config.log.every_steps, log, at_end=True),
-        *(both(config.eval.every_steps, config.eval.every_epochs, evaluate) if evaluate else []),
-        *both(config.checkpoint.every_steps, config.checkpoint.every_epochs, save),
-    ]
+def _restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> dict[str, Any]:
+    """Gives root's state the values of the checkpoint to start from; returns the statistics of each rank in it."""
+    found = store.find(config.checkpoint.resume)
+    if found is None:
+        output.say("starting from initial weights")
+        return {}
+    arrays = load(parts.state.variables(), found)
+    _check_position(parts, str(found.folder))
+    if found.facts.config["checkpoint"]["best"] != as_dict(config.checkpoint.best):
+        parts.best.forget()  # the best of another metric
+    output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
+    return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
 def _check_position(parts: Parts, path: str) -> None:
@@ -237,12 +170,100 @@ def _check_position(parts: Parts, path: str) -> None:
         )
 
 
+def _open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
+    if not config.data.audit:
+        return NoAudit()
+    assert config.output_dir is not None
+    return AuditLog(
+        config.output_dir,
+        Start(
+            epoch=int(parts.state.epoch),
+            step=loop.position(parts.state, parts.train),
+            rank=group.rank,
+            size=group.size,
+            num_records=parts.train.num_records,
+            global_batch_size=parts.train.global_batch_size,
+            steps_per_epoch=parts.train.steps_per_epoch,
+        ),
+    )
+
+
+def _build_actions(
+    config: Config,
+    group: WorkerGroup,
+    output: NoOutput,
+    store: NoStore,
+    parts: Parts,
+    watch: hooks.Stopwatch,
+    leaving: Leaving,
+    audit: NoAudit,
+) -> tuple[hooks.LogTraining, hooks.Evaluate | None, hooks.Save]:
+    state = parts.state
+
+    def facts() -> Facts:
+        best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+        return Facts(
+            step=int(state.step),
+            epoch=int(state.epoch),
+            records=int(state.records),
+            ranks=group.size,
+            config=as_dict(config),
+            versions=_versions(),
+            best=best if config.checkpoint.best and best.step >= 0 else None,
+        )
+
+    log = hooks.LogTraining(group, output, state, parts.train, parts.train_step, watch)
+    save = hooks.Save(group, store, state, watch, leaving, log, audit, facts)
+    if parts.eval is None:
+        return log, None, save
+    per_call = config.train.steps_per_call
+    evaluate = hooks.Evaluate(group, output, state, parts.eval, parts.eval_step, watch, leaving, per_call)
+    evaluate.watchers = [parts.best.update, parts.early_stopping.update]
+    return log, evaluate, save
+
+
+def _hooks(
+    config: Config,
+    group: WorkerGroup,
+    parts: Parts,
+    output: NoOutput,
+    log: hooks.LogTraining,
+    evaluate: hooks.Evaluate | None,
+    save: hooks.Save,
+) -> list[hooks.Hook]:
+    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
+    every, per_call = hooks.every, config.train.steps_per_call
+
+    def epochs(count: int | None) -> int | None:
+        return count * parts.train.steps_per_epoch if count else None
+
+    def save_best(step: int) -> str | None:
+        return save(step) if int(parts.best.step) == step else None
+
+    due = [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
+    if evaluate:
+        due += [
+            every(config.eval.every_steps, evaluate),
+            every(epochs(config.eval.every_epochs), evaluate, at_end="done"),
+        ]
+    if evaluate and config.checkpoint.best:
+        due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
+    due += [every(config.train.check_agreement_every_steps, hooks.CheckAgreement(group, parts.state))]
+    if config.checkpoint.every_minutes is not None:
+        # Root's clock decides, and is asked often enough for minutes.
+        due += [every(10 * per_call, hooks.EveryMinutes(group, config.checkpoint.every_minutes, save))]
+    due += [every(config.checkpoint.every_steps, save)]
+    due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
+    return due
+
+
 def _summary(
-    config: Config, group: WorkerGroup, state: TrainState, watch: hooks.Stopwatch, started: float
+    config: Config, group: WorkerGroup, parts: Parts, watch: hooks.Stopwatch, started: float
 ) -> dict[str, Any]:
     seconds, _, records = watch.read()
+    state = parts.state
+    state.average_statistics(group)
     return {
-        "ended": "done",
         "steps": int(state.step),
         "epochs": int(state.epoch),
         "ranks": group.size,

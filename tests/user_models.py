@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -34,3 +37,71 @@ def not_a_model() -> int:
 
 def huber_per_record(targets: Any, outputs: Any, delta: float = 1.0) -> tf.Tensor:
     return keras.losses.huber(tf.one_hot(tf.cast(tf.reshape(targets, [-1]), tf.int32), 10), outputs, delta)
+
+
+def rank() -> int:
+    return int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+
+
+class At(layers.Layer):
+    """Passes its input on; at its n-th call in training on one rank it does something to it or to its weight."""
+
+    def __init__(self, step: int, on_rank: int, what: str) -> None:
+        super().__init__()
+        self.step, self.is_victim, self.what = step, rank() == on_rank, what
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False, name="calls")
+        self.gain = self.add_weight(shape=(), initializer="ones", name="gain")
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        if training:
+            self.calls.assign_add(1)
+            is_now = tf.logical_and(self.calls.value == self.step, self.is_victim)
+            if self.what == "nan":
+                x = x + tf.where(is_now, float("nan"), 0.0)
+            if self.what == "tamper":
+                self.gain.assign_add(tf.where(is_now, 1e-3, 0.0))
+            if self.what == "raise":
+                x = tf.numpy_function(self._fail_if, [is_now, x], tf.float32)
+                x.set_shape((None, 784))
+        return x * self.gain
+
+    @staticmethod
+    def _fail_if(is_now: Any, x: Any) -> Any:
+        if is_now:
+            raise ArithmeticError("the reactor is on fire")
+        return x
+
+
+def troubled(step: int = 7, on_rank: int = 1, what: str = "nan") -> keras.Model:
+    image = keras.Input((28, 28, 1))
+    x = At(step, on_rank, what)(layers.Flatten()(image))
+    return keras.Model(image, layers.Dense(10)(x))
+
+
+class Slow(layers.Layer):
+    """Takes its time in evaluation, and leaves a file to say that it has begun."""
+
+    def __init__(self, marker: str, seconds: float) -> None:
+        super().__init__()
+        self.marker, self.seconds = marker, seconds
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return x if training else tf.ensure_shape(tf.numpy_function(self._wait, [x], tf.float32), x.shape)
+
+    def _wait(self, x: Any) -> Any:
+        Path(self.marker).touch()
+        time.sleep(self.seconds)
+        return x
+
+
+def long_run(marker: str = "", seconds: float = 0.0) -> keras.Model:
+    """Dropout and an Embedding, and an evaluation that can be made slow: for runs that are stopped and resumed."""
+    image = keras.Input((28, 28, 1))
+    tokens = keras.ops.cast((keras.ops.reshape(image, (-1, 784)) + 0.5) * 15.0, "int32")
+    x = layers.Flatten()(layers.Embedding(16, 2)(tokens))
+    x = layers.Dropout(0.5)(layers.BatchNormalization()(layers.Dense(16, activation="relu")(x)))
+    if marker:
+        x = Slow(marker, seconds)(x)
+    return keras.Model(image, layers.Dense(10)(x))

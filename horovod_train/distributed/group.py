@@ -6,7 +6,9 @@ gradients (see optimizer) and does not decide anything.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +21,13 @@ import tensorflow as tf
 
 from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed import device, launch
+from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
+
+# The last three are what the libraries say under Horovod: gloo names its source file.
+_CONNECTION_LOSS = re.compile(r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class WorkerGroup:
     exchange: str
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
+    heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
+    """What this rank is doing, for those who watch over it; all meetings here are its phase `exchange`."""
 
     @property
     def is_root(self) -> bool:
@@ -49,10 +57,15 @@ class WorkerGroup:
         parts = [np.asarray(array, dtype=np.float64) for array in arrays]
         packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
         # At least one element: an empty exchange would be no meeting.
-        total = hvd.allreduce(tf.constant(np.append(packed, 0.0)), op=hvd.Sum, name="group.sum").numpy()
+        with self.heartbeat.phase("exchange"):
+            total = hvd.allreduce(tf.constant(np.append(packed, 0.0)), op=hvd.Sum, name="group.sum").numpy()
         ends = np.cumsum([part.size for part in parts])
         pieces = np.split(total[:-1], ends[:-1]) if parts else []
         return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    def sum_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """Collective: the sum over all ranks, inside a compiled step. name: unique among the exchanges under way."""
+        return hvd.allreduce(value, op=hvd.Sum, name=name)
 
     def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Collective: element-wise means over all ranks, in float64. Shapes as in `sum`."""
@@ -60,15 +73,18 @@ class WorkerGroup:
 
     def broadcast(self, variables: Sequence[Any]) -> None:
         """Collective: gives every rank root's values. variables: tf or Keras variables, the same on every rank."""
-        hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
+        with self.heartbeat.phase("exchange"):
+            hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
         """Collective: root's value, on every rank. Any picklable object; small ones."""
-        return hvd.broadcast_object(value, root_rank=0, name="group.broadcast_object")
+        with self.heartbeat.phase("exchange"):
+            return hvd.broadcast_object(value, root_rank=0, name="group.broadcast_object")
 
     def gather(self, value: T) -> list[T]:
         """Collective: the values of all ranks, by rank, on every rank. Any picklable object; small ones."""
-        return hvd.allgather_object(value, name="group.gather")
+        with self.heartbeat.phase("exchange"):
+            return hvd.allgather_object(value, name="group.gather")
 
     def barrier(self) -> None:
         """Collective: returns when every rank has come here."""
@@ -147,10 +163,8 @@ def as_tf_variable(variable: Any) -> tf.Variable:
 
 def is_connection_loss(error: BaseException) -> bool:
     """Whether the error only says that another rank has gone: Horovod shuts down, the cause is elsewhere."""
-    text = str(error)
-    return isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError) and (
-        "Horovod has been shut down" in text or ("HorovodAllreduce" in text and "onnection" in text)
-    )
+    is_horovods = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
+    return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
 
 
 def _set_horovod_environment(horovod: HorovodConfig, deterministic: bool) -> None:

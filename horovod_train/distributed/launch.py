@@ -20,6 +20,11 @@ class Launch:
     launcher: Launcher
     rank: int
     size: int
+    end_time: float | None = None
+    """When the scheduler will end the job, in seconds since 1970, where it says so."""
+
+    job: str = ""
+    """The scheduler's name for this job."""
 
     @property
     def uses_mpi(self) -> bool:
@@ -29,11 +34,14 @@ class Launch:
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     """Reads what horovodrun (gloo) or mpirun, which `horovodrun --mpi` calls, tell each process they start.
 
-    HOROVOD_RANK wins: under gloo inside an MPI job it is Horovod that will be asked.
+    HOROVOD_RANK wins: under gloo inside an MPI job it is Horovod that will be asked. SLURM_JOB_END_TIME is the same
+    for all processes of a job.
     """
+    end = float(environment["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in environment else None
+    job = environment.get("SLURM_JOB_ID", "")
     if "HOROVOD_RANK" in environment:
-        return Launch("horovodrun", int(environment["HOROVOD_RANK"]), int(environment.get("HOROVOD_SIZE", 1)))
+        return Launch("horovodrun", int(environment["HOROVOD_RANK"]), int(environment.get("HOROVOD_SIZE", 1)), end, job)
     if "OMPI_COMM_WORLD_RANK" in environment:
         rank, size = environment["OMPI_COMM_WORLD_RANK"], environment.get("OMPI_COMM_WORLD_SIZE", "1")
-        return Launch("mpirun", int(rank), int(size))
-    return Launch("none", 0, 1)
+        return Launch("mpirun", int(rank), int(size), end, job)
+    return Launch("none", 0, 1, end, job)

@@ -64,11 +64,17 @@ def DistributedOptimizer(
     base = type(optimizer)
 
     class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
-        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            combined = [
+        def combine(self, grads: Sequence[Any]) -> list[Any]:
+            """The gradients combined over the ranks, for a caller who wants to look at them before `apply_combined`."""
+            return [
                 None if grad is None else exchange(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
             ]
-            super().apply(combined, trainable_variables)
+
+        def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            super().apply(grads, trainable_variables)
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            self.apply_combined(self.combine(grads), trainable_variables)
 
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__

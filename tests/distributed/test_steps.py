@@ -58,3 +58,4 @@ def test_gathered_statistics_are_averaged(rank_facts: RankFacts, launcher: str, 
     mean = np.mean([facts["mask"] for facts in ranks], axis=0)
     for facts in ranks:
         assert np.allclose(facts["averaged_mask"], mean)
+        assert facts["own_mask"] == facts["mask"]

@@ -17,16 +17,17 @@ LAYERS = [
     {"main"},
     {"train", "tools"},
     {"loop"},
-    {"hooks", "step", "checkpoint"},
-    {"state", "metrics", "output"},
-    {"distributed", "data", "models", "optim"},
+    {"hooks", "build"},
+    {"step", "checkpoint", "leaving"},
+    {"state", "metrics", "output", "best", "lease", "checkpoint_set"},
+    {"distributed", "data", "models", "optim", "checkpoint_files", "run_files"},
     {"lookup", "config_yaml"},
     {"config"},
     {"errors", "quiet"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
 
-SIDEWAYS = {("hooks", "step"), ("hooks", "checkpoint")}
+SIDEWAYS: set[tuple[str, str]] = set()
 
 MAY_IMPORT_HOROVOD = {"distributed"}
 MAY_READ_ENVIRONMENT = {"main", "distributed", "quiet"}

@@ -87,7 +87,16 @@ def train(
     state = TrainState(model, DistributedOptimizer(optimizer))
     state.step.assign(first_step)
     seen = Accumulator(["loss"], build_metrics(METRICS))
-    step = TrainStep(state, build_loss(LOSS), seen, rank=rank, size=size, seed=5, accumulate_steps=accumulate_steps)
+    step = TrainStep(
+        state,
+        build_loss(LOSS),
+        seen,
+        rank=rank,
+        size=size,
+        seed=5,
+        accumulate_steps=accumulate_steps,
+        count_over_ranks=lambda batch: batch.count,
+    )
     step.run(batches(), 2)
     step.run(stream_from(2), 1)
     return state, seen
@@ -171,9 +180,11 @@ facts["mask_again"] = again.model.layers[1].mask.numpy()
 later, _ = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5), first_step=1)
 facts["mask_later"] = later.model.layers[1].mask.numpy()
 
-# Ranks that gathered different statistics hold their mean afterwards.
-state.average_statistics(group)
+# Ranks that gathered different statistics hold their mean afterwards, and can have their own back.
+own = state.average_statistics(group)
 facts["averaged_mask"] = state.model.layers[1].mask.numpy()
+state.set_statistics(own)
+facts["own_mask"] = state.model.layers[1].mask.numpy()
 
 leave(rank, facts)
 group.close()

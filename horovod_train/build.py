@@ -1,0 +1,128 @@
+"""Makes the parts that a run trains with, from its config. Nothing here meets other ranks or writes a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from horovod_train.best import Best, EarlyStopping
+from horovod_train.config import Config, Watched
+from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
+from horovod_train.data.records import open_records
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.errors import UserError
+from horovod_train.metrics import Accumulator, build_metrics
+from horovod_train.models import build_model
+from horovod_train.optim import Horizon, build_optimizer
+from horovod_train.state import TrainState
+from horovod_train.step import EvalStep, TrainStep, build_loss, check_fits
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run trains with."""
+
+    train: Pipeline
+    eval: Pipeline | None
+    state: TrainState
+    train_step: TrainStep
+    eval_step: EvalStep
+    best: Best
+    early_stopping: EarlyStopping
+    last_step: int
+
+
+def build_parts(config: Config, group: WorkerGroup) -> Parts:
+    """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must mend.
+
+    `config` is resolved: its global batch size is known.
+    """
+    keras.utils.set_random_seed(config.seed)
+    keras.mixed_precision.set_dtype_policy(config.precision)
+    train = _open(config, group, training=True)
+    eval_ = _open(config, group, training=False) if config.data.eval else None
+    horizon = _horizon(config, train)
+    model, loss = build_model(config.model), build_loss(config.loss)
+    seen = {split: Accumulator(["loss"], build_metrics(config.metrics)) for split in ("train", "eval")}
+    for name, pipeline in (("train", train), ("eval", eval_)):
+        if pipeline is not None:
+            check_fits(model, loss, seen[name], pipeline.element_spec, f"data.{name}")
+    _check_watched(config, seen["eval"])
+    optimizer = DistributedOptimizer(
+        build_optimizer(config, horizon), op=config.horovod.op, compression=config.horovod.compression
+    )
+    # Both always, so that switching one on does not make a checkpoint another run's.
+    best = Best("best", config.checkpoint.best or Watched())
+    early_stopping = EarlyStopping(config.early_stopping)
+    state = TrainState(model, optimizer, best.variables | early_stopping.best.variables)
+    train_step = TrainStep(
+        state,
+        loss,
+        seen["train"],
+        rank=group.rank,
+        size=group.size,
+        seed=config.seed,
+        accumulate_steps=config.train.accumulate_steps,
+        max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+        count_over_ranks=_counting(config, group),
+    )
+    return Parts(
+        train=train,
+        eval=eval_,
+        state=state,
+        train_step=train_step,
+        eval_step=EvalStep(model, loss, seen["eval"]),
+        best=best,
+        early_stopping=early_stopping,
+        last_step=horizon.total_steps,
+    )
+
+
+def _open(config: Config, group: WorkerGroup, *, training: bool) -> Pipeline:
+    data = config.data
+    assert data.global_batch_size is not None
+    global_batch_size = data.global_batch_size
+    if not training:
+        per_rank = config.eval.batch_size_per_rank or -(-global_batch_size // group.size)
+        global_batch_size = per_rank * group.size
+    return build_pipeline(
+        open_records(data, "train" if training else "eval"),
+        data,
+        rank=group.rank,
+        size=group.size,
+        seed=config.seed,
+        training=training,
+        global_batch_size=global_batch_size,
+    )
+
+
+def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor]:
+    """How a step learns how many records all ranks hold in it."""
+    if config.data.on_bad_record == "error":
+        return lambda batch: batch.count  # as planned: nobody needs to be asked
+    # Some may have been left out, and only the ranks together know how many.
+    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.weights), "step.count"), 1.0)
+
+
+def _horizon(config: Config, train: Pipeline) -> Horizon:
+    in_epochs = (config.train.epochs or math.inf) * train.steps_per_epoch
+    return Horizon(
+        global_batch_size=train.global_batch_size,
+        steps_per_epoch=train.steps_per_epoch,
+        total_steps=int(min(in_epochs, config.train.max_steps or math.inf)),
+    )
+
+
+def _check_watched(config: Config, seen: Accumulator) -> None:
+    stops = config.early_stopping
+    watched = {"checkpoint.best": config.checkpoint.best}
+    watched["early_stopping"] = stops if stops.patience or stops.target is not None else None
+    names = [*seen.sums, *(metric.name for metric in seen.metrics)]
+    for key, value in watched.items():
+        if value is not None and value.metric not in names:
+            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")

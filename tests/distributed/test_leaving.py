@@ -1,0 +1,232 @@
+"""Runs that end before their end: together, saying why, and ready to go on where they were."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PROJECT, launcher_command, metrics_of, rank_environment, summary_of, train
+
+CONFIG = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+model: user_models:long_run
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
+optimizer: {{name: adam, options: {{use_ema: true}}}}
+lr_schedule: {{base_lr: 0.01, decay: {{name: cosine}}}}
+train: {{epochs: 40, steps_per_call: 5}}
+log: {{every_steps: 15, tensorboard: false}}
+eval: {{every_epochs: null}}
+checkpoint: {{every_steps: 20, every_epochs: null}}
+"""
+STEPS = 600
+
+
+@pytest.fixture(scope="session")
+def config(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "leaving.yaml"
+    path.write_text(CONFIG.format(data=digits))
+    return path
+
+
+class Job:
+    """A run under a launcher that is looked at, and disturbed, while it goes on."""
+
+    def __init__(self, launcher: str, np: int, words: list[str], log: Path) -> None:
+        command = [*launcher_command(launcher, np), sys.executable, "-u", "-m", "horovod_train.main", *words]
+        self.log, self._file = log, log.open("w")
+        self.process = subprocess.Popen(
+            command, cwd=PROJECT, env=rank_environment(), stdin=subprocess.DEVNULL, stdout=self._file, stderr=self._file
+        )
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes that train, however the launcher nests them."""
+        found = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return [process for process in found if _is_rank(process)]
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 90) -> None:
+        limit = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None or time.monotonic() > limit:
+                self.end()
+                pytest.fail(f"{what} did not happen:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.01)
+
+    def has_said(self, words: str) -> Callable[[], bool]:
+        return lambda: words in self.log.read_text()
+
+    def wait(self, timeout_s: float = 120) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            pytest.fail(f"still there after {timeout_s} s:\n{self.log.read_text()[-3000:]}")
+        finally:
+            self._file.close()
+
+    def end(self) -> None:
+        for process in [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]:
+            process.kill()
+        self.process.wait()
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return "horovod_train.main" in words and Path(words[0]).name.startswith("python") and "-m" in words[:4]
+
+
+def undisturbed(config: Path, run_dir: Path, np: int, *words: str) -> str:
+    launcher = "mpirun" if np > 1 else "none"
+    finished = train(["--config", config, "--output-dir", run_dir, *words], launcher=launcher, np=np, timeout_s=240)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(run_dir)["steps"] == STEPS
+    return str(summary_of(run_dir)["weights_sha256"])
+
+
+def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit(config: Path, tmp_path: Path) -> None:
+    """One run, stopped during the first compile, a step, an evaluation and a save, and each time started again."""
+    np, run_dir = int(os.environ.get("NP", "2")), tmp_path / "stopped"
+    marker = tmp_path / "evaluating"
+    slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: 0.1}}}}"
+    common = [slow, "deterministic=true", "eval.every_steps=300"]
+    expected = undisturbed(config, tmp_path / "whole", np, *common)
+    marker.unlink()
+
+    def step() -> int:
+        rows = metrics_of(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
+        return int(rows[-1]["step"]) if rows else 0
+
+    def is_saving() -> bool:
+        return step() > 420 and any(path.name.startswith(".") for path in (run_dir / "checkpoints").iterdir())
+
+    moments: dict[str, Callable[[Job], Callable[[], bool]]] = {
+        "first compile": lambda job: job.has_said("starting from initial weights"),
+        "step": lambda job: lambda: step() > 100,
+        "evaluation": lambda job: marker.exists,
+        "save": lambda job: is_saving,
+    }
+    for name, moment in moments.items():
+        log = tmp_path / f"{name}.log"
+        job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
+        job.wait_until(moment(job), name)
+        sent = time.monotonic()
+        random.choice(job.ranks()).send_signal(signal.SIGTERM)
+        assert job.wait() == 75, log.read_text()
+        assert time.monotonic() - sent < 20
+        assert "(SIGTERM); saved, start it again to go on" in log.read_text()
+        assert summary_of(run_dir)["ended"] == "SIGTERM"
+    finished = train(["--config", config, "--output-dir", run_dir, *common], launcher="mpirun", np=np)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(run_dir)["weights_sha256"] == expected
+    assert [row["step"] for row in metrics_of(run_dir, "eval")] == [300, 600]
+
+
+@pytest.mark.parametrize("np", [2, 3])
+def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(config: Path, tmp_path: Path, np: int) -> None:
+    """`make test-faults ROUNDS=25` does it more often."""
+    rounds, rng = int(os.environ.get("ROUNDS", "2")), random.Random(int(os.environ.get("FAULT_SEED", "1")))
+    words = ["deterministic=true"] if np > 2 else []
+    expected = undisturbed(config, tmp_path / "whole", np, *words)
+    run_dir, log = tmp_path / "killed", tmp_path / "log"
+    seen: list[str] = []
+    for number in range(rounds):
+        job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *words], log)
+        job.wait_until(lambda job=job: "at step" in log.read_text() or "starting" in log.read_text(), "a start")
+        time.sleep(rng.uniform(0, 9))
+        if job.process.poll() is None and (ranks := job.ranks()):
+            rng.choice(ranks).kill()
+        code = job.wait()
+        _, left = psutil.wait_procs(ranks, timeout=10)
+        assert not left, "ranks are left"
+        assert "damaged" not in log.read_text()
+        seen.append(f"round {number}: exit {code}, checkpoints {sorted(run_dir.glob('checkpoints/*'))}")
+    finished = train(["--config", config, "--output-dir", run_dir, *words], launcher="mpirun", np=np, timeout_s=240)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(run_dir)["weights_sha256"] == expected, "\n".join(seen)
+
+
+def test_nan_on_one_rank_stops_all_at_the_same_step(config: Path, tmp_path: Path) -> None:
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
+    words = ["--config", config, "--output-dir", tmp_path / "run", model, "train.epochs=2"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 1
+    assert finished.stderr.count("Model diverged with loss = NaN at step 7: gradients are not finite on rank 1 (") == 1
+    assert "Traceback" not in finished.stderr
+
+
+def test_a_nan_can_be_skipped_on_all_ranks_alike(config: Path, tmp_path: Path) -> None:
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
+    words = ["--config", config, "--output-dir", tmp_path / "run", model, "train.epochs=2", "train.non_finite=skip"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 0, finished.text
+    assert metrics_of(tmp_path / "run", "train")[-1]["skipped_updates"] == 1
+
+
+def test_a_weight_changed_on_one_rank_is_named(config: Path, tmp_path: Path) -> None:
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: tamper}}"
+    words = ["--config", config, "--output-dir", tmp_path / "run", model, "train.epochs=2"]
+    finished = train([*words, "train.check_agreement_every_steps=5"], launcher="mpirun", np=2)
+    assert finished.returncode == 86
+    assert "ranks disagree at step 10 on model/at/gain: rank 1 (" in finished.stderr
+
+
+def test_without_the_check_a_changed_weight_goes_unnoticed(config: Path, tmp_path: Path) -> None:
+    """The negative of the above: nothing else would have found it."""
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: tamper}}"
+    words = [
+        "--config",
+        config,
+        "--output-dir",
+        tmp_path / "run",
+        model,
+        "train.epochs=1",
+        "checkpoint.every_steps=null",
+    ]
+    words = [*words, "train.check_agreement_every_steps=null", "train.max_steps=10", "log.every_steps=5"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 86  # by the save at the end, which always looks
+    assert [row["step"] for row in metrics_of(tmp_path / "run", "train")] == [5, 10]
+
+
+def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "STOP").touch()
+    stopped = train(["--config", config, "--output-dir", tmp_path / "a"])
+    assert stopped.returncode == 75, stopped.text
+    assert summary_of(tmp_path / "a")["ended"] == "STOP file"
+    timed = train(
+        ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:08", "train.epochs=100000"]
+    )
+    assert timed.returncode == 75, timed.text
+    summary = summary_of(tmp_path / "b")
+    assert summary["ended"] == "walltime"
+    assert summary["seconds"] < 12
+    assert summary["steps"] > 0
+
+
+def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:
+    words = ["--config", config, "eval.every_epochs=1", "lr_schedule.base_lr=0.0", "early_stopping.patience=2"]
+    finished = train([*words, "--output-dir", tmp_path / "patience"])
+    assert finished.returncode == 0, finished.text
+    summary = summary_of(tmp_path / "patience")
+    assert summary["epochs"] == 3
+    assert summary["ended"].startswith("early stopping: loss has not been better than")
+    words = ["--config", config, "eval.every_epochs=1", "early_stopping={metric: accuracy, mode: max, target: 0.5}"]
+    best = "checkpoint.best={metric: accuracy, mode: max}"
+    finished = train([*words, best, "--output-dir", tmp_path / "target"])
+    assert finished.returncode == 0, finished.text
+    summary = summary_of(tmp_path / "target")
+    assert summary["ended"].startswith("target reached: accuracy ")
+    assert summary["epochs"] < 40
+    assert summary["eval"]["accuracy"] >= 0.5
