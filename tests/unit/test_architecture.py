@@ -21,9 +21,9 @@ LAYERS = [
     {"step", "checkpoint", "leaving"},
     {"state", "metrics", "output", "best", "lease", "checkpoint_set"},
     {"distributed", "data", "models", "optim", "checkpoint_files", "run_files"},
-    {"lookup", "config_yaml"},
+    {"lookup", "config_yaml", "rank_story"},
     {"config"},
-    {"errors", "quiet"},
+    {"errors", "quiet", "rank_log"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
 

@@ -1,0 +1,72 @@
+"""For `explain`: how far a run came and from where it can go on, read off its files without TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FOLDER = re.compile(r"step-(\d+)")
+_STEP = re.compile(r'"step": (\d+)')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    step: int
+
+
+def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest whose files have their sizes, and what is wrong with newer ones. Reads no checksums."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    steps = {int(found[1]): path for path in folders if (found := _FOLDER.fullmatch(path.name))}
+    damaged: list[str] = []
+    for step, path in sorted(steps.items(), reverse=True):
+        problem = _problem(path)
+        if problem is None:
+            return Checkpoint(str(path), step), damaged
+        damaged.append(f"{path}: {problem}")
+    return None, damaged
+
+
+def last_step_in_metrics(run_dir: Path) -> int | None:
+    try:
+        found = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return max(map(int, found), default=None)
+
+
+def resumes_by_itself(run_dir: Path) -> bool:
+    """Whether the run's own config lets it go on from its newest checkpoint."""
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return bool(config["checkpoint"]["resume"] == "auto")
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return True
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Empty where there is no whole JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _problem(folder: Path) -> str | None:
+    files = read_json(folder / "manifest.json").get("files")
+    if not isinstance(files, dict):
+        return "manifest.json is missing or broken"
+    for name, about in files.items():
+        path, expected = folder / name, about["bytes"]
+        found = path.stat().st_size if path.exists() else "none"
+        if found != expected:
+            return f"{name}: expected {expected} bytes, found {found}"
+    return None

@@ -1,0 +1,63 @@
+"""One rank that nobody launched, under watch, without Horovod: guarded.py OUT RANK SIZE WARN_S STOP_S.
+
+Its main thread waits, as in an exchange. The ranks find each other through a file in OUT.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from horovod_train import rank_log
+from horovod_train.distributed.channel import Address, Server, connect
+from horovod_train.distributed.guard import Guard, to_stderr
+from horovod_train.distributed.heartbeat import Heartbeat
+from horovod_train.distributed.judge import Limits
+from horovod_train.distributed.member_guard import MemberGuard
+from horovod_train.distributed.root_guard import RootGuard
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the watch asks of a WorkerGroup."""
+
+    rank: int
+    size: int
+    launcher: str = "none"
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    @property
+    def hosts(self) -> list[str]:
+        return ["here"] * self.size
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} (here)"
+
+
+out, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+limits = Limits(float(sys.argv[4]), float(sys.argv[5]), float(sys.argv[5]))
+group = Group(rank, size)
+meeting_point = out / "address"
+guard: Guard
+
+if rank == 0:
+    rank_log.make_folder(out)
+    server = Server("127.0.0.1")
+    log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
+    guard = RootGuard(group, log, limits, server, to_stderr)
+    meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
+    meeting_point.with_suffix(".new").rename(meeting_point)
+else:
+    while not meeting_point.exists():
+        time.sleep(0.05)
+    host, port, token = meeting_point.read_text().split()
+    line = connect(Address(host, int(port), token), rank, 10.0)
+    log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
+    guard = MemberGuard(group, log, limits, line)
+guard.start()
+group.heartbeat.phase("exchange")
+(out / f"pid-{rank}").write_text(str(os.getpid()))
+time.sleep(600)

@@ -1,0 +1,97 @@
+"""A run under watch that goes on until something happens to it: watched.py OUT VICTIM TROUBLE WARN_S STOP_S.
+
+TROUBLE is what rank VICTIM does after a while: `none`; `slow-input`; `raise`, while the last rank is where it hears
+nothing of it; `raise-alike`, which all do; `unwatched`, which is `none` with the watch off. What befalls a rank from
+outside is up to the test, which finds `pid-N` in OUT once rank N trains.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_train import rank_log
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.data.feed import Feed
+from horovod_train.distributed.group import start
+from horovod_train.distributed.judge import Limits
+from horovod_train.distributed.place import Place
+from horovod_train.distributed.watch import NoWatch, open_watch
+from horovod_train.errors import AlreadySaid
+
+OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+LIMITS = Limits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=60.0)
+TROUBLE_AT_STEP = 30
+
+group = start(HorovodConfig(), DeviceConfig())
+is_victim = group.rank == VICTIM
+rank_log.make_folder(OUT if group.is_root else None)
+group.barrier()
+host = group.hosts[group.rank]
+said = rank_log.introduction(group.rank, group.size, group.launcher, host)
+log = rank_log.open_rank_log(OUT, group.rank, host, said=said)
+group.heartbeat.tell = log.write
+watch = NoWatch(group, log) if TROUBLE == "unwatched" else open_watch(group, log, LIMITS)
+
+step = tf.Variable(0, dtype=tf.int64)
+place = Place(step)
+weight = tf.Variable(tf.zeros([8]))
+
+
+def inputs() -> Iterator[tuple[np.ndarray]]:
+    for number in range(1_000_000):
+        if is_victim and TROUBLE == "slow-input" and number == TROUBLE_AT_STEP:
+            with (OUT / "train-00031.tfrecord").open("wb"):
+                time.sleep(600)
+        time.sleep(0.02)
+        yield (np.float32(number),)
+
+
+feed = Feed(inputs(), ["float32"])
+
+
+@tf.function
+def train(steps: tf.Tensor) -> None:
+    for _ in tf.range(steps):
+        tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+        with tf.control_dependencies([place.enter("input")]):
+            batch = feed.queue.dequeue()
+        place.enter("compute", after=batch)
+        gradient = weight * 0.5 + batch
+        place.enter("exchange", after=gradient)
+        combined = hvd.allreduce(gradient, name="gradient")
+        weight.assign_sub(0.1 * combined)
+        with tf.control_dependencies([combined]):
+            step.assign_add(1)
+
+
+def run() -> None:
+    feed.start()
+    group.heartbeat.phase("compile")
+    group.heartbeat.probe = place
+    train(tf.constant(5))
+    (OUT / f"pid-{group.rank}").write_text(str(os.getpid()))
+    while True:
+        group.heartbeat.phase("train")
+        train(tf.constant(5))
+        if is_victim and TROUBLE == "raise" and int(step) >= TROUBLE_AT_STEP:
+            raise ValueError(f"no luck on rank {group.rank}")
+        if TROUBLE == "raise-alike" and int(step) >= TROUBLE_AT_STEP:
+            raise ValueError("no luck on any rank")
+        if TROUBLE == "raise" and group.rank == group.size - 1 and int(step) >= TROUBLE_AT_STEP:
+            group.heartbeat.phase("evaluate")
+            time.sleep(600)
+
+
+try:
+    with watch:
+        run()
+except AlreadySaid as error:
+    sys.exit(error.exit_code)

@@ -1,0 +1,243 @@
+"""A run that stands still, or loses a rank, says why, on which rank, and ends. On real ranks, with real mishaps."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import PROGRAMS, PROJECT, launcher_command, rank_environment
+
+from horovod_train.rank_story import RankStory, read_stories
+from horovod_train.tools.explain import explain
+
+WARN_S, STOP_S = 3.0, 5.0
+SLACK_S = 4.0
+"""For machines that are busy with something else."""
+GONE_WITHIN_S = 10.0
+FROZEN_GONE_WITHIN_S = 20.0
+"""horovodrun asks a frozen process to end, and after 5 s kills it."""
+WAITED_FOR = "rank {rank} (HOST) has not been heard of for N s, last in PHASE at step N; {others} wait for it"
+
+
+@dataclass
+class Job:
+    """Ranks that train in `out` until something happens."""
+
+    out: Path
+    np: int
+    processes: list[subprocess.Popen[bytes]]
+
+    @property
+    def said(self) -> list[str]:
+        return (self.out / "stderr").read_text().splitlines()
+
+    @property
+    def stories(self) -> dict[int, RankStory]:
+        return read_stories(self.out)
+
+    def pid(self, rank: int) -> int:
+        return int((self.out / f"pid-{rank}").read_text())
+
+    def wait_until_trained(self) -> None:
+        """All ranks are past their first steps, and have told root so."""
+        until(lambda: all((self.out / f"pid-{rank}").exists() for rank in range(self.np)), 120, self)
+        time.sleep(1)
+
+    def wait_until_said(self, words: str, timeout_s: float) -> float:
+        """Returns the seconds waited."""
+        return until(lambda: any(words in line for line in self.said), timeout_s, self)
+
+    def wait_until_gone(self, timeout_s: float = GONE_WITHIN_S) -> float:
+        """All ranks, and the launcher. Returns the seconds waited."""
+        pids = [self.pid(rank) for rank in range(self.np)]
+        return until(
+            lambda: all(process.poll() is not None for process in self.processes) and not any(map(is_alive, pids)),
+            timeout_s,
+            self,
+        )
+
+
+def until(condition: Callable[[], bool], timeout_s: float, job: Job) -> float:
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout_s:
+            pytest.fail(f"not within {timeout_s} s:\n" + "\n".join(job.said[-40:]))
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextmanager
+def started(out: Path, commands: Sequence[Sequence[str]], np: int) -> Iterator[Job]:
+    """Whatever becomes of them: what these commands started is gone afterwards."""
+    with (out / "stdout").open("wb") as stdout, (out / "stderr").open("wb") as stderr:
+        environment = rank_environment()
+        processes = [
+            subprocess.Popen(
+                command, cwd=PROJECT, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+            )
+            for command in commands
+        ]
+    try:
+        yield Job(out, np, processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+            process.wait()
+
+
+def watched(
+    out: Path, launcher: str, np: int, victim: int, trouble: str, warn_s: float = WARN_S, stop_s: float = STOP_S
+):
+    program = [sys.executable, str(PROGRAMS / "watched.py"), str(out), str(victim), trouble, str(warn_s), str(stop_s)]
+    return started(out, [[*launcher_command(launcher, np), *program]], np)
+
+
+def plain(line: str) -> str:
+    """Without what differs from run to run: host, seconds, steps; and without horovodrun's prefix."""
+    line = re.sub(r"^\[\d+\]<stderr>:", "", line)
+    line = re.sub(r"last in \w+ at step \d+(, reading [\w.-]+)?", "last in PHASE at step N", line)
+    return re.sub(r"for \d+ s", "for N s", re.sub(r"(rank \d+) \([^)]+\)", r"\1 (HOST)", line))
+
+
+def our_lines(job: Job) -> list[str]:
+    return [plain(line) for line in job.said if re.search(r"(^|:)(warning|error|stopped): ", line)]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "np", "victim", "exit_code"), [("horovodrun", 4, 2, 1), ("mpirun", 3, 0, 87)], ids=["a rank", "root"]
+)
+def test_a_frozen_rank_is_named_and_all_end(
+    tmp_path: Path, launcher: str, np: int, victim: int, exit_code: int
+) -> None:
+    """horovodrun has an exit code of its own."""
+    sentence = WAITED_FOR.format(rank=victim, others=f"{np - 1} ranks")
+    with watched(tmp_path, launcher, np, victim, "none") as job:
+        job.wait_until_trained()
+        os.kill(job.pid(victim), signal.SIGSTOP)
+        if victim == 0:
+            job.wait_until_said(f"rank {victim} (", STOP_S + SLACK_S)
+            expected = [f"error: stalled: {sentence}; the stacks of the other ranks are in logs/"]
+        else:
+            job.wait_until_said(f"rank {victim} (", WARN_S + SLACK_S)
+            job.wait_until_said("error: stalled: ", STOP_S - WARN_S + SLACK_S)
+            expected = [f"warning: {sentence}", f"error: stalled: {sentence}; the stacks of all ranks are in logs/"]
+        job.wait_until_gone(FROZEN_GONE_WITHIN_S)
+        assert our_lines(job) == expected
+        assert job.processes[0].returncode == exit_code
+        for rank, story in job.stories.items():
+            if rank != victim:
+                assert story.end is not None
+                assert (story.end["ended"], story.end["exit_code"]) == ("stalled", 87)
+                (stacks,) = story.find("stacks")
+                assert "watched.py" in stacks.text
+        told = explain(tmp_path)
+        assert (told.state, told.rank) == ("stalled", victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["root", "a rank"])
+def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: Path, victim: int) -> None:
+    """Without a launcher, which would end the others itself."""
+    program = [sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
+    commands = [[*program, str(rank), "3", "2", "3"] for rank in range(3)]
+    with started(tmp_path, commands, 3) as job:
+        job.wait_until_trained()
+        os.kill(job.pid(victim), signal.SIGSTOP)
+        others = [process for rank, process in enumerate(job.processes) if rank != victim]
+        until(lambda: all(process.poll() is not None for process in others), 3 + GONE_WITHIN_S, job)
+        assert job.processes[victim].poll() is None
+        os.kill(job.pid(victim), signal.SIGCONT)
+        job.wait_until_gone()
+        assert [process.returncode for process in job.processes] == [87, 87, 87]
+
+
+def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) -> None:
+    with watched(tmp_path, "mpirun", 3, 1, "slow-input") as job:
+        job.wait_until_trained()
+        job.wait_until_said("rank 1 (", WARN_S + SLACK_S)
+        job.wait_until_said("error: stalled: ", STOP_S - WARN_S + SLACK_S)
+        job.wait_until_gone()
+        sentence = (
+            "rank 1 (HOST) has been in input for N s at step 30, reading train-00031.tfrecord; 2 ranks wait for it"
+        )
+        assert our_lines(job) == [
+            f"warning: {sentence}",
+            f"error: stalled: {sentence}; the stacks of all ranks are in logs/",
+        ]
+        assert job.processes[0].returncode == 87
+        assert [story.end and story.end["phase"] for story in job.stories.values()] == ["exchange", "input", "exchange"]
+
+
+@pytest.mark.parametrize(("launcher", "np", "victim"), [("horovodrun", 3, 1), ("mpirun", 3, 1), ("none", 1, 0)])
+def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher: str, np: int, victim: int) -> None:
+    """At np=3 one of the others hears of it from Horovod; the last is busy elsewhere, and has to be ended."""
+    with watched(tmp_path, launcher, np, victim, "raise") as job:
+        job.wait_until_trained()
+        job.wait_until_said(f"ValueError: no luck on rank {victim}", 10)
+        job.wait_until_gone()
+        assert job.processes[0].returncode == 1
+        first, *others = [plain(line) for line in job.said if f"ValueError: no luck on rank {victim}" in line]
+        assert first == f"ValueError: no luck on rank {victim}"
+        assert set(others) <= {f"stopped: rank {victim} (HOST) failed: {first}; see logs/rank-{victim}.log"}
+        assert min(1, np - 1) <= len(others) <= np - 1
+        assert our_lines(job) == others
+        told = explain(tmp_path)
+        assert (told.state, told.rank, told.followed) == (
+            "failed",
+            victim,
+            [rank for rank in range(np) if rank != victim],
+        )
+        assert f"failed in train at step 30: {first}" in told.what
+
+
+def test_what_fails_on_all_ranks_alike_is_read_once(tmp_path: Path) -> None:
+    with watched(tmp_path, "mpirun", 2, 0, "raise-alike") as job:
+        job.wait_until_trained()
+        job.wait_until_gone(2 * GONE_WITHIN_S)
+        assert [line for line in job.said if "no luck" in line and "raise " not in line] == [
+            "ValueError: no luck on any rank"
+        ]
+        assert not our_lines(job)
+        assert job.processes[0].returncode == 1
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun"])
+def test_a_killed_rank_is_missed(tmp_path: Path, launcher: str) -> None:
+    with watched(tmp_path, launcher, 3, 1, "none") as job:
+        job.wait_until_trained()
+        os.kill(job.pid(1), signal.SIGKILL)
+        job.wait_until_gone()
+        assert set(our_lines(job)) == {"stopped: rank 1 (HOST) disappeared: killed or out of memory?"}
+        assert job.processes[0].returncode != 0
+        told = explain(tmp_path)
+        assert (told.state, told.rank, told.followed, told.silent) == ("disappeared", 1, [0, 2], [1])
+
+
+def test_without_the_watch_nobody_ends_a_frozen_run(tmp_path: Path) -> None:
+    """The negative of all this."""
+    with watched(tmp_path, "mpirun", 2, 1, "unwatched", 1, 2) as job:
+        job.wait_until_trained()
+        os.kill(job.pid(1), signal.SIGSTOP)
+        time.sleep(2 + SLACK_S)
+        assert job.processes[0].poll() is None
+        assert all(is_alive(job.pid(rank)) for rank in range(2))
+        assert not our_lines(job)

@@ -1,0 +1,202 @@
+"""`explain` on run directories as ranks leave them: what was first, who followed, from where to go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_train.errors import UserError
+from horovod_train.rank_log import introduction, make_folder, open_rank_log
+from horovod_train.tools.explain import explain
+
+
+class Run:
+    """A run directory of `np` ranks on hosts node0, node1, …, all trained to step 470."""
+
+    def __init__(self, folder: Path, np: int, launcher: str = "horovodrun", hosts: int = 1) -> None:
+        self.folder = folder
+        make_folder(folder)
+        self.logs: list[Any] = []
+        for rank in range(np):
+            host = f"node{rank * hosts // np}"
+            said = introduction(rank, np, launcher, host, "CPU")
+            log = open_rank_log(folder, rank, host, said=said)
+            log.write("phase", "train after step 0")
+            self.logs.append(log)
+        (folder / "config.yaml").write_text("checkpoint: {resume: auto}\n")
+        rows = [{"step": step, "split": "train", "loss": 1.0} for step in (100, 200, 470)]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def end(self, rank: int, ended: str, exit_code: int, **facts: Any) -> None:
+        self.logs[rank].end(ended, exit_code, **{"step": 470, "phase": "train", "error": None, **facts})
+        time.sleep(0.002)  # the next is later
+
+    def checkpoint(self, step: int, size: int = 3) -> Path:
+        folder = self.folder / "checkpoints" / f"step-{step:09d}"
+        folder.mkdir(parents=True)
+        (folder / "state.index").write_bytes(b"abc")
+        manifest = {"step": step, "files": {"state.index": {"bytes": size, "sha256": "0"}}}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        return folder
+
+
+def summary(run: Run, **facts: Any) -> None:
+    (run.folder / "summary.json").write_text(json.dumps({"ended": "done", "steps": 470, **facts}))
+
+
+def test_a_finished_run_needs_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    summary(run)
+    run.end(0, "done", 0)
+    run.end(1, "done", 0)
+    found = explain(tmp_path)
+    assert (found.state, found.next, found.silent) == ("finished", "nothing to do", [])
+    assert list(found.lines()) == [f"{tmp_path}: finished after 470 steps", "next: nothing to do"]
+
+
+def test_the_first_failure_is_told_and_who_only_followed(tmp_path: Path) -> None:
+    run = Run(tmp_path, 4, hosts=2)
+    run.checkpoint(400)
+    whole = run.checkpoint(460)
+    run.logs[0].write("slow", "rank 3 (node1) has been in input for 74 s at step 412; 3 ranks wait for it")
+    run.end(2, "failed", 1, error="ValueError: no luck", step=471)
+    for rank in (0, 1, 3):
+        run.end(rank, "followed", 1, error="stopped: rank 2 (node1) failed: ValueError: no luck", cause=2)
+    found = explain(tmp_path)
+    assert (found.state, found.rank, found.followed, found.silent) == ("failed", 2, [0, 1, 3], [])
+    assert found.what == "rank 2 (node1) failed in train at step 471: ValueError: no luck"
+    assert found.checkpoint is not None
+    assert (found.checkpoint.path, found.checkpoint.step, found.steps_lost) == (str(whole), 460, 11)
+    assert found.slow == ["rank 3 (node1) has been in input for 74 s at step 412; 3 ranks wait for it"]
+    assert found.next == (
+        f"read the traceback in {tmp_path}/logs/rank-2.log; then this goes on: horovodrun --gloo -np 4 "
+        f"-H node0:2,node1:2 python -m horovod_train.main --config {tmp_path}/config.yaml --output-dir {tmp_path}"
+    )
+
+
+def test_of_two_failures_the_earlier_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.end(1, "failed", 2, error="shard-3: record 7 is damaged")
+    run.end(0, "failed", 1, error="KeyError: 'x'")
+    found = explain(tmp_path)
+    assert found.rank == 1
+    assert found.next.startswith("mend that; then this starts again: ")
+    assert (found.checkpoint, found.steps_lost) == (None, 470)
+
+
+def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3, "mpirun")
+    run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+    found = explain(tmp_path)
+    assert (found.state, found.rank, found.followed, found.silent) == ("disappeared", 1, [0], [1, 2])
+    assert "see whether node0 ran out of memory" in found.next
+    assert "mpirun -np 3 python" in found.next
+
+
+def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3, "srun")
+    sentence = "rank 1 (node0) has not been heard of for 31 s, last in compute at step 469; 2 ranks wait for it"
+    run.end(0, "stalled", 87, error=sentence)
+    run.end(2, "stalled", 87, error=sentence)
+    found = explain(tmp_path)
+    assert (found.state, found.rank, found.silent) == ("stalled", 1, [1])
+    assert found.what == f"stalled: {sentence}"
+    assert "srun -n 3 python" in found.next
+
+
+def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    (tmp_path / "config.yaml").write_text("checkpoint: {resume: never}\n")
+    run.checkpoint(470)
+    summary(run, ended="SIGTERM")
+    run.end(0, "stopped", 75)
+    found = explain(tmp_path)
+    assert (found.state, found.what, found.steps_lost) == ("stopped", "stopped at step 470: SIGTERM", 0)
+    assert found.next.startswith("this goes on: python -m horovod_train.main --config ")
+    assert "checkpoint.resume=auto" in found.next
+
+
+def test_a_damaged_checkpoint_is_not_good(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    run.checkpoint(300)
+    run.checkpoint(400, size=4)
+    (run.folder / "checkpoints" / ".step-000000450.1.partial").mkdir()
+    run.checkpoint(460).joinpath("manifest.json").write_text('{"step": 4')
+    run.end(0, "failed", 1, error="OSError: disk full")
+    found = explain(tmp_path)
+    assert found.checkpoint is not None
+    assert (found.checkpoint.step, found.steps_lost) == (300, 170)
+    assert [line.rpartition("/")[2] for line in found.damaged] == [
+        "step-000000460: manifest.json is missing or broken",
+        "step-000000400: state.index: expected 4 bytes, found 3",
+    ]
+
+
+def test_only_the_last_start_counts(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3)
+    run.end(2, "failed", 1, error="ValueError: of the first start")
+    again = Run(tmp_path, 2)
+    again.end(0, "done", 0)
+    again.end(1, "done", 0)
+    found = explain(tmp_path)
+    assert (found.state, found.followed, found.silent) == ("finished", [], [])
+
+
+def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    Run(tmp_path, 1, "none")
+    with (tmp_path / "logs" / "rank-0.log").open("ab") as file:
+        file.write(b"2026-11-21T13:5\xff")
+    (tmp_path / "logs" / "rank-0.end.json").write_text('{"rank"')
+    found = explain(tmp_path)
+    assert (found.state, found.silent) == ("disappeared", [0])
+    assert found.what.endswith("the last line in its logs: phase train after step 0")
+
+
+def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    open_rank_log(tmp_path, 0, "here", said=introduction(0, 1, "none", socket.gethostname()))
+    found = explain(tmp_path)
+    assert (found.state, found.silent) == ("running", [])
+    assert found.next.startswith("wait; ")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="expected a run directory"):
+        explain(tmp_path)
+    with pytest.raises(UserError, match="found no folder"):
+        explain(tmp_path / "nothing")
+
+
+def test_it_answers_at_once_without_tensorflow(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2)
+    run.end(0, "failed", 1, error="ValueError: no luck")
+    script = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
+        "import argparse; from horovod_train.tools import explain\n"
+        "parser = argparse.ArgumentParser(); explain.add_arguments(parser)\n"
+        f"sys.exit(explain.run(parser.parse_args([{str(tmp_path)!r}, '--json'])))"
+    )
+    began = time.monotonic()
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    seconds = time.monotonic() - began
+    assert finished.returncode == 1, finished.stderr
+    assert json.loads(finished.stdout)["state"] == "failed"
+    assert seconds < 1
+
+
+def test_a_rank_that_does_not_see_the_folder_goes_on_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = open_rank_log(tmp_path / "elsewhere", 3, "node3", said="")
+    log.write("phase", "train")
+    log.end("done", 0)
+    assert not (tmp_path / "elsewhere").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: rank 3 (node3) keeps no log: ")
