@@ -21,10 +21,9 @@ from horovod_train.data.images import image_problem
 from horovod_train.data.index import Index, open_index
 from horovod_train.data.parse import build_parser
 from horovod_train.data.progress import track
-from horovod_train.data.reader import Reader
+from horovod_train.data.reader import Reader, as_list
 from horovod_train.data.records import check_counts, find_records
 from horovod_train.data.schema import Schema
-from horovod_train.data.stage import Stage
 from horovod_train.errors import UserError
 
 _CHUNK = 4096
@@ -111,7 +110,7 @@ class _Check:
     def __init__(self, index: Index, schema: Schema, config: DataConfig, report: Report) -> None:
         self._index, self._features, self._report = index, schema.features, report
         self._parser = build_parser(schema.features, config.parse)
-        self._reader = Reader(index, Stage(config.stage_dir))
+        self._reader = Reader(index, config.stage_dir)
         self._digests = np.zeros(index.num_records, np.uint64)
         report.features = {name: self._summary(name) for name in self._parser.dtypes}
 
@@ -131,8 +130,8 @@ class _Check:
         return FeatureSummary(dtype, shape, histogram={} if counted else None)
 
     def _check(self, records: np.ndarray, threads: Executor) -> None:
-        data, faults = self._reader.read(records)
-        arrays, bad = None if faults else self._parser.parse(data), {}
+        found, faults = self._reader.read(records)
+        arrays, bad, data = None if faults else self._parser.parse(found), {}, as_list(found)
         if arrays is None:
             bad = name_faults(self._reader, self._parser, records, data, faults)
             kept = [row for row, record in enumerate(records.tolist()) if record not in bad]

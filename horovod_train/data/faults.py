@@ -11,7 +11,7 @@ from horovod_train.data.reader import Fault, Reader
 
 
 def name_faults(
-    reader: Reader, parser: Parser, records: np.ndarray, data: Sequence[bytes], faults: Sequence[Fault]
+    reader: Reader, parser: Parser, records: np.ndarray, data: list[bytes], faults: Sequence[Fault]
 ) -> dict[int, str]:
     """The sentence for each bad record, in the order of `records`: those with `faults`, and those that do not parse."""
     known = {fault.record: fault.message for fault in faults}

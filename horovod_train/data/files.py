@@ -21,9 +21,11 @@ def list_files(patterns: Sequence[str], setting: str) -> list[str]:
     for pattern in patterns:
         found = _list_folder(pattern, setting) if os.path.isdir(pattern) else _list_glob(pattern, setting)
         files.extend(found)
-    twice = sorted({name for name in files if files.count(name) > 1}) if len(set(files)) < len(files) else []
-    if twice:
-        raise UserError(f"{setting}: {twice[0]} is named twice; each record would be read twice. Name it once.")
+    seen: set[str] = set()
+    for name in map(os.path.normpath, files):
+        if name in seen:
+            raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
+        seen.add(name)
     return files
 
 

@@ -7,7 +7,7 @@ little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord). TensorF
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +34,9 @@ class FramingError(Exception):
 class Frames(NamedTuple):
     """The records of one stretch of a file: where the data of each starts and ends in it, and its stored checksum."""
 
-    starts: list[int]
-    ends: list[int]
-    checksums: list[int]
+    starts: Sequence[int]
+    ends: Sequence[int]
+    checksums: Sequence[int] | np.ndarray
 
 
 def masked_crc(data: bytes) -> int:
@@ -69,43 +69,54 @@ class Header:
 
 
 def split(data: bytes, header: Header) -> Frames:
-    """Finds the records in `data`, which must hold whole ones. Raises FramingError. Data is not checked: see check."""
-    frames, offset, size = _split_even(data, header), 0, len(data)
-    if frames:
-        return frames
-    frames = Frames([], [], [])
+    """Finds the records in `data`, which must hold whole ones. Raises FramingError. Does not check their data."""
+    starts: list[int] = []
+    ends: list[int] = []
+    checksums: list[int] = []
+    offset, size = 0, len(data)
     while offset < size:
         if size - offset < HEADER_BYTES:
-            raise FramingError(len(frames.starts), offset, "the file ends inside the record's length")
+            raise FramingError(len(starts), offset, "the file ends inside the record's length")
         length = header.length(data, offset)
         if length is None:
-            raise FramingError(len(frames.starts), offset, "the record's length does not match its checksum")
+            raise FramingError(len(starts), offset, "the record's length does not match its checksum")
         end = offset + HEADER_BYTES + length
         if end + FOOTER_BYTES > size:
-            raise FramingError(len(frames.starts), offset, "the file ends inside the record")
-        frames.starts.append(offset + HEADER_BYTES)
-        frames.ends.append(end)
-        frames.checksums.append(_FOOTER.unpack_from(data, end)[0])
+            raise FramingError(len(starts), offset, "the file ends inside the record")
+        starts.append(offset + HEADER_BYTES)
+        ends.append(end)
+        checksums.append(_FOOTER.unpack_from(data, end)[0])
         offset = end + FOOTER_BYTES
-    return frames
+    return Frames(starts, ends, checksums)
 
 
-def _split_even(data: bytes, header: Header) -> Frames | None:
-    """The records if all have one length, as those of plain arrays do: found without a look at each in Python."""
+def even_table(data: bytes, header: Header) -> np.ndarray | None:
+    """The records with their framing, uint8 [records, bytes], if all have one length; None otherwise.
+
+    Records of plain arrays do, and then no record needs to be looked at in Python.
+    """
     length = header.length(data, 0) if len(data) >= HEADER_BYTES else None
-    if length is None or len(data) % (stride := HEADER_BYTES + length + FOOTER_BYTES):
+    if length is None or len(data) % (width := HEADER_BYTES + length + FOOTER_BYTES):
         return None
-    table = np.frombuffer(data, np.uint8).reshape(-1, stride)
-    if (table[:, :HEADER_BYTES] != table[0, :HEADER_BYTES]).any():
-        return None
-    starts = range(HEADER_BYTES, len(data), stride)
-    checksums = table[:, -FOOTER_BYTES:].copy().view("<u4").ravel().tolist()
-    return Frames(list(starts), [start + length for start in starts], checksums)
+    table = np.frombuffer(data, np.uint8).reshape(-1, width)
+    return table if (table[:, :HEADER_BYTES] == table[0, :HEADER_BYTES]).all() else None
 
 
-def bad_checksums(records: Sequence[bytes], checksums: Sequence[int]) -> np.ndarray:
+def table_frames(table: np.ndarray) -> Frames:
+    """What `split` finds in the bytes of such a table."""
+    count, width = table.shape
+    starts = range(HEADER_BYTES, count * width, width)
+    return Frames(starts, range(width - FOOTER_BYTES, count * width, width), table_checksums(table))
+
+
+def table_checksums(table: np.ndarray) -> np.ndarray:
+    """The stored checksum of each record of such a table, uint32."""
+    return np.ascontiguousarray(table[:, -FOOTER_BYTES:]).view("<u4").ravel()
+
+
+def bad_checksums(records: Collection[bytes], checksums: Sequence[int] | np.ndarray) -> np.ndarray:
     """The places in `records` whose data does not match its stored masked checksum."""
     # In numpy for the whole list: the mask costs more than the checksum when done one by one.
     crc = np.fromiter(map(crc32c, records), np.uint32, len(records))
     masked = (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(0xA282EAD8)
-    return np.flatnonzero(masked != np.array(checksums, np.uint32))
+    return np.flatnonzero(masked != np.asarray(checksums, np.uint32))

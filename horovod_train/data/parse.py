@@ -6,13 +6,15 @@ image decoding come after; see finish. Or calls a user's function, which does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.features import Feature
+from horovod_train.data.reader import Data, as_list
+from horovod_train.data.template import NotPlain, Template, is_plain
 from horovod_train.errors import UserError
 from horovod_train.lookup import load_function
 
@@ -30,7 +32,7 @@ class Parser(Protocol):
     shapes: dict[str, tuple[int, ...]]
     """Of one row of them."""
 
-    def parse(self, records: Sequence[bytes]) -> Arrays | None:
+    def parse(self, records: Data) -> Arrays | None:
         """The arrays; None if some record does not fit."""
 
     def problem(self, record: bytes) -> str | None:
@@ -58,17 +60,33 @@ class SchemaParser:
         self._features = features
         self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
         self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
+        self._is_plain = all(map(is_plain, features.values()))
+        self._template: Template | None = None
         self._specs = {name: example_spec(feature) for name, feature in features.items()}
 
-    def parse(self, records: Sequence[bytes]) -> Arrays | None:
+    def parse(self, records: Data) -> Arrays | None:
+        arrays = self._parse_alike(records) if isinstance(records, np.ndarray) and self._is_plain else None
+        if arrays is None:
+            try:
+                with tf.device("cpu:0"):
+                    tensors = tf.io.parse_example(np.array(as_list(records), object), self._specs)
+                    arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
+            except _PARSE_ERRORS:
+                return None
+        fits = all(_is_in_range(self._features[name], array) for name, array in arrays.items())
+        return arrays if fits else None
+
+    def _parse_alike(self, records: np.ndarray) -> Arrays | None:
+        """The arrays of records that differ in their values only; None if they do not."""
+        if self._template is not None:
+            arrays = self._template.parse(records)
+            if arrays is not None:
+                return arrays
         try:
-            with tf.device("cpu:0"):
-                tensors = tf.io.parse_example(np.array(records, object), self._specs)
-                arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
-        except _PARSE_ERRORS:
+            self._template = Template(records[0], self._features)
+        except NotPlain:
             return None
-        found = {name: array for name, array in arrays.items() if array is not None}
-        return found if len(found) == len(arrays) else None
+        return self._template.parse(records)
 
     def problem(self, record: bytes) -> str | None:
         try:
@@ -100,9 +118,9 @@ class OwnParser:
         self.dtypes = {key: output.dtype.name for key, output in outputs.items()}
         self.shapes = {key: tuple(output.shape[1:]) for key, output in outputs.items()}
 
-    def parse(self, records: Sequence[bytes]) -> Arrays | None:
+    def parse(self, records: Data) -> Arrays | None:
         try:
-            return {name: tensor.numpy() for name, tensor in self._call(records).items()}
+            return {name: tensor.numpy() for name, tensor in self._call(as_list(records)).items()}
         except _PARSE_ERRORS:
             return None
 
@@ -115,7 +133,7 @@ class OwnParser:
             return "it cannot be parsed"
         return None
 
-    def _call(self, records: Sequence[bytes]) -> dict[str, tf.Tensor]:
+    def _call(self, records: list[bytes]) -> dict[str, tf.Tensor]:
         with tf.device("cpu:0"):
             return self._function(tf.constant(np.array(records, object)))
 
@@ -133,21 +151,23 @@ def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeatur
     return tf.io.FixedLenFeature(() if feature.decode != "none" else feature.shape, dtype)
 
 
-def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray | None:
-    """The stored values as an array; None if some row has another size or a value out of range."""
+def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray:
+    """The stored values as an array. Raises InvalidArgumentError if some row has another size."""
     if feature.max_length:
-        if tensor.shape[0] and int(tf.reduce_max(tensor.row_lengths())) > feature.max_length:
-            return None
+        tf.debugging.assert_less_equal(
+            tf.cast(tensor.row_lengths(), tf.int64), tf.constant(feature.max_length, tf.int64)
+        )
         padding = "" if feature.type == "bytes" else feature.padding
         tensor = tensor.to_tensor(padding, shape=[None, feature.max_length])
     if feature.decode == "raw":
-        if bool(tf.reduce_any(tf.strings.length(tensor) != _raw_bytes(feature))):
-            return None
+        tf.debugging.assert_equal(tf.strings.length(tensor), _raw_bytes(feature))
         tensor = tf.reshape(tf.io.decode_raw(tensor, feature.raw_dtype), [-1, *feature.shape])
     array: np.ndarray = tensor.numpy()
-    if feature.classes and array.size and (array.min() < 0 or array.max() >= feature.classes):
-        return None
     return array
+
+
+def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
+    return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)
 
 
 def _raw_bytes(feature: Feature) -> int:

@@ -26,7 +26,6 @@ from horovod_train.data.parse import build_parser
 from horovod_train.data.plan import Plan
 from horovod_train.data.records import Records, build_plan
 from horovod_train.data.segments import Loader, Segment, Span
-from horovod_train.data.stage import Stage
 from horovod_train.errors import UserError
 
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
@@ -68,7 +67,7 @@ class Pipeline:
             self._parser,
             rank,
             size,
-            stage=Stage(config.stage_dir),
+            stage_dir=config.stage_dir,
             skip_bad=config.on_bad_record == "skip",
             cache=config.cache == "memory",
         )
@@ -87,8 +86,16 @@ class Pipeline:
         return self._plan.count(step)
 
     @property
+    def fingerprint(self) -> str:
+        """Equal for two pipelines where a position in an epoch means the same records, whatever their rank and size."""
+        return self._plan.fingerprint
+
+    @property
     def skipped(self) -> int:
-        """Different records that this rank has left out so far because they could not be used."""
+        """Different records that this rank has left out so far, a few batches ahead of what was consumed.
+
+        What all ranks left out of a step is `count` less the sum of their `weights`.
+        """
         return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
@@ -183,8 +190,8 @@ class Pipeline:
         for name, feature in self._features.items():
             problem = image_problem(feature, stored[name][0]) if feature.decode == "image" else None
             if problem:
-                return UserError(self._loader.name(record, f"feature {name}: {problem}"))
-        return UserError(self._loader.name(record, "an image could not be decoded, and now it can"))
+                return self._loader.bad_record(record, f"feature {name}: {problem}")
+        return self._loader.bad_record(record, "an image could not be decoded, and now it can")
 
 
 def build_pipeline(

@@ -16,6 +16,7 @@ A record is a number: its place in file order. A position in an epoch is a numbe
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -67,6 +68,12 @@ class Plan:
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_records, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_remainder)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for plans of the same order: a position in an epoch then means the same records."""
+        facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder)
+        return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + repr(facts).encode()).hexdigest()
 
     def count(self, step: int) -> int:
         """Records that `step` of an epoch consumes over all ranks."""

@@ -28,8 +28,18 @@ class Fault(NamedTuple):
     message: str
 
 
+Data = list[bytes] | np.ndarray
+"""Records: one by one, or uint8 [records, bytes] where all have one length."""
+
+
+def as_list(data: Data) -> list[bytes]:
+    return [row.tobytes() for row in data] if isinstance(data, np.ndarray) else data
+
+
 class _Block(NamedTuple):
     data: bytes
+    table: np.ndarray | None
+    """As framing.even_table gives it."""
     frames: framing.Frames
     error: framing.FramingError | None
 
@@ -37,8 +47,9 @@ class _Block(NamedTuple):
 class Reader:
     """Not for several threads at once."""
 
-    def __init__(self, index: Index, stage: Stage) -> None:
-        self._index, self._stage = index, stage
+    def __init__(self, index: Index, stage_dir: str | None) -> None:
+        """`stage_dir` is a node-local folder for copies of what is read."""
+        self._index, self._stage = index, Stage(stage_dir, index.files, len(index.file))
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
         self._blocks: dict[int, Future[_Block]] = {}
         self._header = framing.Header()
@@ -55,21 +66,29 @@ class Reader:
         for block in self._blocks.keys() - kept:
             del self._blocks[block]
 
-    def read(self, records: np.ndarray) -> tuple[list[bytes], list[Fault]]:
+    def read(self, records: np.ndarray) -> tuple[Data, list[Fault]]:
         """The bytes of each record, in the order asked; empty where a fault is returned for it.
 
         Raises UserError where a file has gone, changed or cannot be read.
         """
-        blocks = self._index.block_of(records)
-        order = np.argsort(blocks, kind="stable")
-        needed, first = np.unique(blocks[order], return_index=True)
+        numbers = self._index.block_of(records)
+        order = np.argsort(numbers, kind="stable")
+        needed, first = np.unique(numbers[order], return_index=True)
         self.read_ahead(needed.tolist())
+        inside = records - self._index.first_record[numbers]
+        groups = [
+            (self._blocks[block].result(), rows)
+            for block, rows in zip(needed.tolist(), np.split(order, first[1:]), strict=True)
+        ]
+        table = _join_tables(groups, inside)
+        return (table, []) if table is not None else self._read_singly(records, groups, inside)
+
+    def _read_singly(
+        self, records: np.ndarray, groups: list[tuple[_Block, np.ndarray]], inside: np.ndarray
+    ) -> tuple[list[bytes], list[Fault]]:
         found, checksums, broken = [b""] * len(records), [0] * len(records), set()
-        inside = (records - self._index.first_record[blocks]).tolist()
-        for block, rows in zip(needed.tolist(), np.split(order, first[1:]), strict=True):
-            data, (starts, ends, stored), _ = self._blocks[block].result()
-            for row in rows.tolist():
-                place = inside[row]
+        for (data, _, (starts, ends, stored), _), rows in groups:
+            for row, place in zip(rows.tolist(), inside[rows].tolist(), strict=True):
                 if place < len(starts):
                     found[row], checksums[row] = data[starts[place] : ends[place]], stored[place]
                 else:
@@ -103,23 +122,41 @@ class Reader:
 
     def _load(self, block: int) -> _Block:
         data = self._read_bytes(block)
+        table = framing.even_table(data, self._header)
+        if table is not None:
+            return _Block(data, table, framing.table_frames(table), None)
         try:
-            return _Block(data, framing.split(data, self._header), None)
+            return _Block(data, None, framing.split(data, self._header), None)
         except framing.FramingError as error:
-            intact = framing.split(data[: error.offset], self._header)
-            return _Block(data, intact, error)
+            return _Block(data, None, framing.split(data[: error.offset], self._header), error)
 
     def _read_bytes(self, block: int) -> bytes:
-        file = int(self._index.file[block])
-        source = self._index.files[file]
+        source = self._index.files[self._index.file[block]]
         offset, length = int(self._index.blocks.offset[block]), int(self._index.blocks.length[block])
-        first, last = np.searchsorted(self._index.file, [file, file + 1]).tolist()
-        staged = self._stage.load(source, block - first, last - first, offset, length)
+        staged = self._stage.load(source, block, offset, length)
         if staged is not None:
             return staged
         data = _read_source(source, offset, length, self._stage)
-        self._stage.save(source, block - first, last - first, offset, data)
+        self._stage.save(source, block, offset, data)
         return data
+
+
+def _join_tables(groups: list[tuple[_Block, np.ndarray]], inside: np.ndarray) -> np.ndarray | None:
+    """All records as one table; None if their lengths differ, or where a checksum is wrong and wants a closer look."""
+    widths = {None if block.table is None else block.table.shape[1] for block, _ in groups}
+    width = widths.pop()
+    if width is None or widths:
+        return None
+    table = np.empty((len(inside), width), np.uint8)
+    for block, rows in groups:
+        assert block.table is not None
+        table[rows] = block.table[inside[rows]]
+    data = table.tobytes()
+    ends = range(width - framing.FOOTER_BYTES, len(data), width)
+    each = (data[start:end] for start, end in zip(range(framing.HEADER_BYTES, len(data), width), ends, strict=True))
+    if framing.bad_checksums(list(each), framing.table_checksums(table)).size:
+        return None
+    return table[:, framing.HEADER_BYTES : -framing.FOOTER_BYTES]
 
 
 def _read_source(source: Source, offset: int, length: int, stage: Stage) -> bytes:

@@ -17,8 +17,7 @@ from horovod_train.data.faults import name_faults
 from horovod_train.data.index import Index
 from horovod_train.data.parse import Arrays, Parser, blank
 from horovod_train.data.plan import Line, Plan, Rows
-from horovod_train.data.reader import Fault, Reader
-from horovod_train.data.stage import Stage
+from horovod_train.data.reader import Data, Fault, Reader, as_list
 from horovod_train.errors import UserError
 
 _SEGMENT_RECORDS = 4096
@@ -68,14 +67,14 @@ class Loader:
         rank: int,
         size: int,
         *,
-        stage: Stage,
+        stage_dir: str | None,
         skip_bad: bool,
         cache: bool,
     ) -> None:
         """`cache` keeps every parsed record in memory; `skip_bad` leaves out records that cannot be used."""
         self._plan, self._index, self._parser = plan, index, parser
         self._rank, self._size, self._skip_bad = rank, size, skip_bad
-        self._reader = Reader(index, stage)
+        self._reader = Reader(index, stage_dir)
         self._cache = ParsedCache(index.num_records, parser.shapes, parser.dtypes) if cache else None
         self._lines: dict[int, Line] = {}
         self._needs: dict[Span, _Need] = {}
@@ -108,7 +107,7 @@ class Loader:
             need = self._need(span)
             near = [need.blocks, *([self._need(following).blocks] if following else [])]
             records = need.rows.records.ravel()
-            data, faults = ([], []) if self._is_cached(records) else self._reader.read(records)
+            data, faults = (None, []) if self._is_cached(records) else self._reader.read(records)
             self._reader.keep_only(np.concatenate(near).tolist())
             self._needs = {s: n for s, n in self._needs.items() if s == following}
             self._lines = {epoch: line for epoch, line in self._lines.items() if epoch >= span.epoch}
@@ -117,10 +116,15 @@ class Loader:
         count = np.array([self._plan.count(step) for step in range(span.first, span.last)], np.int64)
         return Segment(arrays, records, need.rows.real.ravel() & ~bad, count)
 
-    def name(self, record: int, problem: str) -> str:
-        """The sentence that names a bad record."""
+    def bad_record(self, record: int, problem: str) -> UserError:
+        """The error that names a bad record, what is wrong with it, and who met it."""
         with self._lock:
-            return self._reader.fault(record, problem).message
+            return self._error(self._reader.fault(record, problem).message)
+
+    def _error(self, message: str) -> UserError:
+        return UserError(
+            f"{message} Read by rank {self._rank} of {self._size}; data.on_bad_record=skip leaves out such records."
+        )
 
     def stored(self, record: int) -> Arrays:
         """The stored values of one record, each with one row."""
@@ -129,24 +133,25 @@ class Loader:
             data, faults = self._reader.read(records)
         return self._parse(records, data, faults)[0]
 
-    def _parse(self, records: np.ndarray, data: list[bytes], faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
+    def _parse(self, records: np.ndarray, data: Data | None, faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
         """The stored values of records, and which rows cannot be used: those hold another record, or zeros."""
         bad = np.zeros(len(records), bool)
-        if not data:
+        if data is None:
             assert self._cache is not None, "nothing was read, and there is no cache"
             return self._cache.load(records), bad
         arrays = None if faults else self._parser.parse(data)
         if arrays is None:
+            singly = as_list(data)
             with self._lock:
-                named = name_faults(self._reader, self._parser, records, data, faults)
+                named = name_faults(self._reader, self._parser, records, singly, faults)
             if named and not self._skip_bad:
-                raise UserError(next(iter(named.values())))
+                raise self._error(next(iter(named.values())))
             self.skipped.update(named)
             bad = np.isin(records, list(named))
             arrays = blank(self._parser, len(data))
             if not bad.all():
-                stand_in = data[int(np.flatnonzero(~bad)[0])]
-                arrays = self._parser.parse([stand_in if b else d for b, d in zip(bad, data, strict=True)])
+                stand_in = singly[int(np.flatnonzero(~bad)[0])]
+                arrays = self._parser.parse([stand_in if b else one for b, one in zip(bad, singly, strict=True)])
             assert arrays is not None, "every record was checked, and together they still do not parse"
         if self._cache:
             self._cache.keep(records[~bad], {name: array[~bad] for name, array in arrays.items()})

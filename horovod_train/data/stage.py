@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_train.data import compression
@@ -25,22 +26,38 @@ from horovod_train.errors import UserError
 class Stage:
     """The copies of one node, or of one process where `folder` is None. For several threads and processes at once."""
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, sources: Sequence[Source], blocks: int) -> None:
+        """`blocks` is how many there are in all the `sources` together. Raises UserError for a folder of no use."""
         self._folder = _open_folder(folder) if folder else None
+        self._there = _open_flags(self._folder / f"{_name(*sources)}.there", blocks) if self._folder else None
         self._lock = threading.Lock()
-        self._copies: dict[Source, _Copy] = {}
         self._unpacked: dict[Source, int] = {}
 
-    def load(self, source: Source, block: int, blocks: int, offset: int, length: int) -> bytes | None:
-        """A block's bytes if this node has them. `block` of `blocks` counts within the file."""
-        if self._folder is None:
+    def load(self, source: Source, block: int, offset: int, length: int) -> bytes | None:
+        """A block's bytes if this node has them."""
+        if self._folder is None or self._there is None or not self._there[block]:
             return None
-        return self._copy(self._folder, source, blocks).load(block, offset, length)
+        try:
+            fd = os.open(self._folder / f"{_name(source)}.blocks", os.O_RDONLY)
+            try:
+                data = os.pread(fd, length, offset)
+            finally:
+                os.close(fd)
+        except OSError:  # somebody cleaned up: the source still serves
+            return None
+        return data if len(data) == length else None
 
-    def save(self, source: Source, block: int, blocks: int, offset: int, data: bytes) -> None:
+    def save(self, source: Source, block: int, offset: int, data: bytes) -> None:
         """Keeps a block for the next who asks. A full disk ends the copying, not the run."""
-        if self._folder is not None:
-            self._copy(self._folder, source, blocks).save(block, offset, data)
+        if self._folder is None or self._there is None:
+            return
+        with contextlib.suppress(OSError):
+            fd = os.open(self._folder / f"{_name(source)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                if os.pwrite(fd, data, offset) == len(data):
+                    self._there[block] = 1  # only now: another rank may look at any moment
+            finally:
+                os.close(fd)
 
     def unpacked(self, source: Source) -> int:
         """A descriptor of the file's unpacked content. The first call unpacks; with a folder, once per node."""
@@ -51,8 +68,7 @@ class Stage:
 
     def _unpack(self, source: Source) -> int:
         if self._folder is None:
-            file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as its descriptor, which is returned
-            with file:
+            with tempfile.TemporaryFile() as file:
                 compression.unpack(source.path, source.packing, file)
                 return os.dup(file.fileno())
         path = self._folder / f"{_name(source)}.unpacked"
@@ -65,30 +81,12 @@ class Stage:
                 partial.rename(path)
         return os.open(path, os.O_RDONLY)
 
-    def _copy(self, folder: Path, source: Source, blocks: int) -> _Copy:
-        with self._lock:
-            if source not in self._copies:
-                self._copies[source] = _Copy(folder / _name(source), blocks)
-            return self._copies[source]
 
-
-class _Copy:
-    """A sparse file with each block at its own offset, and one byte per block that says whether it is there."""
-
-    def __init__(self, path: Path, blocks: int) -> None:
-        self._data = os.open(path.with_suffix(".blocks"), os.O_RDWR | os.O_CREAT, 0o600)
-        there = os.open(path.with_suffix(".there"), os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(there, blocks)
-        self._there = mmap.mmap(there, blocks)
-        os.close(there)
-
-    def load(self, block: int, offset: int, length: int) -> bytes | None:
-        return os.pread(self._data, length, offset) if self._there[block] else None
-
-    def save(self, block: int, offset: int, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # the disk is full: the source still serves
-            if os.pwrite(self._data, data, offset) == len(data):
-                self._there[block] = 1  # only now: another rank may look at any moment
+def _open_flags(path: Path, blocks: int) -> mmap.mmap:
+    """One byte per block, shared by all who open it: whether the block is there."""
+    with open(path, "a+b") as file:
+        file.truncate(blocks)
+        return mmap.mmap(file.fileno(), blocks)
 
 
 def _open_folder(folder: str) -> Path:
@@ -105,6 +103,7 @@ def _open_folder(folder: str) -> Path:
     return here
 
 
-def _name(source: Source) -> str:
-    facts = f"{os.path.realpath(source.path)} {source.size} {source.mtime_ns}"
-    return hashlib.sha256(facts.encode()).hexdigest()[:24]
+def _name(*sources: Source) -> str:
+    """Another name for every other content."""
+    facts = [(os.path.realpath(source.path), source.size, source.mtime_ns) for source in sources]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]

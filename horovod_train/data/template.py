@@ -9,22 +9,24 @@ The wire format: https://protobuf.dev/programming-guides/encoding, and tensorflo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from horovod_train.data.features import Feature
 
-_VARINT, _BYTES = 0, 2
+_LENGTH_DELIMITED = 2
 _KINDS = {1: "bytes", 2: "float", 3: "int64"}
 
 
+class NotPlain(ValueError):
+    """The record must be parsed in the usual way."""
+
+
 class _Field(NamedTuple):
-    """A field of a message: its number, its wire type, and where its value starts and ends."""
+    """A field of a message: its number, and where its value starts and ends."""
 
     number: int
-    wire: int
     start: int
     end: int
 
@@ -39,7 +41,7 @@ class Template:
     """One record taken apart, and the features wanted from all that are like it."""
 
     def __init__(self, record: np.ndarray, features: dict[str, Feature]) -> None:
-        """`record` uint8 [length]. Raises ValueError where it is not of the plain kind, or lacks a feature."""
+        """`record` uint8 [length]. Raises NotPlain where it is not of the plain kind, or lacks a feature."""
         self._record, self._features = record, features
         self._values = _take_apart(record.tobytes())
         fixed = np.ones(len(record), bool)
@@ -52,7 +54,7 @@ class Template:
         )
         for name, feature in features.items():
             if name not in self._values or self._size(name) != _size(feature):
-                raise ValueError(name)
+                raise NotPlain(name)
 
     def parse(self, table: np.ndarray) -> dict[str, np.ndarray] | None:
         """The values of all records, uint8 [records, length], by feature; None if one differs in more than values."""
@@ -106,36 +108,33 @@ def _integers(part: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _take_apart(data: bytes) -> dict[str, _Value]:
-    """The value of each feature of a tf.train.Example. Raises ValueError for anything unusual."""
+    """The value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
     values: dict[str, _Value] = {}
-    (features,) = _fields(data, 0, len(data))
+    (features,) = _fields(data, 0, len(data), (1,))
     for entry in _fields(data, features.start, features.end):
-        key, feature = _fields(data, entry.start, entry.end)
-        (listed,) = _fields(data, feature.start, feature.end)
-        (value,) = _fields(data, listed.start, listed.end)
-        name = data[key.start : key.end].decode()
-        numbers = (features.number, entry.number, key.number, feature.number, value.number)
-        wires = {field.wire for field in (features, entry, key, feature, listed, value)}
-        if numbers != (1, 1, 1, 2, 1) or wires != {_BYTES} or name in values:
-            raise ValueError(name)
+        key, feature = _fields(data, entry.start, entry.end, (1, 2))
+        listed, *more = _fields(data, feature.start, feature.end) or [_Field(0, 0, 0)]
+        (value,) = _fields(data, listed.start, listed.end, (1,))
+        name = data[key.start : key.end].decode(errors="replace")
+        if entry.number != 1 or listed.number not in _KINDS or more or name in values:
+            raise NotPlain(name)
         values[name] = _Value(_KINDS[listed.number], value.start, value.end)
     return values
 
 
-def _fields(data: bytes, start: int, end: int) -> Iterator[_Field]:
+def _fields(data: bytes, start: int, end: int, numbers: tuple[int, ...] | None = None) -> list[_Field]:
+    """The fields of a message, all of them length-delimited; with `numbers`, exactly these, in this order."""
+    fields = []
     while start < end:
         tag, at = _varint(data, start)
-        number, wire = tag >> 3, tag & 7
-        if wire == _BYTES:
-            length, at = _varint(data, at)
-            start = at + length
-        elif wire == _VARINT:
-            _, start = _varint(data, at)
-        else:
-            raise ValueError("a wire type that tf.train.Example does not have")
-        if start > end:
-            raise ValueError("a field is longer than its message")
-        yield _Field(number, wire, at, start)
+        if tag & 7 != _LENGTH_DELIMITED:
+            raise NotPlain("an integer that is not packed, or no tf.train.Example")
+        length, at = _varint(data, at)
+        start = at + length
+        fields.append(_Field(tag >> 3, at, start))
+    if start > end or (numbers is not None and tuple(field.number for field in fields) != numbers):
+        raise NotPlain("more, less or something else than a plain record has")
+    return fields
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
@@ -143,7 +142,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         if at >= len(data):
-            raise ValueError("an integer does not end")
+            raise NotPlain("a length that does not end")
         value |= (data[at] & 0x7F) << shift
         if data[at] < 0x80:
             return value, at + 1

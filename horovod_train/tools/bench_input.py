@@ -94,13 +94,13 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
 def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("", "records/s", "slowest", "fastest", "MB/s", "plan is"):
+    for title in ("", "records/s", "slowest", "fastest", "MB/s", "ratio"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     size = sum(source.size for source in records.index.files)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         rates = [f"{records.index.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
-        ratio = f"{median[name] / median[PLAN]:.2f} ×"
+        ratio = f"{median[name] / median[PLAN]:.2f}"
         table.add_row(name, *rates, f"{size / median[name] / 1e6:.1f}", ratio)
     console.print(table)
     print("the plan's first batch: " + ", ".join(f"at {at} of an epoch {value:.2f} s" for at, value in starts.items()))

@@ -64,7 +64,8 @@ def _check(console: Console, configs: Sequence[Config]) -> int:
     for sentence in bad[:_SHOWN]:
         console.print(sentence, markup=False)
     if bad:
-        raise UserError(f"check-data: {len(bad)} fault{'s' * (len(bad) > 1)}{f', {_SHOWN} of them shown' if len(bad) > _SHOWN else ''}.")
+        shown = f", the first {_SHOWN} shown" if len(bad) > _SHOWN else ""
+        raise UserError(f"check-data: {len(bad)} {'fault' if len(bad) == 1 else 'faults'}{shown}.")
     return 0
 
 

@@ -16,15 +16,14 @@ from horovod_train.data import index as index_module
 from horovod_train.data.files import list_files
 from horovod_train.data.framing import frame
 from horovod_train.data.index import BLOCK_BYTES, BLOCK_RECORDS, Index, open_index
-from horovod_train.data.reader import Reader
+from horovod_train.data.reader import Reader, as_list
 from horovod_train.data.records import build_plan, open_records
-from horovod_train.data.stage import Stage
 
 
 def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
-    records, faults = Reader(index, Stage(stage_dir)).read(np.arange(index.num_records))
+    records, faults = Reader(index, stage_dir).read(np.arange(index.num_records))
     assert not faults
-    return records
+    return as_list(records)
 
 
 @pytest.fixture

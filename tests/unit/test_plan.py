@@ -135,6 +135,15 @@ def test_every_epoch_and_every_seed_has_another_order(seed: int, epoch: int) -> 
     assert order(seed, epoch) != order(seed + 1, epoch)
 
 
+@a_few
+@given(plans(), plans())
+def test_fingerprints_are_equal_for_equal_orders_only(plan: Plan, other: Plan) -> None:
+    same = dataclasses.replace(plan, block_counts=plan.block_counts.copy())
+    assert plan.fingerprint == same.fingerprint
+    assert plan.fingerprint != dataclasses.replace(plan, seed=plan.seed + 1).fingerprint
+    assert (plan.fingerprint == other.fingerprint) == (repr(plan) == repr(other))
+
+
 def test_order_is_the_same_on_every_machine() -> None:
     plan = Plan(np.array([4, 4, 4, 3]), 4, seed=7, shuffle_window=6)
     assert [step.tolist() for step in taken(plan, 2, 1)] == [[14, 3, 4, 11], [13, 0, 7, 10], [12, 2, 5, 9], [1, 6, 8]]

@@ -20,6 +20,7 @@ from PIL import Image
 
 from horovod_train.data import prepare
 from horovod_train.data.check import check_split
+from horovod_train.data.prepare import writing
 from horovod_train.data.prepare.digits import load_digits
 from horovod_train.data.prepare.idx import load_idx
 from horovod_train.data.prepare.mlp_samples import make_samples
@@ -281,3 +282,10 @@ def test_wrong_sources_are_named(tmp_path: Path, case: int) -> None:
 def test_idx_files_are_read_as_written(tmp_path: Path) -> None:
     array = np.random.default_rng(0).integers(0, 256, (3, 4, 5))
     assert np.array_equal(load_idx(str(idx(tmp_path / "a", array)), 3), array)
+
+
+def test_shards_are_sized_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((500, 1000), np.uint8))
+    monkeypatch.setattr(writing, "_SHARD_BYTES", 50_000)
+    run("npz", "--file", tmp_path / "a.npz", "--inputs", "x", "--out", tmp_path / "out")
+    assert len(list((tmp_path / "out/train").glob("*.tfrecord"))) == 11  # 500 records of 1030 bytes

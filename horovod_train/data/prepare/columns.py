@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument(
         "--eval-file", metavar=f"FILE.{kind}", help="held-out records; default: a fraction of the others"
     )
-    add_split_arguments(parser, "--file", shards=8)
+    add_split_arguments(parser, "--file")
 
 
 def write(columns: Columns, held_out: Columns | None, arguments: argparse.Namespace, inputs: Sequence[str],

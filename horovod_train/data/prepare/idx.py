@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
     parser.add_argument("--eval-images", metavar="FILE", help="held-out images; default: a fraction of the others")
     parser.add_argument("--eval-labels", metavar="FILE", help="their labels")
-    add_split_arguments(parser, "--images", shards=8)
+    add_split_arguments(parser, "--images")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-images", metavar="DIR", help="held-out images, in the same folders")
     parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
     parser.add_argument("--channels", type=int, choices=(1, 3), default=3, help="1: grey; default %(default)s")
-    add_split_arguments(parser, "--images", shards=16)
+    add_split_arguments(parser, "--images")
 
 
 def run(arguments: argparse.Namespace) -> None:

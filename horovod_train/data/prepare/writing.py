@@ -29,33 +29,28 @@ Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
 
 
+_SHARD_BYTES = 128 << 20
+_LEAST_SHARDS = 4
+_SAMPLED = 16
+
+
 def write_dataset(
-    out: str, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode, *, shards: int, force: bool
+    out: str, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode, *, shards: int | None, force: bool
 ) -> dict[str, int]:
     """Writes the records that `splits` names, in that order; returns the number in each split.
 
-    `shards`: files of each split, or as many as there are records. Raises UserError where `out` exists, unless `force`.
+    `shards`: files of each split; None: of about 128 MiB, at least 4. Raises UserError if `out` exists, unless `force`.
     """
-    if shards < 1:
+    if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
-    splits = {name: records for name, records in splits.items() if len(records)}
     _check_free(out, force)
     quiet.load_tensorflow()
     with _new_folder(out) as folder:
-        counts = {}
-        for split, records in splits.items():
-            os.mkdir(os.path.join(folder, split))
-            files = min(shards, len(records))
-            names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
-            jobs = list(zip(names, np.array_split(records, files), strict=True))
-            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-
-                def write(job: tuple[str, np.ndarray], split: str = split) -> None:
-                    _write_shard(os.path.join(folder, split, job[0]), job[1], encode)
-
-                for _ in track(threads.map(write, jobs), len(jobs), split):
-                    pass
-            counts[split] = write_index(os.path.join(folder, split), names)
+        counts = {
+            split: _write_split(os.path.join(folder, split), records, encode, shards)
+            for split, records in splits.items()
+            if len(records)
+        }
         with open(os.path.join(folder, DATASET_NAME), "w", encoding="utf-8") as file:
             file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
             _to_disk(file.fileno())
@@ -63,10 +58,10 @@ def write_dataset(
     return counts
 
 
-def add_split_arguments(parser: argparse.ArgumentParser, of: str, *, shards: int) -> None:
+def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
     """--eval-fraction and --shards. `of` says what the fraction is drawn from."""
     parser.add_argument("--eval-fraction", type=float, default=0.0, help=f"drawn from {of}; default %(default)s")
-    parser.add_argument("--shards", type=int, default=shards, help="files a split; default %(default)s")
+    parser.add_argument("--shards", type=int, metavar="N", help="files a split; default: of about 128 MB, at least 4")
 
 
 def split_by_fraction(records: int, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
@@ -80,6 +75,32 @@ def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.n
     """Draws `eval_records` of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
     order = draws.permutation(draws.key(seed), np.arange(records))
     return {"train": order[eval_records:], "eval": order[:eval_records]}
+
+
+def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int | None) -> int:
+    """Writes one split's files and index; returns its records."""
+    os.mkdir(folder)
+    files = min(shards or _sensible_shards(records, encode), len(records))
+    names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
+    parts = np.array_split(records, files)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+
+        def write(shard: int) -> None:
+            _write_shard(os.path.join(folder, names[shard]), parts[shard], encode)
+
+        try:
+            for _ in track(threads.map(write, range(files)), files, f"writing {os.path.basename(folder)}"):
+                pass
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+    return write_index(folder, names)
+
+
+def _sensible_shards(records: np.ndarray, encode: Encode) -> int:
+    sample = records[:: max(len(records) // _SAMPLED, 1)][:_SAMPLED]
+    size = sum(len(_example(encode(record))) for record in sample.tolist()) / len(sample) * len(records)
+    return max(math.ceil(size / _SHARD_BYTES), _LEAST_SHARDS)
 
 
 def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
