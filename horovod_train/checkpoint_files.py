@@ -51,6 +51,8 @@ class Facts:
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     best: Best | None = None
+    data: str = ""
+    """Fingerprint of the order of the training records; equal where `records` means the same records."""
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,14 @@ class HorovodConfig:
 
 
 @dataclass(frozen=True)
+class WatchConfig:
+    enabled: bool = setting(True, "ranks watch over each other: who is waited for, who has gone")
+    warn_after_s: float = setting(60.0, "seconds without progress after which a sentence names who is waited for")
+    stop_after_s: float = setting(600.0, "seconds without progress after which all write their stacks and end")
+    first_step_after_s: float = setting(1800.0, "in place of stop_after_s until the first step has been compiled")
+
+
+@dataclass(frozen=True)
 class DeviceConfig:
     memory_growth: bool = setting(True, "take GPU memory as it is needed, not all at once")
     intra_op_threads: int | None = setting(None, "threads inside an op; default: cores / ranks on this host", minimum=1)
@@ -153,6 +161,7 @@ class Config:
     log: LogConfig = LogConfig()
     horovod: HorovodConfig = HorovodConfig()
     device: DeviceConfig = DeviceConfig()
+    watch: WatchConfig = WatchConfig()
 
 
 def resolve(config: Config, size: int) -> Config:
@@ -192,6 +201,8 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "lr_schedule.base_batch_size", f"is required with scaling: {schedule.scaling}."
     if config.eval.every_steps and not data.eval:
         yield "eval.every_steps", "there is nothing to evaluate: data.eval is not given."
+    if not 0 < config.watch.warn_after_s < config.watch.stop_after_s <= config.watch.first_step_after_s:
+        yield "watch.warn_after_s", "must be above 0 and less than stop_after_s, and that at most first_step_after_s."
     if (config.checkpoint.best or stops.patience or stops.target is not None) and not data.eval:
         yield "data.eval", "is required: checkpoint.best and early_stopping watch a metric of the evaluation."
     if config.deterministic and config.horovod.fusion_threshold_mb:

@@ -145,7 +145,7 @@ class Evaluate:
         if step == self.last_step:
             return None
         self.last_step = step
-        with self.watch.stopped():
+        with self.watch.stopped(), self.group.heartbeat.phase("evaluate"):
             own = self.state.average_statistics(self.group)
             reason = self._run_all()
             self.newest = self.eval_step.seen.result(self.group)
@@ -161,6 +161,7 @@ class Evaluate:
         left = self.pipeline.steps_per_epoch
         while left:
             steps = min(left, self.steps_per_call)
+            self.group.heartbeat.phase("evaluate")  # each call is progress
             self.eval_step.run(batches, steps)
             left -= steps
             if reason := self.leaving.vote_now_and_then():
@@ -200,7 +201,7 @@ class Save:
         if step == self.last_step:
             return None
         started = time.perf_counter()
-        with self.watch.stopped():
+        with self.watch.stopped(), self.group.heartbeat.phase("save"):
             agreement.check(self.group, self.state.digests(), f"at step {step}")
             arrays = self.state.snapshot(self.group)
             self._flush_audit()

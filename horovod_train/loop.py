@@ -44,9 +44,12 @@ def train(
     epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
     batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
     asked, ended = leaving.vote(), None
+    group.heartbeat.phase("compile")
+    group.heartbeat.probe = train_step.place
     while step < last_step and not asked and not ended:
         next_stop = min([last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
+        group.heartbeat.phase("train")
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:

@@ -20,13 +20,14 @@ from horovod_train import quiet
 from horovod_train.config import Config
 from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
-from horovod_train.errors import FailedElsewhere, RunError, UserError
+from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output import check_writable
 
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),
     "check-data": ("horovod_train.tools.check_data", "read everything and name what is wrong; audit a run"),
+    "explain": ("horovod_train.tools.explain", "what happened to a run, and what to do next"),
     "bench": ("horovod_train.tools.bench", "measure how fast records are read"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
@@ -126,7 +127,7 @@ def _run(config: Config, place: launch.Launch) -> int:
 
     try:
         return train.run(config)
-    except FailedElsewhere as error:
+    except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
         # Found by all ranks alike: one line is enough.

@@ -16,6 +16,7 @@ import tensorflow as tf
 from horovod_train.config import Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.place import Place
 from horovod_train.errors import DivergedError, UserError
 from horovod_train.lookup import call, choose_keras
 from horovod_train.metrics import Accumulator
@@ -95,6 +96,7 @@ class TrainStep:
         self.skipped, self.skipped_in_a_row, self.is_cause, self.last_loss = (
             tf.Variable(value, trainable=False) for value in (0, 0, False, 0.0)
         )
+        self.place = Place(state.step)
         self._run = tf.function(self._run_steps)
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
@@ -124,7 +126,8 @@ class TrainStep:
         while goes_on and done < steps:
             # One after the other, or two exchanges of one name could be under way.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            batch = next(batches)
+            with tf.control_dependencies([self.place.enter("input")]):
+                batch = next(batches)
             goes_on = self._train_on(batch)
             ids = ids.write(done, batch.ids)
             done += 1
@@ -134,10 +137,14 @@ class TrainStep:
         """One update. Returns whether to go on: the same on all ranks, since it is read off combined gradients."""
         self._set_dropout_seeds()
         optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
-        batch = batch._replace(count=self.count_over_ranks(batch))
+        with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # the count may be an exchange too
+            batch = batch._replace(count=self.count_over_ranks(batch))
+        self.place.enter("compute", after=batch.count)
         own = self._gradients(batch) if self.accumulate_steps == 1 else self._accumulated_gradients(batch)
+        self.place.enter("exchange", after=own)
         combined = optimizer.combine(own)
-        self.state.step.assign_add(1)
+        with tf.control_dependencies(_present(combined)):  # a step counts once it has been exchanged
+            self.state.step.assign_add(1)
         if not self.looks_for_overflow:
             optimizer.apply_combined(combined, variables)
             return tf.constant(True)
@@ -209,13 +216,18 @@ class EvalStep:
             self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
 
 
+def _present(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """The values of those gradients that there are; of sparse ones, of the rows that they hold."""
+    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
+    return [value for value in values if value is not None]
+
+
 def _are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """Whether no gradient holds a NaN or an infinity; by their squares, which read each number once.
 
     A number past 1.8e19, whose square float32 cannot hold, counts as infinite.
     """
-    present = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-    squares = [tf.nn.l2_loss(tf.cast(gradient, tf.float32)) for gradient in present if gradient is not None]
+    squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in _present(gradients)]
     return tf.math.is_finite(tf.add_n(squares))
 
 

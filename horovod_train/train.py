@@ -1,6 +1,6 @@
 """One run from beginning to end: opens every part in order, hands them to the loop, says how it ended.
 
-Reads top to bottom. Every rank runs every line; what only root may do is behind `output` and `store`.
+Reads top to bottom. Every rank runs every line; what only root may do is behind `output`, `lease` and `store`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import keras
 import tensorflow as tf
 
 import horovod_train
-from horovod_train import hooks, loop
+from horovod_train import hooks, loop, rank_log
 from horovod_train.build import Parts, build_parts
 from horovod_train.checkpoint import NoStore, open_store
-from horovod_train.checkpoint_files import Best, Facts, load
+from horovod_train.checkpoint_files import Best, Checkpoint, Facts, load
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict, dump
 from horovod_train.data.audit import AuditLog, NoAudit, Start
 from horovod_train.distributed import agreement, launch
 from horovod_train.distributed.group import WorkerGroup, start
+from horovod_train.distributed.judge import Limits
+from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
 from horovod_train.errors import RunError, UserError
-from horovod_train.lease import open_lease
+from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput, open_output
 
@@ -40,64 +42,94 @@ def run(config: Config) -> int:
     DivergedError or RanksDisagree on all ranks where training must not go on.
     """
     started = time.time()
-    group = start(config.horovod, config.device, deterministic=config.deterministic)
+    limits = Limits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
+    group = start(
+        config.horovod,
+        config.device,
+        deterministic=config.deterministic,
+        environment=stall_environment(limits) if config.watch.enabled else None,
+    )
     with group.together():
         config = resolve(config, group.size)
         output = _open_output(config, group)
         lease = open_lease(output.directory, output.say, job=launch.detect().job)
+        rank_log.make_folder(output.directory)
+    own_log = _open_rank_log(config, group)
+    watch = open_watch(group, own_log, limits, say=output.say) if config.watch.enabled else NoWatch(group, own_log)
     leaving = Leaving(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
-    with leaving.listening(), closing(lease):
-        _introduce(group, output, config)
-        agreement.check(group, _facts(config), "at the start")
-        with group.together():
-            parts = build_parts(config, group)
-            store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
-            statistics = _restore(config, store, parts, output)
-        # Once, on a fresh start and on a resume alike: slots and counters exist by now.
-        group.broadcast(list(parts.state.variables().values()))
-        parts.state.restore_statistics(group, statistics)
-        agreement.check(group, parts.state.digests(), "after the broadcast")
+    with watch, leaving.listening(), closing(lease):
+        exit_code = _train(config, group, output, lease, leaving, started)
+        group.close()
+        watch.close("stopped" if exit_code else "done", exit_code)
+    return exit_code
 
-        first_step = int(parts.state.step)
-        output.rewind(first_step)
-        store.rewind(first_step)
-        output.write_config(dump(config))
-        output.start_progress(first_step, parts.last_step)
-        with group.together():
-            audit = _open_audit(config, group, parts)
-        watch = hooks.Stopwatch()
-        log, evaluate, save = _build_actions(config, group, output, store, parts, watch, leaving, audit)
-        try:
-            ended, asked = loop.train(
-                group,
-                parts.state,
-                parts.train_step,
-                parts.train,
-                _hooks(config, group, parts, output, log, evaluate, save),
-                leaving,
-                last_step=parts.last_step,
-                steps_per_call=config.train.steps_per_call,
-                watch=watch,
-                used=audit.append,
-            )
-        except tf.errors.OpError as error:
-            raise parts.train.explain(error) or error from error
-        finally:
-            audit.close()
 
-        failure = group.broadcast_object(store.wait())
-        if failure:
-            raise RunError(f"the last checkpoint could not be saved: {failure}")
-        summary = _summary(config, group, parts, watch, started) | {"ended": ended}
-        summary |= {"train": log.newest, "eval": evaluate.newest if evaluate else {}}
-        with group.together():
-            output.write_summary(summary)
-        why = "" if ended == loop.DONE else f" ({ended})"
-        again = "; saved, start it again to go on" if asked else ""
-        output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
-        output.close()
-    group.close()
+def _train(
+    config: Config, group: WorkerGroup, output: NoOutput, lease: NoLease, leaving: Leaving, started: float
+) -> int:
+    """The run itself, once there is a group to run in, a place to write to and somebody who watches."""
+    _introduce(group, output, config)
+    agreement.check(group, _facts(config), "at the start")
+    with group.together():
+        parts = build_parts(config, group)
+        store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
+        statistics = _restore(config, store, parts, output)
+    # Once, on a fresh start and on a resume alike: slots and counters exist by now.
+    group.broadcast(list(parts.state.variables().values()))
+    parts.state.restore_statistics(group, statistics)
+    agreement.check(group, parts.state.digests(), "after the broadcast")
+
+    first_step = int(parts.state.step)
+    output.rewind(first_step)
+    store.rewind(first_step)
+    output.write_config(dump(config))
+    output.start_progress(first_step, parts.last_step)
+    with group.together():
+        audit = _open_audit(config, group, parts)
+    clock = hooks.Stopwatch()
+    log, evaluate, save = _build_actions(config, group, output, store, parts, clock, leaving, audit)
+    try:
+        ended, asked = loop.train(
+            group,
+            parts.state,
+            parts.train_step,
+            parts.train,
+            _hooks(config, group, parts, output, log, evaluate, save),
+            leaving,
+            last_step=parts.last_step,
+            steps_per_call=config.train.steps_per_call,
+            watch=clock,
+            used=audit.append,
+        )
+    except tf.errors.OpError as error:
+        raise parts.train.explain(error) or error from error
+    finally:
+        audit.close()
+
+    with group.heartbeat.phase("save"):
+        failure = store.wait()
+    failure = group.broadcast_object(failure)
+    if failure:
+        raise RunError(f"the last checkpoint could not be saved: {failure}")
+    summary = _summary(config, group, parts, clock, started) | {"ended": ended}
+    summary |= {"train": log.newest, "eval": evaluate.newest if evaluate else {}}
+    with group.together():
+        output.write_summary(summary)
+    why = "" if ended == loop.DONE else f" ({ended})"
+    again = "; saved, start it again to go on" if asked else ""
+    output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
+    output.close()
     return START_AGAIN if asked else 0
+
+
+def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NoRankLog:
+    """This rank's own log; the only file that a rank other than root writes."""
+    host, device = group.hosts[group.rank], group.devices[group.rank].name
+    said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+    assert config.output_dir is not None
+    log = rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
+    group.heartbeat.tell = log.write
+    return log
 
 
 def _open_output(config: Config, group: WorkerGroup) -> NoOutput:
@@ -153,20 +185,21 @@ def _restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> 
         output.say("starting from initial weights")
         return {}
     arrays = load(parts.state.variables(), found)
-    _check_position(parts, str(found.folder))
+    _check_position(parts, found)
     if found.facts.config["checkpoint"]["best"] != as_dict(config.checkpoint.best):
         parts.best.forget()  # the best of another metric
     output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
-def _check_position(parts: Parts, path: str) -> None:
-    """A saved place in the data means something only where the same batches lead there."""
-    records, batch = int(parts.state.records), parts.train.global_batch_size
-    if records > parts.train.num_records or (records % batch and records != parts.train.num_records):
+def _check_position(parts: Parts, found: Checkpoint) -> None:
+    """A saved place inside an epoch means something only where the same order of records leads there."""
+    if found.facts.records and found.facts.data != parts.train.fingerprint:
+        was = found.facts.config
         raise UserError(
-            f"{path}: stands after record {records} of its epoch; with {parts.train.num_records} records in batches of "
-            f"{batch} no step ends there. Go on with the data and global batch size that it was trained with."
+            f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
+            f"Go on with the training files of then, seed {was['seed']}, data.global_batch_size "
+            f"{was['data']['global_batch_size']} and the same data.shuffle… settings; or from the end of an epoch."
         )
 
 
@@ -194,7 +227,7 @@ def _build_actions(
     output: NoOutput,
     store: NoStore,
     parts: Parts,
-    watch: hooks.Stopwatch,
+    clock: hooks.Stopwatch,
     leaving: Leaving,
     audit: NoAudit,
 ) -> tuple[hooks.LogTraining, hooks.Evaluate | None, hooks.Save]:
@@ -209,15 +242,16 @@ def _build_actions(
             ranks=group.size,
             config=as_dict(config),
             versions=_versions(),
+            data=parts.train.fingerprint,
             best=best if config.checkpoint.best and best.step >= 0 else None,
         )
 
-    log = hooks.LogTraining(group, output, state, parts.train, parts.train_step, watch)
-    save = hooks.Save(group, store, state, watch, leaving, log, audit, facts)
+    log = hooks.LogTraining(group, output, state, parts.train, parts.train_step, clock)
+    save = hooks.Save(group, store, state, clock, leaving, log, audit, facts)
     if parts.eval is None:
         return log, None, save
     per_call = config.train.steps_per_call
-    evaluate = hooks.Evaluate(group, output, state, parts.eval, parts.eval_step, watch, leaving, per_call)
+    evaluate = hooks.Evaluate(group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call)
     evaluate.watchers = [parts.best.update, parts.early_stopping.update]
     return log, evaluate, save
 
@@ -258,9 +292,9 @@ def _hooks(
 
 
 def _summary(
-    config: Config, group: WorkerGroup, parts: Parts, watch: hooks.Stopwatch, started: float
+    config: Config, group: WorkerGroup, parts: Parts, clock: hooks.Stopwatch, started: float
 ) -> dict[str, Any]:
-    seconds, _, records = watch.read()
+    seconds, _, records = clock.read()
     state = parts.state
     state.average_statistics(group)
     return {

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import struct
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def train(
 def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["split"] == split]
+
+
+def split_records(data: bytes) -> Iterator[bytes]:
+    """The records of a TFRecord file, framing and all."""
+    at = 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        end = at + 12 + length + 4
+        yield data[at:end]
+        at = end
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -125,13 +125,23 @@ class WorkerGroup:
         hvd.shutdown()
 
 
-def start(horovod: HorovodConfig, devices: DeviceConfig, *, deterministic: bool = False) -> WorkerGroup:
+def start(
+    horovod: HorovodConfig,
+    devices: DeviceConfig,
+    *,
+    deterministic: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> WorkerGroup:
     """Collective: brings Horovod up, pins this process to its device and learns who the others are.
+
+    environment: what Horovod is to find in its environment where the user's says nothing, such as its stall limits.
 
     Raises UserError where ranks of one host would share a GPU.
     """
     started_by = launch.detect()
     _set_horovod_environment(horovod, deterministic)
+    for name, value in (environment or {}).items():
+        os.environ.setdefault(name, value)
     cores = _initialise(started_by)
     mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
     if deterministic:

@@ -42,17 +42,7 @@ BEFORE_TENSORFLOW = {
 
 WITH_TENSORFLOW = {
     "unknown model": (["model=convent"], "model.name: unknown name 'convent'; known here: convnet"),
-    "no such module": (["model=nowhere:build"], "model.name: cannot import 'nowhere:build'"),
-    "no such function": (["model=user_models:smal"], "model.name: user_models has no 'smal'; it has small"),
-    "returns no model": (["model=user_models:not_a_model"], "must return a keras.Model; it returned int"),
     "unknown model option": (["model.options.depth=3"], "model.options: user_models:small: got an unexpected"),
-    "unknown optimizer": (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; near it: SGD"),
-    "learning rate twice": (["optimizer.options.learning_rate=1"], "the rate is set by lr_schedule.base_lr"),
-    "unknown optimizer option": (["optimizer.options.momentums=1"], "optimizer: sgd with options"),
-    "unknown loss": (["loss=crossentropy"], "loss.name: Keras has no 'crossentropy'; near it:"),
-    "unknown metric": (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; near it: Accuracy"),
-    "unknown decay": (["lr_schedule.decay=cosin"], "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
-    "decay without its rate": (["lr_schedule.decay=exponential"], "lr_schedule.decay.options: exponential: missing"),
     "model does not fit": (["model=mlp"], "data.train: model, loss and metrics do not fit records of"),
     "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
     "checkpoint path": (["checkpoint.resume={here}/empty"], "checkpoint.resume: no checkpoint at"),

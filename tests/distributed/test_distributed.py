@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import RankFacts, run_process
 
-WAYS = [("none", 1), ("horovodrun", 2), ("horovodrun", 4), ("mpirun", 2)]
+WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
 SEVERAL = [(launcher, np) for launcher, np in WAYS if np > 1]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import summary_of, train
+from conftest import split_records, summary_of, train
 
 RECORDS, BATCH, STEPS_PER_EPOCH = 1437, 96, 15
 
@@ -23,20 +21,12 @@ log: {{every_steps: 15, tensorboard: false}}
 """
 
 
-def split(data: bytes) -> Iterator[bytes]:
-    """The records of a TFRecord file, framing and all."""
-    at = 0
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        end = at + 12 + length + 4
-        yield data[at:end]
-        at = end
-
-
 @pytest.fixture(scope="session")
 def uneven(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 1437 training digits in five files of very different sizes."""
-    records = [record for path in sorted((digits / "train").glob("*.tfrecord")) for record in split(path.read_bytes())]
+    records = [
+        record for path in sorted((digits / "train").glob("*.tfrecord")) for record in split_records(path.read_bytes())
+    ]
     assert len(records) == RECORDS
     folder = tmp_path_factory.mktemp("uneven")
     shutil.copy(digits / "dataset.json", folder)

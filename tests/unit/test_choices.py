@@ -1,0 +1,60 @@
+"""Names and options that a config gives: what is wrong with them is one line with what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import user_models  # noqa: F401  found by its name below
+
+from horovod_train.config import Config, LrScheduleConfig, Spec
+from horovod_train.errors import UserError
+from horovod_train.metrics import build_metrics
+from horovod_train.models import build_model
+from horovod_train.optim import Horizon, build_optimizer
+from horovod_train.step import build_loss
+
+HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
+
+
+def optimizer(name: str, **options: object) -> object:
+    return build_optimizer(Config(optimizer=Spec(name, options)), HORIZON)
+
+
+def decay(name: str, **options: object) -> object:
+    return build_optimizer(Config(lr_schedule=LrScheduleConfig(decay=Spec(name, options))), HORIZON)
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "unknown model": (lambda: build_model(Spec("convent")), "model.name: unknown name 'convent'; known here: convnet"),
+    "unknown option": (lambda: build_model(Spec("mlp", {"depth": 3})), "model.options: mlp: got an unexpected keyword"),
+    "no such module": (lambda: build_model(Spec("nowhere:build")), "model.name: cannot import 'nowhere:build'"),
+    "no such function": (
+        lambda: build_model(Spec("user_models:smal")),
+        "model.name: user_models has no 'smal'; it has small",
+    ),
+    "no model": (lambda: build_model(Spec("user_models:not_a_model")), "must return a keras.Model; it returned int"),
+    "unknown optimizer": (lambda: optimizer("sdg"), "optimizer.name: Keras has no 'sdg'; near it: SGD"),
+    "optimizer option": (lambda: optimizer("sgd", momentums=1), "optimizer: sgd with options {'momentums': 1}"),
+    "optimizer value": (lambda: optimizer("sgd", momentum=2.0), "optimizer: sgd with options {'momentum': 2.0}"),
+    "rate twice": (lambda: optimizer("sgd", learning_rate=1), "the rate is set by lr_schedule.base_lr"),
+    "unknown decay": (lambda: decay("cosin"), "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
+    "rate missing": (lambda: decay("exponential"), "lr_schedule.decay.options: exponential: missing a required"),
+    "lengths": (
+        lambda: decay("piecewise", boundaries_epochs=[1], factors=[0.1, 0.2]),
+        "must be of one length; received 1 and 2",
+    ),
+    "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; near it:"),
+    "unknown metric": (lambda: build_metrics([Spec("acuracy")]), "metrics: Keras has no 'acuracy'; near it: Accuracy"),
+    "same name": (lambda: build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})]), "metrics: names must differ"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_choice_is_one_line_with_what_would_be_right(name: str) -> None:
+    attempt, expected = WRONG[name]
+    with pytest.raises(UserError) as found:
+        attempt()
+    assert expected in str(found.value)
+    assert "\n" not in str(found.value)
+    assert found.value.exit_code == 2
