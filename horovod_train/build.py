@@ -34,6 +34,8 @@ class Parts:
     eval_step: EvalStep
     best: Best
     early_stopping: EarlyStopping
+    evaluated: tf.Variable
+    """int64: the step of the last evaluation that came to its end."""
     last_step: int
 
 
@@ -59,7 +61,9 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     # Both always, so that switching one on does not make a checkpoint another run's.
     best = Best("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
-    state = TrainState(model, optimizer, best.variables | early_stopping.best.variables)
+    evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
+    followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    state = TrainState(model, optimizer, followed)
     train_step = TrainStep(
         state,
         loss,
@@ -79,6 +83,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         eval_step=EvalStep(model, loss, seen["eval"]),
         best=best,
         early_stopping=early_stopping,
+        evaluated=evaluated,
         last_step=horizon.total_steps,
     )
 

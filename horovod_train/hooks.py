@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import tensorflow as tf
 
 from horovod_train.checkpoint import NoStore
 from horovod_train.checkpoint_files import Facts
@@ -37,6 +39,8 @@ class Hook:
     every_steps: int | None
     action: Action
     at_end: Literal["no", "done", "always"] = "no"
+    is_done: Callable[[int], bool] = lambda step: True
+    """Whether a run that goes on from a step at which the hook was due need not make up for it."""
 
     def next_step(self, step: int) -> float:
         """The first step after `step` at which it is due."""
@@ -46,8 +50,8 @@ class Hook:
         return self.every_steps is not None and step % self.every_steps == 0
 
 
-def every(steps: int | None, action: Action, *, at_end: Literal["no", "done", "always"] = "no") -> Hook:
-    return Hook(steps, action, at_end)
+def every(steps: int | None, action: Action, **options: Any) -> Hook:
+    return Hook(steps, action, **options)
 
 
 @dataclass
@@ -133,18 +137,21 @@ class Evaluate:
         watch: Stopwatch,
         leaving: Leaving,
         steps_per_call: int,
+        evaluated: tf.Variable,
     ) -> None:
         self.group, self.output, self.state, self.pipeline = group, output, state, pipeline
+        self.evaluated = evaluated
         self.eval_step, self.watch, self.leaving, self.steps_per_call = eval_step, watch, leaving, steps_per_call
         self.watchers: list[Callable[[int, Mapping[str, float]], str | None]] = []
         """Told (step, values) after each evaluation; what they return ends the run."""
         self.newest: dict[str, float] = {}
-        self.last_step = -1
+
+    def is_done(self, step: int) -> bool:
+        return int(self.evaluated) == step
 
     def __call__(self, step: int) -> str | None:
-        if step == self.last_step:
+        if self.is_done(step):
             return None
-        self.last_step = step
         with self.watch.stopped(), self.group.heartbeat.phase("evaluate"):
             own = self.state.average_statistics(self.group)
             reason = self._run_all()
@@ -152,6 +159,7 @@ class Evaluate:
             self.state.set_statistics(own)
         if reason:
             return reason
+        self.evaluated.assign(step)
         self.output.append_metrics("eval", step, int(self.state.epoch), self.newest)
         reasons = [watcher(step, self.newest) for watcher in self.watchers]
         return next((reason for reason in reasons if reason), None)

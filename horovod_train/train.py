@@ -251,7 +251,9 @@ def _build_actions(
     if parts.eval is None:
         return log, None, save
     per_call = config.train.steps_per_call
-    evaluate = hooks.Evaluate(group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call)
+    evaluate = hooks.Evaluate(
+        group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call, parts.evaluated
+    )
     evaluate.watchers = [parts.best.update, parts.early_stopping.update]
     return log, evaluate, save
 
@@ -277,8 +279,8 @@ def _hooks(
     due = [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
     if evaluate:
         due += [
-            every(config.eval.every_steps, evaluate),
-            every(epochs(config.eval.every_epochs), evaluate, at_end="done"),
+            every(config.eval.every_steps, evaluate, is_done=evaluate.is_done),
+            every(epochs(config.eval.every_epochs), evaluate, at_end="done", is_done=evaluate.is_done),
         ]
     if evaluate and config.checkpoint.best:
         due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
