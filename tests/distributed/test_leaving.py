@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -230,3 +230,32 @@ def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) 
     assert summary["ended"].startswith("target reached: accuracy ")
     assert summary["epochs"] < 20
     assert summary["eval"]["accuracy"] >= 0.5
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A run directory whose checkpoints lie on a disk of 20 MB."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield tmp_path / "run"
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_checkpoint(
+    config: Path, small_disk: Path
+) -> None:
+    """Checkpoints of 9.5 MB: not all that are to be kept fit."""
+    model = "model={name: user_models:small, options: {hidden: 1500}}"
+    words = ["--config", config, "--output-dir", small_disk, model, "optimizer={name: sgd, options: {momentum: 0.9}}"]
+    finished = train([*words, "checkpoint.every_steps=10", "train.max_steps=50"])
+    assert finished.returncode == 1
+    assert "the last checkpoint could not be saved" in finished.stderr
+    assert "No space left on device" in finished.stdout
+    assert [row["step"] for row in metrics_of(small_disk, "train")] == [15, 30, 45, 50]
+    assert "damaged" not in finished.stdout
+    again = train([*words, "train.max_steps=10"])
+    assert "resumed from" in again.stdout
+    assert again.returncode == 0, again.text
