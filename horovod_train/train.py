@@ -15,21 +15,22 @@ import keras
 import tensorflow as tf
 
 import horovod_train
-from horovod_train import hooks, loop, rank_log
+from horovod_train import loop, rank_log
+from horovod_train.agenda import build_actions, build_hooks
 from horovod_train.build import Parts, build_parts
-from horovod_train.checkpoint import NoStore, open_store
-from horovod_train.checkpoint_files import Best, Checkpoint, Facts, load
+from horovod_train.checkpoint import open_store
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict, dump
-from horovod_train.data.audit import AuditLog, NoAudit, Start
 from horovod_train.distributed import agreement, launch
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError
+from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput, open_output
+from horovod_train.resume import open_audit, restore
 
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved: the scheduler may start it again (EX_TEMPFAIL)."""
@@ -73,7 +74,7 @@ def _train(
     with group.together():
         parts = build_parts(config, group)
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
-        statistics = _restore(config, store, parts, output)
+        statistics = restore(config, store, parts, output)
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(parts.state.variables().values()))
     parts.state.restore_statistics(group, statistics)
@@ -85,16 +86,16 @@ def _train(
     output.write_config(dump(config))
     output.start_progress(first_step, parts.last_step)
     with group.together():
-        audit = _open_audit(config, group, parts)
-    clock = hooks.Stopwatch()
-    log, evaluate, save = _build_actions(config, group, output, store, parts, clock, leaving, audit)
+        audit = open_audit(config, group, parts)
+    clock = Stopwatch()
+    actions = build_actions(config, group, output, store, parts, clock, leaving, audit, _versions())
     try:
         ended, asked = loop.train(
             group,
             parts.state,
             parts.train_step,
             parts.train,
-            _hooks(config, group, parts, output, log, evaluate, save),
+            build_hooks(config, group, parts, output, actions),
             leaving,
             last_step=parts.last_step,
             steps_per_call=config.train.steps_per_call,
@@ -112,7 +113,7 @@ def _train(
     if failure:
         raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(config, group, parts, clock, started) | {"ended": ended}
-    summary |= {"train": log.newest, "eval": evaluate.newest if evaluate else {}}
+    summary |= {"train": actions.log.newest, "eval": actions.evaluate.newest if actions.evaluate else {}}
     with group.together():
         output.write_summary(summary)
     why = "" if ended == loop.DONE else f" ({ended})"
@@ -178,124 +179,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> dict[str, Any]:
-    """Gives root's state the values of the checkpoint to start from; returns the statistics of each rank in it."""
-    found = store.find(config.checkpoint.resume)
-    if found is None:
-        output.say("starting from initial weights")
-        return {}
-    arrays = load(parts.state.variables(), found)
-    _check_position(parts, found)
-    if found.facts.config["checkpoint"]["best"] != as_dict(config.checkpoint.best):
-        parts.best.forget()  # the best of another metric
-    output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
-    return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
-
-
-def _check_position(parts: Parts, found: Checkpoint) -> None:
-    """A saved place inside an epoch means something only where the same order of records leads there."""
-    if found.facts.records and found.facts.data != parts.train.fingerprint:
-        was = found.facts.config
-        raise UserError(
-            f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
-            f"Go on with the training files of then, seed {was['seed']}, data.global_batch_size "
-            f"{was['data']['global_batch_size']} and the same data.shuffle… settings; or from the end of an epoch."
-        )
-
-
-def _open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
-    if not config.data.audit:
-        return NoAudit()
-    assert config.output_dir is not None
-    return AuditLog(
-        config.output_dir,
-        Start(
-            epoch=int(parts.state.epoch),
-            step=loop.position(parts.state, parts.train),
-            rank=group.rank,
-            size=group.size,
-            num_records=parts.train.num_records,
-            global_batch_size=parts.train.global_batch_size,
-            steps_per_epoch=parts.train.steps_per_epoch,
-        ),
-    )
-
-
-def _build_actions(
-    config: Config,
-    group: WorkerGroup,
-    output: NoOutput,
-    store: NoStore,
-    parts: Parts,
-    clock: hooks.Stopwatch,
-    leaving: Leaving,
-    audit: NoAudit,
-) -> tuple[hooks.LogTraining, hooks.Evaluate | None, hooks.Save]:
-    state = parts.state
-
-    def facts() -> Facts:
-        best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
-        return Facts(
-            step=int(state.step),
-            epoch=int(state.epoch),
-            records=int(state.records),
-            ranks=group.size,
-            config=as_dict(config),
-            versions=_versions(),
-            data=parts.train.fingerprint,
-            best=best if config.checkpoint.best and best.step >= 0 else None,
-        )
-
-    log = hooks.LogTraining(group, output, state, parts.train, parts.train_step, clock)
-    save = hooks.Save(group, store, state, clock, leaving, log, audit, facts)
-    if parts.eval is None:
-        return log, None, save
-    per_call = config.train.steps_per_call
-    evaluate = hooks.Evaluate(
-        group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call, parts.evaluated
-    )
-    evaluate.watchers = [parts.best.update, parts.early_stopping.update]
-    return log, evaluate, save
-
-
-def _hooks(
-    config: Config,
-    group: WorkerGroup,
-    parts: Parts,
-    output: NoOutput,
-    log: hooks.LogTraining,
-    evaluate: hooks.Evaluate | None,
-    save: hooks.Save,
-) -> list[hooks.Hook]:
-    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
-    every, per_call = hooks.every, config.train.steps_per_call
-
-    def epochs(count: int | None) -> int | None:
-        return count * parts.train.steps_per_epoch if count else None
-
-    def save_best(step: int) -> str | None:
-        return save(step) if int(parts.best.step) == step else None
-
-    due = [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
-    if evaluate:
-        due += [
-            every(config.eval.every_steps, evaluate, is_done=evaluate.is_done),
-            every(epochs(config.eval.every_epochs), evaluate, at_end="done", is_done=evaluate.is_done),
-        ]
-    if evaluate and config.checkpoint.best:
-        due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
-    due += [every(config.train.check_agreement_every_steps, hooks.CheckAgreement(group, parts.state))]
-    if config.checkpoint.every_minutes is not None:
-        # Root's clock decides, and is asked often enough for minutes.
-        due += [every(10 * per_call, hooks.EveryMinutes(group, config.checkpoint.every_minutes, save))]
-    due += [every(config.checkpoint.every_steps, save)]
-    due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
-    return due
-
-
-def _summary(
-    config: Config, group: WorkerGroup, parts: Parts, clock: hooks.Stopwatch, started: float
-) -> dict[str, Any]:
+def _summary(config: Config, group: WorkerGroup, parts: Parts, clock: Stopwatch, started: float) -> dict[str, Any]:
     seconds, _, records = clock.read()
     state = parts.state
     state.average_statistics(group)

@@ -16,6 +16,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"main"},
     {"train", "tools"},
+    {"agenda", "resume"},
     {"loop"},
     {"hooks", "build"},
     {"step", "checkpoint", "leaving"},

@@ -1,0 +1,95 @@
+"""What happens when: the actions of a run and the steps at which they are due. Does not do anything itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horovod_train.build import Parts
+from horovod_train.checkpoint import NoStore
+from horovod_train.checkpoint_files import Best, Facts
+from horovod_train.config import Config
+from horovod_train.config_yaml import as_dict
+from horovod_train.data.audit import NoAudit
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.hooks import CheckAgreement, Evaluate, EveryMinutes, Hook, LogTraining, Save, Stopwatch, every
+from horovod_train.leaving import Leaving
+from horovod_train.output import NoOutput
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What a run does between steps; `evaluate` is None where there is nothing to evaluate."""
+
+    log: LogTraining
+    evaluate: Evaluate | None
+    save: Save
+
+
+def build_actions(
+    config: Config,
+    group: WorkerGroup,
+    output: NoOutput,
+    store: NoStore,
+    parts: Parts,
+    clock: Stopwatch,
+    leaving: Leaving,
+    audit: NoAudit,
+    versions: dict[str, str],
+) -> Actions:
+    state = parts.state
+
+    def facts() -> Facts:
+        best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+        return Facts(
+            step=int(state.step),
+            epoch=int(state.epoch),
+            records=int(state.records),
+            ranks=group.size,
+            config=as_dict(config),
+            versions=versions,
+            data=parts.train.fingerprint,
+            best=best if config.checkpoint.best and best.step >= 0 else None,
+        )
+
+    log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
+    save = Save(group, store, state, clock, leaving, log, audit, facts)
+    if parts.eval is None:
+        return Actions(log, None, save)
+    per_call = config.train.steps_per_call
+    evaluate = Evaluate(group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call, parts.evaluated)
+    evaluate.watchers = [parts.best.update, parts.early_stopping.update]
+    return Actions(log, evaluate, save)
+
+
+def build_hooks(
+    config: Config,
+    group: WorkerGroup,
+    parts: Parts,
+    output: NoOutput,
+    actions: Actions,
+) -> list[Hook]:
+    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
+    log, evaluate, save = actions.log, actions.evaluate, actions.save
+    per_call = config.train.steps_per_call
+
+    def epochs(count: int | None) -> int | None:
+        return count * parts.train.steps_per_epoch if count else None
+
+    def save_best(step: int) -> str | None:
+        return save(step) if int(parts.best.step) == step else None
+
+    due = [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
+    if evaluate:
+        due += [
+            every(config.eval.every_steps, evaluate, is_done=evaluate.is_done),
+            every(epochs(config.eval.every_epochs), evaluate, at_end="done", is_done=evaluate.is_done),
+        ]
+    if evaluate and config.checkpoint.best:
+        due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
+    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state))]
+    if config.checkpoint.every_minutes is not None:
+        # Root's clock decides, and is asked often enough for minutes.
+        due += [every(10 * per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
+    due += [every(config.checkpoint.every_steps, save)]
+    due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
+    return due
