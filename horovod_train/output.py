@@ -89,7 +89,7 @@ class RunOutput(NoOutput):
             self._bar.start()
 
     def show_progress(self, step: int) -> None:
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
     def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
@@ -97,6 +97,7 @@ class RunOutput(NoOutput):
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
         self._metrics.append(json.dumps(row))
+        self.show_progress(step)
         if self._tensorboard is not None:
             self._tensorboard.add(split, step, values)
         self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
