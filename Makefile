@@ -21,7 +21,7 @@ test: install ## all tests
 	python -m pytest
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
-	ROUNDS=$(or $(ROUNDS),25) python -m pytest tests/distributed/test_leaving.py -k killed
+	ROUNDS=$(or $(ROUNDS),25) python -m pytest -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed
 
 lint: install ## style and types, changing nothing
 	ruff check .

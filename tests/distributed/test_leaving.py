@@ -259,3 +259,41 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     again = train([*words, "train.max_steps=10"])
     assert "resumed from" in again.stdout
     assert again.returncode == 0, again.text
+
+
+def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path: Path) -> None:
+    words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), "train.epochs=100000", "log.every_steps=5"]
+    limits = ["watch.warn_after_s=3", "watch.stop_after_s=6"]
+    job = Job("mpirun", 4, [*words, *limits], tmp_path / "log")
+    job.wait_until(job.has_said("train step 20 "), "20 steps")
+    (victim,) = [process for process in job.ranks() if process.environ().get("OMPI_COMM_WORLD_RANK") == "2"]
+    victim.suspend()
+    stopped = time.monotonic()
+    ranks = job.ranks()
+    assert job.wait(60) == 87, job.log.read_text()
+    assert time.monotonic() - stopped < 30
+    said = job.log.read_text()
+    assert "rank 2 (" in said
+    assert "has not been heard of for" in said
+    assert "3 ranks wait for it" in said
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left
+    explained = train(["explain", tmp_path / "run"])
+    assert explained.returncode == 1
+    assert "rank 2" in explained.stdout
+
+
+@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp_path: Path, launcher: str) -> None:
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: raise}}"
+    words = ["--config", config, "--output-dir", tmp_path / "run", model]
+    finished = train(words, launcher=launcher, np=2)
+    assert finished.returncode == 1
+    assert "the reactor is on fire" in finished.stderr
+    assert finished.stderr.count("Traceback (most recent call last)") <= 1 + (launcher == "horovodrun")  # its own
+    log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert "the reactor is on fire" in log
+    explained = train(["explain", tmp_path / "run"])
+    assert explained.returncode == 1
+    assert "rank 1" in explained.stdout
+    assert "the reactor is on fire" in explained.stdout
