@@ -18,9 +18,11 @@ from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
+from horovod_train.objective import Objective, build_loss, check_fits
 from horovod_train.optim import Horizon, build_optimizer
-from horovod_train.state import TrainState
-from horovod_train.step import EvalStep, TrainStep, build_loss, check_fits
+from horovod_train.state import MovingAverages, TrainState
+from horovod_train.step import EvalStep, TrainStep
+from horovod_train.synchronization import build_synchronization
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     eval_ = _open(config, group, training=False) if config.data.eval else None
     horizon = _horizon(config, train)
     model, loss = build_model(config.model), build_loss(config.loss)
-    seen = {split: Accumulator(["loss"], build_metrics(config.metrics)) for split in ("train", "eval")}
+    means = {"train": ["loss", "penalty"], "eval": ["loss"]}
+    seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
     for name, pipeline in (("train", train), ("eval", eval_)):
         if pipeline is not None:
             check_fits(model, loss, seen[name], pipeline.element_spec, f"data.{name}")
@@ -63,15 +66,26 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
-    state = TrainState(model, optimizer, followed)
+    optimizer.build(model.trainable_variables)  # slots exist before the broadcast
+    averages = MovingAverages(model, config.train.ema_decay)
+    kept = list(averages.variables.values())
+    synchronization = build_synchronization(config.train, group, model, optimizer, kept)
+    state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization)
+    objective = Objective(
+        model,
+        optimizer,
+        loss,
+        size=group.size,
+        accumulate_steps=config.train.accumulate_steps,
+        l2=config.train.l2,
+        jit_compile=config.jit_compile,
+    )
     train_step = TrainStep(
         state,
-        loss,
+        objective,
         seen["train"],
         rank=group.rank,
-        size=group.size,
         seed=config.seed,
-        accumulate_steps=config.train.accumulate_steps,
         max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
         count_over_ranks=_counting(config, group),
     )

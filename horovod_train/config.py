@@ -71,7 +71,11 @@ class TrainConfig:
     max_steps: int | None = setting(None, "updates; with epochs too, whichever comes first", minimum=1)
     steps_per_call: int = setting(10, "updates inside one compiled call", minimum=1)
     accumulate_steps: int = setting(1, "parts a rank's batch is computed in; exchanged and applied once", minimum=1)
+    synchronization: Literal["every_step", "local", "stale"] = setting("every_step", "when ranks exchange; see docs")
+    average_every_steps: int | None = setting(None, "with synchronization: local, steps between averages", minimum=1)
     clip_norm: float | None = setting(None, "largest global norm of the averaged gradient", minimum=0)
+    l2: float = setting(0.0, "adds l2 · ½ Σ‖W‖² over weight matrices to the loss", minimum=0)
+    ema_decay: float | None = setting(None, "keeps moving averages of weights, used for evaluation", minimum=0)
     non_finite: Literal["stop", "skip"] = setting("stop", "at a gradient with NaN or infinity: end, or leave it out")
     max_skips_in_a_row: int = setting(10, "updates that non_finite: skip leaves out before the run ends", minimum=1)
     max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
@@ -147,6 +151,7 @@ class Config:
     output_dir: str | None = setting(None, "the run directory")
     seed: int = setting(1, "of initial weights, dropout and data order", minimum=0)
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting("float32", "Keras dtype policy")
+    jit_compile: bool = setting(False, "compile forward and backward pass by XLA; the exchange stays outside")
     deterministic: bool = setting(False, "bit-equal runs: deterministic ops, no fusion of exchanged tensors")
     data: DataConfig = DataConfig()
     model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
@@ -205,5 +210,18 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "watch.warn_after_s", "must be above 0 and less than stop_after_s, and that at most first_step_after_s."
     if (config.checkpoint.best or stops.patience or stops.target is not None) and not data.eval:
         yield "data.eval", "is required: checkpoint.best and early_stopping watch a metric of the evaluation."
+    if (train.synchronization == "local") != (train.average_every_steps is not None):
+        yield "train.average_every_steps", "goes with train.synchronization: local, and local needs it."
+    if train.ema_decay is not None and train.ema_decay >= 1:
+        yield "train.ema_decay", f"must be less than 1; received {train.ema_decay}."
+    if train.synchronization != "every_step" and config.precision == "mixed_float16":
+        yield "precision", f"mixed_float16 needs train.synchronization: every_step; received {train.synchronization}."
+    if train.synchronization == "local" and train.non_finite == "skip":
+        yield (
+            "train.non_finite",
+            "skip does not go with synchronization: local, where each rank would skip its own.",
+        )
+    if config.optimizer.options.get("use_ema"):
+        yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
     if config.deterministic and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with deterministic: true, which sets it to 0."

@@ -107,6 +107,9 @@ class LogTraining:
 
     def __call__(self, step: int) -> None:
         values = self.train_step.seen.result(self.group)
+        values["loss_average"] = self.state.average_loss(self.group)
+        if not values["penalty"]:
+            del values["penalty"]
         read = self.watch.read()
         seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
         self.last_read = read
@@ -153,8 +156,10 @@ class Evaluate:
         if self.is_done(step):
             return None
         with self.watch.stopped(), self.group.heartbeat.phase("evaluate"):
+            self.state.settle(self.group)
             own = self.state.average_statistics(self.group)
-            reason = self._run_all()
+            with self.state.averages.in_place():
+                reason = self._run_all()
             self.newest = self.eval_step.seen.result(self.group)
             self.state.set_statistics(own)
         if reason:
@@ -184,6 +189,7 @@ class CheckAgreement:
         self.group, self.state = group, state
 
     def __call__(self, step: int) -> None:
+        self.state.settle(self.group)
         agreement.check(self.group, self.state.digests(), f"at step {step}")
 
 
@@ -210,6 +216,7 @@ class Save:
             return None
         started = time.perf_counter()
         with self.watch.stopped(), self.group.heartbeat.phase("save"):
+            self.state.settle(self.group)
             agreement.check(self.group, self.state.digests(), f"at step {step}")
             arrays = self.state.snapshot(self.group)
             self._flush_audit()

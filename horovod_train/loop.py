@@ -50,8 +50,12 @@ def train(
         # What the run was asked to leave in the midst of, such as an evaluation, comes first.
         ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
         asked = leaving.vote() if ended else None
-    while step < last_step and not asked and not ended:
-        next_stop = min([last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
+    while step < last_step and not ended:
+        rest = state.synchronization.next_rest(step)
+        if asked and step == rest:
+            break
+        until = rest if asked else last_step
+        next_stop = min([until, last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
         group.heartbeat.phase("train")
         watch.count(done, _move_on(state, pipeline, ids, used))
@@ -60,7 +64,7 @@ def train(
             raise train_step.divergence(group)
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
-        asked = leaving.vote() if ended else leaving.vote_now_and_then()
+        asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
     return asked or ended or late or DONE, bool(asked)

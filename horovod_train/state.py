@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import keras
 import numpy as np
@@ -11,6 +12,10 @@ import tensorflow as tf
 
 from horovod_train.distributed.agreement import digest
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.synchronization import EveryStep
+
+LOSS_AVERAGE_DECAY = 0.9
+"""Of the moving average of the training loss, as in system S6."""
 
 
 class TrainState:
@@ -26,15 +31,23 @@ class TrainState:
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
         followed: Mapping[str, tf.Variable] | None = None,
+        *,
+        averages: MovingAverages | None = None,
+        synchronization: EveryStep | None = None,
     ) -> None:
+        """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step."""
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
         self.model, self.optimizer = model, optimizer
         self.followed = dict(followed or {})
+        self.averages = averages or MovingAverages(model, None)
+        self.synchronization = synchronization or EveryStep(optimizer)
         self.step, self.epoch, self.records = (
             tf.Variable(0, dtype=tf.int64, trainable=False, name=name) for name in ("step", "epoch", "records")
         )
+        self.loss_average = tf.Variable(0.0, trainable=False, name="loss_average")
+        """float32: moving average of this rank's part of the mean loss times the number of ranks; see `note_loss`."""
         # Unlike model.weights, model.variables has the seeds of dropout: they are not to be equal on all ranks.
         weights = {id(weight) for weight in model.weights}
         self.seeds = [
@@ -48,16 +61,36 @@ class TrainState:
         named = [
             *((f"model/{weight.path}", weight) for weight in self.model.weights),
             *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
-            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records")),
+            *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
+            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records", "loss_average")),
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
+            *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
         return dict(_unique((name, as_tf_variable(variable)) for name, variable in named))
 
     @property
     def statistics(self) -> list[tf.Variable]:
-        """What each rank gathers for itself: BatchNorm's moving statistics. Only inference reads them."""
+        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its loss."""
         own = [as_tf_variable(weight) for weight in self.model.non_trainable_weights]
-        return [variable for variable in own if variable.dtype.is_floating]
+        return [*(variable for variable in own if variable.dtype.is_floating), self.loss_average]
+
+    def settle(self, group: WorkerGroup) -> None:
+        """Collective: makes equal on all ranks what they let differ between exchanges; mostly nothing."""
+        with group.heartbeat.phase("exchange"):
+            self.synchronization.settle(int(self.step))
+
+    def note_loss(self, share: tf.Tensor) -> None:
+        """In the compiled step: takes this rank's part of the mean loss, times the number of ranks, into its average.
+
+        The average is linear, so its mean over ranks is the average of the global loss, though no rank knows that.
+        """
+        moved = LOSS_AVERAGE_DECAY * self.loss_average + (1 - LOSS_AVERAGE_DECAY) * share
+        self.loss_average.assign(tf.where(tf.math.is_finite(share), moved, self.loss_average))
+
+    def average_loss(self, group: WorkerGroup) -> float:
+        """Collective: the moving average of the global training loss, corrected for its start at zero."""
+        (mean,) = group.average([self.loss_average.numpy()])
+        return float(mean) / (1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step)))
 
     def average_statistics(self, group: WorkerGroup) -> list[np.ndarray]:
         """Collective: gives all ranks the mean of their statistics; returns this rank's own, for `set_statistics`."""
@@ -74,6 +107,7 @@ class TrainState:
 
         With the latter a resume at the same number of ranks goes on bit for bit; at another it takes the mean.
         """
+        self.settle(group)
         own = self.average_statistics(group)
         arrays = {name: np.array(variable.numpy()) for name, variable in self.variables().items()}
         self.set_statistics(own)
@@ -107,6 +141,42 @@ class TrainState:
         """Notes the place in the data; the compiled step counts `step` itself."""
         self.epoch.assign(epoch)
         self.records.assign(records)
+
+
+class MovingAverages:
+    """Exponential moving averages of the trainable weights, which evaluation uses in their place.
+
+    average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
+    (num_updates of tf.train.ExponentialMovingAverage). decay None: none are kept, and nothing is done.
+    """
+
+    def __init__(self, model: keras.Model, decay: float | None) -> None:
+        self.decay = decay
+        kept = [] if decay is None else model.trainable_variables
+        self._weights = [as_tf_variable(weight) for weight in kept]
+        named = ((w.path, tf.Variable(as_tf_variable(w), trainable=False)) for w in kept)
+        self.variables: dict[str, tf.Variable] = dict(_unique(iter(named)))
+
+    def update(self, step: tf.Tensor) -> None:
+        """In the compiled step, after an update. step: int64 scalar, updates so far."""
+        if self.decay is None:
+            return
+        done = tf.cast(step, tf.float32)
+        decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+        for weight, average in zip(self._weights, self.variables.values(), strict=True):
+            average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model holds the averages for as long as the context lasts."""
+        trained = [tf.identity(weight) for weight in self._weights]
+        for weight, average in zip(self._weights, self.variables.values(), strict=True):
+            weight.assign(average)
+        try:
+            yield
+        finally:
+            for weight, value in zip(self._weights, trained, strict=True):
+                weight.assign(value)
 
 
 def _bytes(variable: tf.Variable) -> bytes:

@@ -1,6 +1,6 @@
-"""The compiled parts: forward, loss, gradients, apply; and forward, loss, metrics. Several steps to a call.
+"""The compiled steps: gradients, exchange, apply; and forward, loss, metrics. Several steps to a call.
 
-Does not know epochs, hooks or files. The exchange between ranks is inside `optimizer.apply`.
+Does not know epochs, hooks or files. What is minimised is in objective, what ranks exchange in synchronization.
 """
 
 from __future__ import annotations
@@ -13,54 +13,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.place import Place
-from horovod_train.errors import DivergedError, UserError
-from horovod_train.lookup import call, choose_keras
+from horovod_train.errors import DivergedError
 from horovod_train.metrics import Accumulator
+from horovod_train.objective import LossFunction, Objective
 from horovod_train.state import TrainState
-
-LossFunction = Callable[[Any, Any], tf.Tensor]
 
 DRAWS_PER_STEP = 1 << 10
 """Room in a dropout seed's counter for the draws of one step; a layer draws once or twice."""
-
-
-def build_loss(spec: Spec) -> LossFunction:
-    """(targets, outputs) → float32 [batch], the loss of each record: a Keras loss by name, or a user's function."""
-    factory = choose_keras(keras.losses, keras.losses.Loss, spec.name, "loss.name")
-    if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
-        function = call(factory, spec, "loss", reduction="none")
-    else:
-
-        def function(targets: Any, outputs: Any) -> tf.Tensor:
-            return factory(targets, outputs, **spec.options)
-
-    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
-        values = tf.cast(function(targets, outputs), tf.float32)
-        return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
-
-    return loss_per_record
-
-
-def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch: Batch, where: str) -> None:
-    """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
-
-    Raises UserError where the model does not take what the records hold.
-    """
-
-    def forward(records: Batch) -> None:
-        outputs = model(records.inputs, training=False)
-        seen.add({"loss": tf.reduce_sum(loss(records.targets, outputs))}, records.targets, outputs, records.weights)
-
-    try:
-        tf.function(forward).get_concrete_function(batch)
-    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason[-400:]}") from error
 
 
 class TrainStep:
@@ -73,13 +35,11 @@ class TrainStep:
     def __init__(
         self,
         state: TrainState,
-        loss: LossFunction,
+        objective: Objective,
         seen: Accumulator,
         *,
         rank: int,
-        size: int,
         seed: int,
-        accumulate_steps: int = 1,
         max_skips_in_a_row: int = 0,
         count_over_ranks: Callable[[Batch], tf.Tensor],
     ) -> None:
@@ -88,8 +48,8 @@ class TrainStep:
         count_over_ranks: how many records all ranks hold in the step of a batch.
         """
         self.count_over_ranks = count_over_ranks
-        self.state, self.loss, self.seen, self.size = state, loss, seen, size
-        self.accumulate_steps, self.max_skips_in_a_row = accumulate_steps, max_skips_in_a_row
+        self.state, self.objective, self.seen = state, objective, seen
+        self.max_skips_in_a_row = max_skips_in_a_row
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
         # A LossScaleOptimizer looks for overflows itself: they are how it finds its scale.
         self.looks_for_overflow = not isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -134,61 +94,37 @@ class TrainStep:
         return done, goes_on, ids.stack()
 
     def _train_on(self, batch: Batch) -> tf.Tensor:
-        """One update. Returns whether to go on: the same on all ranks, since it is read off combined gradients."""
+        """One update. Returns whether to go on: the same on all ranks."""
         self._set_dropout_seeds()
-        optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
         with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # the count may be an exchange too
             batch = batch._replace(count=self.count_over_ranks(batch))
         self.place.enter("compute", after=batch.count)
-        own = self._gradients(batch) if self.accumulate_steps == 1 else self._accumulated_gradients(batch)
+        own, share = self.objective.gradients(batch, self.seen)
+        self.last_loss.assign(share)
+        self.state.note_loss(share)
         self.place.enter("exchange", after=own)
-        combined = optimizer.combine(own)
-        with tf.control_dependencies(_present(combined)):  # a step counts once it has been exchanged
+        gradients = self.state.synchronization.exchange(own, tf.identity(self.state.step))
+        with tf.control_dependencies(_present(gradients)):  # a step counts once it has been exchanged
             self.state.step.assign_add(1)
+        failed = self._apply(gradients, own)
+        return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
+
+    def _apply(self, gradients: Sequence[Any], own: Sequence[Any]) -> tf.Tensor:
+        """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long."""
+        optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
         if not self.looks_for_overflow:
-            optimizer.apply_combined(combined, variables)
-            return tf.constant(True)
-        if _are_finite(combined):
-            optimizer.apply_combined(combined, variables)
+            optimizer.apply_combined(gradients, variables)
+            self.state.averages.update(self.state.step)
+            return tf.constant(False)
+        if _are_finite(gradients):
+            optimizer.apply_combined(gradients, variables)
+            self.state.averages.update(self.state.step)
             self.skipped_in_a_row.assign(0)
         else:
             self.is_cause.assign(tf.logical_not(_are_finite(own)))
             self.skipped.assign_add(1)
             self.skipped_in_a_row.assign_add(1)
-        return self.skipped_in_a_row <= self.max_skips_in_a_row
-
-    def _gradients(self, batch: Batch) -> list[Any]:
-        model, optimizer = self.state.model, self.state.optimizer
-        with tf.GradientTape() as tape:
-            outputs = model(batch.inputs, training=True)
-            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
-            # Averaged over ranks this is the sum over all ranks, divided by the records of all ranks.
-            objective = loss_sum * self.size / tf.cast(batch.count, tf.float32)
-            if model.losses:
-                objective += tf.add_n([tf.cast(value, tf.float32) for value in model.losses]) / self.accumulate_steps
-            scaled = optimizer.scale_loss(objective)
-        self.last_loss.assign(objective)
-        self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
-        return tape.gradient(scaled, model.trainable_variables)
-
-    def _accumulated_gradients(self, batch: Batch) -> list[tf.Tensor]:
-        """The gradients of the whole batch, computed in parts to bound memory; exchanged once, by the caller."""
-        variables = self.state.model.trainable_variables
-        totals = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
-
-        def part(value: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-            length = value.shape[0] // self.accumulate_steps
-            return value[index * length : (index + 1) * length]
-
-        for index in tf.range(self.accumulate_steps):
-            rows = tf.nest.map_structure(lambda value, at=index: part(value, at), batch._replace(count=()))
-            records = rows._replace(count=batch.count)
-            gradients = self._gradients(records)
-            totals = [
-                total if gradient is None else total + tf.convert_to_tensor(gradient)
-                for total, gradient in zip(totals, gradients, strict=True)
-            ]
-        return totals
+        return self.skipped_in_a_row > self.max_skips_in_a_row
 
     def _set_dropout_seeds(self) -> None:
         """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""

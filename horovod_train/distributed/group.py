@@ -67,6 +67,10 @@ class WorkerGroup:
         """Collective: the sum over all ranks, inside a compiled step. name: unique among the exchanges under way."""
         return hvd.allreduce(value, op=hvd.Sum, name=name)
 
+    def average_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
+        """Collective: the mean over all ranks, as `sum_in_step`."""
+        return hvd.allreduce(tf.convert_to_tensor(value), op=hvd.Average, name=name)
+
     def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Collective: element-wise means over all ranks, in float64. Shapes as in `sum`."""
         return [total / self.size for total in self.sum(arrays)]

@@ -20,9 +20,9 @@ data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
 model: user_models:long_run
 loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
 metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
-optimizer: {{name: adam, options: {{use_ema: true}}}}
+optimizer: adam
 lr_schedule: {{base_lr: 0.01, decay: {{name: cosine}}}}
-train: {{epochs: 20, steps_per_call: 5}}
+train: {{epochs: 20, steps_per_call: 5, ema_decay: 0.99}}
 log: {{every_steps: 15, tensorboard: false}}
 eval: {{every_epochs: null}}
 checkpoint: {{every_steps: 20, every_epochs: null}}

@@ -15,8 +15,9 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.metrics import Accumulator, build_metrics
+from horovod_train.objective import Objective, build_loss
 from horovod_train.state import TrainState
-from horovod_train.step import EvalStep, TrainStep, build_loss
+from horovod_train.step import EvalStep, TrainStep
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())
@@ -86,17 +87,9 @@ def train(
 ) -> tuple[TrainState, Accumulator]:
     state = TrainState(model, DistributedOptimizer(optimizer))
     state.step.assign(first_step)
-    seen = Accumulator(["loss"], build_metrics(METRICS))
-    step = TrainStep(
-        state,
-        build_loss(LOSS),
-        seen,
-        rank=rank,
-        size=size,
-        seed=5,
-        accumulate_steps=accumulate_steps,
-        count_over_ranks=lambda batch: batch.count,
-    )
+    seen = Accumulator(["loss", "penalty"], build_metrics(METRICS))
+    objective = Objective(model, state.optimizer, build_loss(LOSS), size=size, accumulate_steps=accumulate_steps)
+    step = TrainStep(state, objective, seen, rank=rank, seed=5, count_over_ranks=lambda batch: batch.count)
     step.run(batches(), 2)
     step.run(stream_from(2), 1)
     return state, seen

@@ -1,0 +1,149 @@
+"""What a step minimises, and its gradient on one rank: forward, loss, penalties, backward, in parts if need be.
+
+Does not exchange, apply or count anything; see step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config import Spec
+from horovod_train.data.pipeline import Batch
+from horovod_train.errors import UserError
+from horovod_train.lookup import call, choose_keras
+from horovod_train.metrics import Accumulator
+
+LossFunction = Callable[[Any, Any], tf.Tensor]
+
+
+def build_loss(spec: Spec) -> LossFunction:
+    """(targets, outputs) → float32 [batch], the loss of each record: a Keras loss by name, or a user's function."""
+    factory = choose_keras(keras.losses, keras.losses.Loss, spec.name, "loss.name")
+    if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
+        function = call(factory, spec, "loss", reduction="none")
+    else:
+
+        def function(targets: Any, outputs: Any) -> tf.Tensor:
+            return factory(targets, outputs, **spec.options)
+
+    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
+        values = tf.cast(function(targets, outputs), tf.float32)
+        return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
+
+    return loss_per_record
+
+
+def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch: Batch, where: str) -> None:
+    """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
+
+    Raises UserError where the model does not take what the records hold.
+    """
+
+    def forward(records: Batch) -> None:
+        outputs = model(records.inputs, training=False)
+        seen.add({"loss": tf.reduce_sum(loss(records.targets, outputs))}, records.targets, outputs, records.weights)
+
+    try:
+        tf.function(forward).get_concrete_function(batch)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason[-400:]}") from error
+
+
+class Passed(NamedTuple):
+    """What a forward and a backward pass over some rows gave."""
+
+    gradients: list[Any]
+    """One for each trainable variable: a tensor, IndexedSlices, or None where it has no part in the loss."""
+    outputs: Any
+    loss_sum: tf.Tensor
+    """float32: the sum of the losses of this rank's records, penalties left out."""
+    penalty: tf.Tensor
+    """float32: what regularisation adds to the mean loss."""
+
+
+class Objective:
+    """The mean loss over the records of all ranks, plus penalties: layers' own, and l2 · ½ Σ‖W‖² over the matrices W.
+
+    Matrices are trainable variables of two dimensions and more, so biases and scales go free; ½‖W‖² is tf.nn.l2_loss.
+    A rank's gradient is that of `size` times its part of the mean, so that the average over ranks is the gradient.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss: LossFunction,
+        *,
+        size: int,
+        accumulate_steps: int = 1,
+        l2: float = 0.0,
+        jit_compile: bool = False,
+    ) -> None:
+        """optimizer: scales the loss where precision asks for it. jit_compile: the passes, by XLA; nothing else."""
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.size, self.accumulate_steps = size, accumulate_steps
+        self.l2 = l2
+        self._pass = tf.function(self._forward_backward, jit_compile=True) if jit_compile else self._forward_backward
+
+    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], tf.Tensor]:
+        """In the compiled step: this rank's gradients, and its part of the global mean loss times `size` (float32).
+
+        Adds what it saw to `seen`. The records are passed in `accumulate_steps` parts, to bound memory.
+        """
+        if self.accumulate_steps == 1:
+            passed = self._pass(batch)
+            _note(seen, batch, passed)
+            return passed.gradients, self._share(passed.loss_sum, batch)
+        totals = [tf.zeros(variable.shape, variable.dtype) for variable in self.model.trainable_variables]
+        loss_sum = tf.constant(0.0)
+
+        def part(value: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+            length = value.shape[0] // self.accumulate_steps
+            return value[index * length : (index + 1) * length]
+
+        for index in tf.range(self.accumulate_steps):
+            rows = tf.nest.map_structure(lambda value, at=index: part(value, at), batch._replace(count=()))
+            rows = rows._replace(count=batch.count)
+            passed = self._pass(rows)
+            _note(seen, rows, passed)
+            totals, loss_sum = _add(totals, passed.gradients), loss_sum + passed.loss_sum
+        return totals, self._share(loss_sum, batch)
+
+    def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:
+        """Averaged over ranks this is the sum over all ranks, divided by the records of all ranks."""
+        return loss_sum * self.size / tf.cast(batch.count, tf.float32)
+
+    def _forward_backward(self, batch: Batch) -> Passed:
+        model = self.model
+        with tf.GradientTape() as tape:
+            outputs = model(batch.inputs, training=True)
+            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
+            penalty = self._penalty()
+            scaled = self.optimizer.scale_loss(self._share(loss_sum, batch) + penalty / self.accumulate_steps)
+        return Passed(tape.gradient(scaled, model.trainable_variables), outputs, loss_sum, penalty)
+
+    def _penalty(self) -> tf.Tensor:
+        parts = [tf.cast(value, tf.float32) for value in self.model.losses]
+        if self.l2:
+            matrices = [variable for variable in self.model.trainable_variables if len(variable.shape) > 1]
+            parts += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
+        return tf.add_n(parts) if parts else tf.constant(0.0)
+
+
+def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
+    # The same for every record, so that its mean over records is itself.
+    penalty_sum = passed.penalty * tf.reduce_sum(batch.weights)
+    seen.add({"loss": passed.loss_sum, "penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
+
+
+def _add(totals: Sequence[tf.Tensor], gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return [
+        total if gradient is None else total + tf.convert_to_tensor(gradient)
+        for total, gradient in zip(totals, gradients, strict=True)
+    ]

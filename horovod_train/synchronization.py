@@ -1,0 +1,149 @@
+"""When ranks exchange, and what: gradients at every step, gradients one step late, or weights now and then.
+
+Each class is one way, with the same methods. What a way must remember is variables, so that a run goes on where it was.
+Does not compute gradients and does not apply them; see step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config import TrainConfig
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+
+
+class EveryStep:
+    """Gradients are combined before they are applied: ranks hold the same weights after every step."""
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.variables: dict[str, tf.Variable] = {}
+        """What a checkpoint must hold for this way to go on, by name; equal on all ranks once `settle` has been run."""
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
+        """Collective, in the compiled step: the gradients to apply now, given this rank's own.
+
+        own: one for each trainable variable, or None; the same ones are None on every rank. step: int64, steps done.
+        """
+        return list(self.optimizer.combine(own))
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Collective, in the compiled step, after gradients were applied: whether the run must stop, on all ranks.
+
+        failed: bool, whether this rank's gradients have not been finite for too long. step: with this one.
+        """
+        return failed  # read off combined gradients, so that ranks cannot differ
+
+    def settle(self, step: int) -> None:
+        """Collective, between steps: makes equal on all ranks what must be equal in a checkpoint."""
+
+    def next_rest(self, step: int) -> int:
+        """The first step from `step` on at which the run can be left and gone on with as if it had not been."""
+        return step
+
+
+class Stale(EveryStep):
+    """The gradients of a step are combined while the next one computes, and are applied one step late.
+
+    Exchange costs no time as long as it takes less than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619).
+    Step 1 applies zeros; the last gradients of a run are never applied.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+        super().__init__(optimizer)
+        self.pending = [
+            tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+            for variable in model.trainable_variables
+        ]
+        self.settled = _settled_step()
+        paths = [variable.path for variable in model.trainable_variables]
+        self.variables = {f"pending/{path}": own for path, own in zip(paths, self.pending, strict=True)}
+        self.variables["settled_step"] = self.settled
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
+        present = [index for index, gradient in enumerate(own) if gradient is not None]
+        # Nothing here waits for `own`, so that it is computed meanwhile.
+        before = [tf.convert_to_tensor(self.pending[index]) for index in present]
+        late = tf.cond(tf.equal(self.settled, step), lambda: before, lambda: self.optimizer.combine(before))
+        combined: list[Any] = [None] * len(own)
+        for index, gradient in zip(present, late, strict=True):
+            self.pending[index].assign(tf.convert_to_tensor(own[index]))
+            combined[index] = gradient
+        return combined
+
+    def settle(self, step: int) -> None:
+        if int(self.settled) != step:
+            own = [tf.convert_to_tensor(variable) for variable in self.pending]
+            for variable, mean in zip(self.pending, self.optimizer.combine(own), strict=True):
+                variable.assign(mean)
+            self.settled.assign(step)
+
+
+class Local(EveryStep):
+    """Each rank applies its own gradients; every `average_every_steps` the ranks take the mean of what they hold.
+
+    Local SGD (Stich 2019, arXiv:1805.09767). Averaged are weights, floating-point slots and moving averages. Where
+    ranks must be equal in between, such as for an evaluation, an average is taken there too.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, optimizer: keras.optimizers.Optimizer, held: Sequence[Any], average_every_steps: int
+    ) -> None:
+        """held: the floating-point variables to average."""
+        super().__init__(optimizer)
+        self.group, self.every = group, average_every_steps
+        self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
+        self.settled = _settled_step()
+        self.failed = tf.Variable(False, trainable=False)
+        self.variables = {"settled_step": self.settled}
+        self._average_now = tf.function(self._average)
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
+        return list(own)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        # A rank that has failed keeps its weights, and the others learn of it when they meet.
+        self.failed.assign(tf.logical_or(self.failed, failed))
+        if step % self.every == 0:
+            self._average()
+            self.settled.assign(step)
+            return self.group.sum_in_step(tf.cast(self.failed, tf.float32), "local.failed") > 0
+        return tf.constant(False)
+
+    def settle(self, step: int) -> None:
+        if int(self.settled) != step:
+            self._average_now()
+            self.settled.assign(step)
+
+    def next_rest(self, step: int) -> int:
+        return -(-step // self.every) * self.every
+
+    def _average(self) -> None:
+        for index, variable in enumerate(self.held):
+            variable.assign(self.group.average_in_step(variable, f"local.{index}"))
+
+
+def build_synchronization(
+    config: TrainConfig,
+    group: WorkerGroup,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    averages: Sequence[tf.Variable],
+) -> EveryStep:
+    """The way that `train.synchronization` names. averages: the moving averages of the weights, if there are any."""
+    if config.synchronization == "stale":
+        return Stale(model, optimizer)
+    if config.synchronization == "local":
+        assert config.average_every_steps is not None
+        slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
+        return Local(group, optimizer, [*model.trainable_variables, *slots, *averages], config.average_every_steps)
+    return EveryStep(optimizer)
+
+
+def _settled_step() -> tf.Variable:
+    """The step after which ranks last were made equal."""
+    return tf.Variable(-1, dtype=tf.int64, trainable=False, name="settled_step")
