@@ -10,7 +10,22 @@ WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
-@pytest.mark.parametrize("name", ["sgd", "adam", "clipped", "accumulated", "l2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sgd",
+        "momentum",
+        "adam",
+        "lamb",
+        "clipped",
+        "accumulated",
+        "jit",
+        "layers_l2",
+        "l2",
+        "sparse",
+        "sparse_as_dense",
+    ],
+)
 def test_update_is_the_gradient_of_the_mean_over_all_records(
     rank_facts: RankFacts, launcher: str, np_: int, name: str
 ) -> None:
@@ -29,7 +44,27 @@ def test_training_loss_is_the_mean_over_all_records(rank_facts: RankFacts, launc
     for facts in rank_facts("steps", launcher, np_):
         ours, alone = facts["loss"]
         assert ours == pytest.approx(alone, rel=1e-5)
+        assert facts["loss_average"][0] == pytest.approx(facts["loss_average"][1], rel=1e-5)
         assert facts["steps"] == 3
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+@pytest.mark.parametrize("name", ["ema", "ema_in_place", "stale", "local_1", "local_2"])
+def test_moving_averages_and_other_exchanges_are_those_written_out(
+    rank_facts: RankFacts, launcher: str, np_: int, name: str
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert facts["modes"][name] < 2e-5
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
+def test_ranks_differ_between_local_averages_and_only_there(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+    ranks = rank_facts("steps", launcher, np_)
+    for name, is_equal in {"every_step": True, "stale": True, "local": False}.items():
+        ends = {str(facts["ends"][name]) for facts in ranks}
+        assert (len(ends) == 1) == is_equal
+    every_step, stale = (np.array(ranks[0]["ends"][name]) for name in ("every_step", "stale"))
+    assert np.max(np.abs(every_step - stale)) > 1e-2
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
