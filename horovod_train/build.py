@@ -58,8 +58,13 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         if pipeline is not None:
             check_fits(model, loss, seen[name], pipeline.element_spec, f"data.{name}")
     _check_watched(config, seen["eval"])
+    exchange = config.horovod
     optimizer = DistributedOptimizer(
-        build_optimizer(config, horizon), op=config.horovod.op, compression=config.horovod.compression
+        build_optimizer(config, horizon),
+        op=exchange.op,
+        compression=exchange.compression,
+        sparse_as_dense=exchange.sparse_as_dense,
+        predivide=exchange.predivide,
     )
     # Both always, so that switching one on does not make a checkpoint another run's.
     best = Best("best", config.checkpoint.best or Watched())

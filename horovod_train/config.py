@@ -125,6 +125,8 @@ class LogConfig:
 class HorovodConfig:
     op: Literal["average", "sum", "adasum"] = setting("average", "how the ranks' gradients are combined")
     compression: Literal["none", "fp16", "bf16"] = setting("none", "form in which gradients travel")
+    predivide: float = setting(1.0, "divides gradients by this before, the rest after they are added up", minimum=1e-9)
+    sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
     cycle_time_ms: float | None = setting(None, "pause between two exchanges; default: Horovod's own", minimum=0)
     fusion_threshold_mb: float | None = setting(None, "most bytes exchanged at once; default: Horovod's", minimum=0)
 
@@ -221,6 +223,8 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
             "train.non_finite",
             "skip does not go with synchronization: local, where each rank would skip its own.",
         )
+    if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
+        yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
     if config.optimizer.options.get("use_ema"):
         yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
     if config.deterministic and config.horovod.fusion_threshold_mb:

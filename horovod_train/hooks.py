@@ -113,6 +113,7 @@ class LogTraining:
         read = self.watch.read()
         seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
         self.last_read = read
+        values |= self.state.synchronization.figures(self.group)
         values["learning_rate"] = float(self.state.optimizer.learning_rate)
         if steps and seconds:
             values["examples_per_s"] = records / seconds

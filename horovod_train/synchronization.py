@@ -6,6 +6,7 @@ Does not compute gradients and does not apply them; see step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,10 @@ class EveryStep:
     def next_rest(self, step: int) -> int:
         """The first step from `step` on at which the run can be left and gone on with as if it had not been."""
         return step
+
+    def figures(self, group: WorkerGroup) -> dict[str, float]:
+        """Collective: what there is to show of the exchange, for the log."""
+        return {}
 
 
 class Stale(EveryStep):
@@ -99,6 +104,8 @@ class Local(EveryStep):
         self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
         self.settled = _settled_step()
         self.failed = tf.Variable(False, trainable=False)
+        self.apart = tf.Variable(0.0, trainable=False)
+        """float32: the square of this rank's distance from the mean, when it was last taken."""
         self.variables = {"settled_step": self.settled}
         self._average_now = tf.function(self._average)
 
@@ -122,9 +129,18 @@ class Local(EveryStep):
     def next_rest(self, step: int) -> int:
         return -(-step // self.every) * self.every
 
+    def figures(self, group: WorkerGroup) -> dict[str, float]:
+        """ranks_apart: root mean square, over ranks, of ‖own − mean‖ over all that was averaged last."""
+        (mean,) = group.average([self.apart.numpy()])
+        return {"ranks_apart": math.sqrt(float(mean))}
+
     def _average(self) -> None:
+        squares = []
         for index, variable in enumerate(self.held):
-            variable.assign(self.group.average_in_step(variable, f"local.{index}"))
+            mean = self.group.average_in_step(variable, f"local.{index}")
+            squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
+            variable.assign(mean)
+        self.apart.assign(tf.add_n(squares))
 
 
 def build_synchronization(

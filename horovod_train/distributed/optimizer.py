@@ -32,6 +32,7 @@ def DistributedOptimizer(
     compression: str = "none",
     process_set: hvd.ProcessSet | None = None,
     sparse_as_dense: bool = False,
+    predivide: float = 1.0,
 ) -> keras.optimizers.Optimizer:
     """Makes `optimizer` combine its gradients over all ranks before it does anything else with them.
 
@@ -44,6 +45,8 @@ def DistributedOptimizer(
     compression: form in which dense floating-point gradients travel: "none", "fp16" or "bf16".
     process_set: the ranks that combine theirs; default all.
     sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
+    predivide: with op "average", what dense gradients are divided by before they are added up; the sum is divided by
+    size / predivide. So that half-precision sums over many ranks neither overflow nor vanish.
 
     Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
     backward pass. A gradient that is None must be None on every rank.
@@ -60,7 +63,7 @@ def DistributedOptimizer(
             "DistributedOptimizer: mixed_float16 needs DistributedOptimizer(LossScaleOptimizer(optimizer)); "
             f"received {type(optimizer).__name__}."
         )
-    exchange = build_exchange(op, compression, process_set, sparse_as_dense)
+    exchange = build_exchange(op, compression, process_set, sparse_as_dense, predivide)
     base = type(optimizer)
 
     class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
@@ -84,7 +87,11 @@ def DistributedOptimizer(
 
 
 def build_exchange(
-    op: str, compression: str, process_set: hvd.ProcessSet | None = None, sparse_as_dense: bool = False
+    op: str,
+    compression: str,
+    process_set: hvd.ProcessSet | None = None,
+    sparse_as_dense: bool = False,
+    predivide: float = 1.0,
 ) -> Exchange:
     """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
@@ -96,6 +103,8 @@ def build_exchange(
         raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {op!r}.")
     if compression not in ("none", "fp16", "bf16"):
         raise UserError(f"DistributedOptimizer: compression must be none, fp16 or bf16; received {compression!r}.")
+    if predivide != 1.0 and (op != "average" or compression == "bf16"):
+        raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
     if op == "adasum":
         _check_adasum(compression)
 
@@ -103,7 +112,13 @@ def build_exchange(
         if compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
             return _combine_bf16(gradient, name, op, ranks)
         wire = tf.cast(gradient, tf.float16) if compression == "fp16" else gradient
-        combined = hvd.allreduce(wire, op=OPS[op], name=name, process_set=ranks)
+        if predivide == 1.0:
+            combined = hvd.allreduce(wire, op=OPS[op], name=name, process_set=ranks)
+        else:
+            after = predivide / ranks.size()
+            combined = hvd.allreduce(
+                wire, op=hvd.Sum, name=name, process_set=ranks, prescale_factor=1 / predivide, postscale_factor=after
+            )
         return tf.cast(combined, gradient.dtype)
 
     def exchange(gradient: tf.Tensor, name: str) -> tf.Tensor:

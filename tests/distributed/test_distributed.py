@@ -33,6 +33,9 @@ def test_exchanged_gradients_are_the_mean_to_the_precision_of_the_wire(
         errors = facts["exchange_errors"]
         assert errors["average"] < 1e-6
         assert errors["sum"] < 1e-6
+        assert errors["predivided"] < 1e-6
+        assert facts.get("of_half", 0.0) < 1e-6  # a process set of half the ranks
+        assert ("of_half" in facts) == (np > 1)
         assert errors["fp16"] < 2e-3
         assert errors["bf16"] < 2e-2
         # The narrow forms did travel: a wire of float32 would leave no error at all.
@@ -129,6 +132,7 @@ def test_misuse_is_refused_in_one_line(rank_facts: RankFacts) -> None:
     assert "is distributed already" in facts["wrapped_twice"]
     assert "op must be one of average, sum, adasum; received 'mean'" in facts["unknown_op"]
     assert "compression must be none, fp16 or bf16; received 'zip'" in facts["unknown_compression"]
+    assert "predivide goes with op average" in facts["predivided_sum"]
 
 
 def test_saved_model_loads_and_trains_without_horovod(rank_facts: RankFacts, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
@@ -12,7 +13,7 @@ from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange
 from horovod_train.errors import FailedElsewhere, RanksDisagree, UserError
 
-group = start(HorovodConfig(), DeviceConfig())
+group = start(HorovodConfig(), DeviceConfig(), environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 rank, size = group.rank, group.size
 everyone = range(size)
 facts: dict[str, object] = {"rank": rank, "size": size, "exchange": group.exchange, "launcher": group.launcher}
@@ -39,6 +40,14 @@ facts["exchange_errors"] = {
         ("bf16", "average", "bf16", mean),
     ]
 }
+facts["exchange_errors"]["predivided"] = rel_error(
+    build_exchange("average", "none", predivide=4.0)(mine, "predivided").numpy(), mean
+)
+parts = [list(range(size // 2)), list(range(size // 2, size))] if size > 1 else []
+for part, ranks in zip(parts, [hvd.add_process_set(part) for part in parts], strict=True):
+    if rank in part:
+        averaged = build_exchange("average", "none", process_set=ranks)(mine, "half").numpy()
+        facts["of_half"] = rel_error(averaged, np.mean([gradients[other] for other in part], axis=0))
 rows = tf.IndexedSlices(mine[:2], tf.constant([0, rank + 1]), tf.constant([size + 1, 3]))
 gathered = build_exchange("average", "none")(rows, "sparse")
 dense = build_exchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")

@@ -82,6 +82,10 @@ facts["error_against_one_process"] = {
     for name, build in BUILDERS.items()
     if name != "loss_scale"
 }
+facts["error_predivided"] = rel_error(
+    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), predivide=4.0))),
+    weights(fit_alone(BUILDERS["sgd"])),
+)
 facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
 facts["stock_horovod"] = sha(fit(stock.DistributedOptimizer(keras.optimizers.SGD(0.01))))
 facts["accumulating"] = sha(fit(DistributedOptimizer(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))))
@@ -118,6 +122,7 @@ facts["after_overflow"] = {"scale": float(scaled.dynamic_scale), "weight": weigh
 for name, attempt in {
     "wrapped_twice": lambda: DistributedOptimizer(DistributedOptimizer(keras.optimizers.SGD())),
     "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
+    "predivided_sum": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="sum", predivide=2.0),
     "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
 }.items():
     try:
