@@ -13,10 +13,11 @@ import keras
 from horovod_train.config import Spec
 from horovod_train.errors import UserError
 from horovod_train.lookup import call, choose
-from horovod_train.models import convnet, mlp
+from horovod_train.models import convnet, image_mlp, mlp
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,
+    "image_mlp": image_mlp.build,
     "convnet": convnet.build,
 }
 
