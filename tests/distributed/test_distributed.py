@@ -125,6 +125,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(rank_facts: RankFacts, 
         mean_rank_plus_one = (np + 1) / 2
         assert facts["after_overflow"]["scale"] == 2.0
         assert facts["after_overflow"]["weight"] == pytest.approx([1.0 - 0.1, 2.0 - 0.1 * mean_rank_plus_one])
+        assert facts["recovered_scale"] == 4.0  # after two updates without an overflow
 
 
 def test_misuse_is_refused_in_one_line(rank_facts: RankFacts) -> None:

@@ -111,13 +111,16 @@ optimizer.apply(tape.gradient(loss, two_headed.trainable_variables), two_headed.
 facts["none_gradients"] = int(optimizer.iterations)
 
 # An overflow on one rank: the scale must fall on all, and no weights move.
-scaled = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0))
+growing = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2)
+scaled = DistributedOptimizer(growing)
 weight = keras.Variable([1.0, 2.0])
 scaled.build([weight])
 scaled.apply([tf.constant([float("inf") if rank == 0 else 1.0, 1.0])], [weight])
 facts["overflow"] = {"scale": float(scaled.dynamic_scale), "weight": weight.numpy()}
 scaled.apply([tf.constant([2.0, 2.0 * (rank + 1)])], [weight])
 facts["after_overflow"] = {"scale": float(scaled.dynamic_scale), "weight": weight.numpy()}
+scaled.apply([tf.constant([0.0, 0.0])], [weight])
+facts["recovered_scale"] = float(scaled.dynamic_scale)
 
 for name, attempt in {
     "wrapped_twice": lambda: DistributedOptimizer(DistributedOptimizer(keras.optimizers.SGD())),
