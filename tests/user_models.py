@@ -59,7 +59,7 @@ class At(layers.Layer):
             self.calls.assign_add(1)
             is_now = tf.logical_and(self.calls.value == self.step, self.is_victim)
             if self.what == "nan":
-                x = x + tf.where(is_now, float("nan"), 0.0)
+                x = x + tf.cast(tf.where(is_now, float("nan"), 0.0), x.dtype)
             if self.what == "tamper":
                 self.gain.assign_add(tf.where(is_now, 1e-3, 0.0))
             if self.what == "raise":
@@ -105,3 +105,10 @@ def long_run(marker: str = "", seconds: float = 0.0) -> keras.Model:
     if marker:
         x = Slow(marker, seconds)(x)
     return keras.Model(image, layers.Dense(10)(x))
+
+
+def tiny() -> keras.Model:
+    """Six numbers → 2 logits, with Dropout and BatchNorm."""
+    x = keras.Input((6,))
+    hidden = layers.BatchNormalization()(layers.Dense(8, activation="relu")(x))
+    return keras.Model(x, layers.Dense(2)(layers.Dropout(0.5)(hidden)))

@@ -1,0 +1,135 @@
+"""Runs that are stopped and resumed in one process, each with one guard switched off: what the tests must notice."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import yaml
+from facts import leave
+
+from horovod_train import main, resume, state, step
+from horovod_train.distributed import agreement, launch
+from horovod_train.distributed.group import WorkerGroup
+
+OUT = Path(sys.argv[1])
+RANK = launch.detect().rank
+Patch = pytest.MonkeyPatch
+answers: list[int] = []
+broadcast = WorkerGroup.broadcast
+
+
+def _nothing(*arguments: Any, **options: Any) -> None:
+    return None
+
+
+def _broadcast_counters(group: WorkerGroup, variables: Sequence[tf.Variable]) -> None:
+    """All else stays as each rank made it. Ranks that differed in the step would wait for each other."""
+    broadcast(group, [variable for variable in variables if variable.dtype.is_integer])
+
+
+def _count(group: WorkerGroup, facts: Mapping[str, str], when: str) -> None:
+    """In the place of agreement.check, which would end the process: notes how many different answers ranks give."""
+    answers.append(len({str(rank_facts) for rank_facts in group.gather(dict(facts))}))
+
+
+def _lose(patch: Patch, prefix: str) -> None:
+    """A resume leaves some variables as they are at a start."""
+    original = resume.load
+
+    def load(variables: dict[str, tf.Variable], *arguments: Any) -> Any:
+        return original({name: v for name, v in variables.items() if not name.startswith(prefix)}, *arguments)
+
+    patch.setattr(resume, "load", load)
+
+
+GUARDS: dict[str, Callable[[Patch], None]] = {
+    "all on": lambda patch: None,
+    "seeds": lambda patch: patch.setattr(step.TrainStep, "_set_dropout_seeds", _nothing),
+    "slots": lambda patch: _lose(patch, "optimizer/"),
+    "averages": lambda patch: _lose(patch, "ema/"),
+    "place in the data": lambda patch: _lose(patch, "progress/records"),
+    "own statistics": lambda patch: patch.setattr(state.TrainState, "restore_statistics", _nothing),
+    "broadcast": lambda patch: patch.setattr(WorkerGroup, "broadcast", _broadcast_counters),
+}
+
+
+def write_records(folder: Path) -> None:
+    """Made records, in a number that the batch does not divide."""
+    folder.mkdir()
+    rng = np.random.default_rng(1)
+    with tf.io.TFRecordWriter(str(folder / "a.tfrecord")) as writer:
+        for x in rng.normal(size=(52, 6)):
+            label = tf.train.Feature(int64_list=tf.train.Int64List(value=[int(x.sum() > 0)]))
+            values = tf.train.Feature(float_list=tf.train.FloatList(value=x))
+            example = tf.train.Example(features=tf.train.Features(feature={"x": values, "y": label}))
+            writer.write(example.SerializeToString())
+
+
+def run(run_dir: Path, max_steps: int) -> int:
+    keras.utils.clear_session()  # names as in a process of its own
+    return main.main(["--config", str(OUT / "c.yaml"), f"train.max_steps={max_steps}", "--output-dir", str(run_dir)])
+
+
+def ending(run_dir: Path) -> str:
+    """A digest of everything in the newest checkpoint."""
+    found = max(path for path in (run_dir / "checkpoints").iterdir() if path.name.startswith("step-"))
+    reader = tf.train.load_checkpoint(str(found / "state"))
+    total = hashlib.sha256()
+    for name in sorted(reader.get_variable_to_shape_map()):
+        total.update(reader.get_tensor(name).tobytes())
+    return total.hexdigest()
+
+
+if RANK == 0:
+    write_records(OUT / "data")
+    config = {
+        "data": {
+            "train": str(OUT / "data"),
+            "features": {"x": {"type": "float", "shape": [6]}, "y": {"type": "int64"}},
+            "inputs": "x",
+            "targets": "y",
+            "global_batch_size": 8,
+        },
+        "model": "user_models:tiny",
+        "loss": {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}},
+        "optimizer": "adam",
+        "lr_schedule": {"base_lr": 0.01},
+        "train": {"epochs": 10, "ema_decay": 0.9},
+        "log": {"tensorboard": False, "progress": "plain"},
+        "checkpoint": {"every_epochs": None, "every_steps": 9},
+    }
+    (OUT / "c.tmp").write_text(yaml.safe_dump(config))
+    (OUT / "c.tmp").rename(OUT / "c.yaml")
+while not (OUT / "c.yaml").exists():
+    time.sleep(0.01)
+facts: dict[str, Any] = {
+    "answers": {},
+    "codes": [run(OUT / "whole", 20), run(OUT / "begun", 9)],
+    "ends": {},
+    "resumed": {},
+}
+for name, switch_off in GUARDS.items():
+    run_dir = OUT / name
+    if RANK == 0:
+        shutil.copytree(OUT / "begun", run_dir)
+    with Patch.context() as patch:
+        switch_off(patch)
+        patch.setattr(agreement, "check", _count)
+        answers.clear()
+        facts["resumed"][name] = run(run_dir, 20)
+    facts["answers"][name] = max(answers)
+    if RANK == 0:
+        facts["ends"][name] = ending(run_dir)
+if RANK == 0:
+    facts["whole"] = ending(OUT / "whole")
+leave(RANK, facts)
