@@ -52,6 +52,7 @@ def build_actions(
         )
 
     log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
+    leaving.last_write_s = lambda: store.write_s
     save = Save(group, store, state, clock, leaving, log, audit, facts)
     if parts.eval is None:
         return Actions(log, None, save)
@@ -86,7 +87,7 @@ def build_hooks(
         ]
     if evaluate and config.checkpoint.best:
         due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
-    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state))]
+    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state, log))]
     if config.checkpoint.every_minutes is not None:
         # Root's clock decides, and is asked often enough for minutes.
         due += [every(10 * per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]

@@ -105,6 +105,10 @@ class LogTraining:
         self.more: dict[str, float] = {}
         """Figures of others for the next line, such as how long saving has held up training."""
 
+    def add(self, name: str, seconds: float) -> None:
+        """For the next line: how long something has held up training since the last."""
+        self.more[name] = self.more.get(name, 0.0) + seconds
+
     def __call__(self, step: int) -> None:
         values = self.train_step.seen.result(self.group)
         values["loss_average"] = self.state.average_loss(self.group)
@@ -186,12 +190,14 @@ class Evaluate:
 class CheckAgreement:
     """Ends the run where ranks do not hold the same weights, slots and counters."""
 
-    def __init__(self, group: WorkerGroup, state: TrainState) -> None:
-        self.group, self.state = group, state
+    def __init__(self, group: WorkerGroup, state: TrainState, log: LogTraining) -> None:
+        self.group, self.state, self.log = group, state, log
 
     def __call__(self, step: int) -> None:
+        started = time.perf_counter()
         self.state.settle(self.group)
         agreement.check(self.group, self.state.digests(), f"at step {step}")
+        self.log.add("check_agreement_s", time.perf_counter() - started)
 
 
 class Save:
@@ -224,8 +230,8 @@ class Save:
             self.store.save(arrays, self.facts())
         self.last_step = step
         seconds = time.perf_counter() - started
-        self.leaving.keep_in_hand(max(seconds, self.store.write_s))
-        self.log.more["save_blocked_s"] = self.log.more.get("save_blocked_s", 0.0) + seconds
+        self.leaving.keep_in_hand(seconds)
+        self.log.add("save_blocked_s", seconds)
         return None
 
     def _flush_audit(self) -> None:

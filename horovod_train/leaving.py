@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -33,6 +33,8 @@ class Leaving:
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         self.seconds_in_hand = 0.0
         """How long before the deadline to leave: what saving takes; see `keep_in_hand`."""
+        self.last_write_s: Callable[[], float] = lambda: 0.0
+        """How long the last save took in the background: it may have ended long after it began."""
         self._received: set[int] = set()
         self._last_vote = time.monotonic()
         self._calls_between_votes, self._calls = 1, 0
@@ -69,6 +71,7 @@ class Leaving:
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in self._received}
+        self.keep_in_hand(self.last_write_s())
         if self.deadline is not None and time.time() + self.seconds_in_hand >= self.deadline:
             reasons.add(_WALLTIME)
         if self.stop_file is not None and os.path.exists(self.stop_file):  # False too where the disk has gone

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import time
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="files; later ones win, ...")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
+    parser.add_argument("--resume", metavar="WHAT", help="auto, never or a path; the same as checkpoint.resume=WHAT")
     parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")
     return parser
 
@@ -89,6 +91,8 @@ def _load(arguments: argparse.Namespace) -> Config:
     # `--config a.yaml train.epochs=3`: argparse takes the override for a second file.
     files = [word for word in arguments.config if "=" not in word]
     overrides = [word for word in [*arguments.config, *arguments.overrides] if "=" in word]
+    if arguments.resume:
+        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
     stray = [word for word in arguments.overrides if "=" not in word]
     if stray:
         raise UserError(f"argument {stray[0]!r}: expected section.key=value.")

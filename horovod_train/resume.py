@@ -29,6 +29,9 @@ def restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> d
     _check_position(parts, found)
     if found.facts.config["checkpoint"]["best"] != as_dict(config.checkpoint.best):
         parts.best.forget()  # the best of another metric
+    watched, then = as_dict(config.early_stopping), found.facts.config["early_stopping"]
+    if (watched["metric"], watched["mode"]) != (then["metric"], then["mode"]):
+        parts.early_stopping.best.forget()
     output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
