@@ -120,13 +120,21 @@ class Objective:
         return loss_sum * self.size / tf.cast(batch.count, tf.float32)
 
     def _forward_backward(self, batch: Batch) -> Passed:
-        model = self.model
         with tf.GradientTape() as tape:
-            outputs = model(batch.inputs, training=True)
+            outputs, loss_sum, penalty, total = self.forward(batch, parts=self.accumulate_steps)
+            scaled = self.optimizer.scale_loss(total)
+        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, loss_sum, penalty)
+
+    def forward(self, batch: Batch, *, parts: int = 1) -> tuple[Any, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """A forward pass in training: outputs, loss_sum and penalty as in Passed, and what is differentiated (float32).
+
+        parts: of how many such passes the gradients are added up.
+        """
+        outputs = self.model(batch.inputs, training=True)
+        with tf.name_scope("loss_function"):
             loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
             penalty = self._penalty()
-            scaled = self.optimizer.scale_loss(self._share(loss_sum, batch) + penalty / self.accumulate_steps)
-        return Passed(tape.gradient(scaled, model.trainable_variables), outputs, loss_sum, penalty)
+            return outputs, loss_sum, penalty, self._share(loss_sum, batch) + penalty / parts
 
     def _penalty(self) -> tf.Tensor:
         parts = [tf.cast(value, tf.float32) for value in self.model.losses]

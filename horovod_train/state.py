@@ -161,10 +161,11 @@ class MovingAverages:
         """In the compiled step, after an update. step: int64 scalar, updates so far."""
         if self.decay is None:
             return
-        done = tf.cast(step, tf.float32)
-        decay = tf.minimum(self.decay, (1 + done) / (10 + done))
-        for weight, average in zip(self._weights, self.variables.values(), strict=True):
-            average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
+        with tf.name_scope("moving_average"):
+            done = tf.cast(step, tf.float32)
+            decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+            for weight, average in zip(self._weights, self.variables.values(), strict=True):
+                average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

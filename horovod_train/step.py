@@ -86,28 +86,33 @@ class TrainStep:
         while goes_on and done < steps:
             # One after the other, or two exchanges of one name could be under way.
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-            with tf.control_dependencies([self.place.enter("input")]):
+            with tf.name_scope("input_data"), tf.control_dependencies([self.place.enter("input")]):
                 batch = next(batches)
-            goes_on = self._train_on(batch)
+            goes_on = self.train_on(batch)
             ids = ids.write(done, batch.ids)
             done += 1
         return done, goes_on, ids.stack()
 
-    def _train_on(self, batch: Batch) -> tf.Tensor:
+    def train_on(self, batch: Batch) -> tf.Tensor:
         """One update. Returns whether to go on: the same on all ranks."""
         self._set_dropout_seeds()
         with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # the count may be an exchange too
             batch = batch._replace(count=self.count_over_ranks(batch))
         self.place.enter("compute", after=batch.count)
-        own, share = self.objective.gradients(batch, self.seen)
-        self.last_loss.assign(share)
-        self.state.note_loss(share)
-        self.place.enter("exchange", after=own)
-        gradients = self.state.synchronization.exchange(own, tf.identity(self.state.step))
+        # The same scope on all ranks: Horovod takes part of an exchange's name from it.
+        with tf.name_scope("rank"):
+            own, share = self.objective.gradients(batch, self.seen)
+            self.last_loss.assign(share)
+            self.state.note_loss(share)
+        with tf.name_scope("exchange"):
+            self.place.enter("exchange", after=own)
+            gradients = self.state.synchronization.exchange(own, tf.identity(self.state.step))
         with tf.control_dependencies(_present(gradients)):  # a step counts once it has been exchanged
             self.state.step.assign_add(1)
-        failed = self._apply(gradients, own)
-        return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
+        with tf.name_scope("update_parameters"):
+            failed = self._apply(gradients, own)
+        with tf.name_scope("exchange"):
+            return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
 
     def _apply(self, gradients: Sequence[Any], own: Sequence[Any]) -> tf.Tensor:
         """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long."""
@@ -128,9 +133,10 @@ class TrainStep:
 
     def _set_dropout_seeds(self) -> None:
         """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""
-        for variable, key in zip(self.state.seeds, self.seed_keys, strict=True):
-            counter = tf.cast(self.state.step * DRAWS_PER_STEP, tf.uint32)
-            variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
+        with tf.name_scope("dropout_seeds"):
+            for variable, key in zip(self.state.seeds, self.seed_keys, strict=True):
+                counter = tf.cast(self.state.step * DRAWS_PER_STEP, tf.uint32)
+                variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
 
 
 class EvalStep:

@@ -25,7 +25,7 @@ class Place:
         control dependency on what this returns: TensorFlow keeps no order between different resources.
         """
         tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
-        with tf.control_dependencies(tensors):
+        with tf.name_scope("watch"), tf.control_dependencies(tensors):
             return self._phase.assign(FINE_PHASES.index(phase), read_value=False)
 
     def __call__(self) -> tuple[int, str, str]:
