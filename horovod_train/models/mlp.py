@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 
-def build(inputs: int = 5, hidden: int = 10, outputs: int = 1, stddev: float = 1.0, seed: int = 0) -> keras.Model:
+def build(
+    inputs: int = 5,
+    hidden: int = 10,
+    outputs: int = 1,
+    stddev: float = 1.0,
+    seed: int = 0,
+    weight_name: str = "kernel",
+) -> keras.Model:
     """One hidden layer with ReLU: float32 [batch, inputs] → logits [batch, outputs].
 
-    System S1: weights and biases drawn from N(0, stddev²), seeded.
+    System S1: weights and biases drawn from N(0, stddev²), seeded. weight_name: what the matrices are called, in
+    checkpoints too: `hidden1/kernel` as in Keras, or `hidden1/weight` (system S4).
     """
+    Dense = _dense_with(weight_name)
     draws = iter(range(seed, seed + 4))
 
     def normal() -> keras.initializers.Initializer:
         return keras.initializers.RandomNormal(stddev=stddev, seed=next(draws))
 
     sample = keras.Input((inputs,), name="sample")
-    hidden_units = keras.layers.Dense(
+    hidden_units = Dense(
         hidden, activation="relu", kernel_initializer=normal(), bias_initializer=normal(), name="hidden1"
     )(sample)
-    logits = keras.layers.Dense(
-        outputs, kernel_initializer=normal(), bias_initializer=normal(), dtype="float32", name="out_layer"
-    )(hidden_units)
+    logits = Dense(outputs, kernel_initializer=normal(), bias_initializer=normal(), dtype="float32", name="out_layer")(
+        hidden_units
+    )
     return keras.Model(sample, logits, name="mlp")
+
+
+def _dense_with(weight_name: str) -> type[keras.layers.Dense]:
+    """keras.layers.Dense with another name for its matrix; saved, it is a plain keras.layers.Dense."""
+    if weight_name == "kernel":
+        return keras.layers.Dense
+
+    class Named(keras.layers.Dense):
+        def add_weight(self, *args: Any, name: str | None = None, **options: Any) -> Any:
+            return super().add_weight(*args, name=weight_name if name == "kernel" else name, **options)
+
+    # An exported model must load where there is only Keras.
+    plain = keras.layers.Dense
+    Named.__name__, Named.__qualname__, Named.__module__ = plain.__name__, plain.__qualname__, plain.__module__
+    return Named
