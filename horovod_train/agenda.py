@@ -10,10 +10,32 @@ from horovod_train.checkpoint_files import Best, Facts
 from horovod_train.config import Config
 from horovod_train.config_yaml import as_dict
 from horovod_train.data.audit import NoAudit
+from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.hooks import CheckAgreement, Evaluate, EveryMinutes, Hook, LogTraining, Save, Stopwatch, every
+from horovod_train.hooks import (
+    Action,
+    CheckAgreement,
+    Evaluate,
+    EveryMinutes,
+    Hook,
+    LogTraining,
+    Save,
+    Stopwatch,
+    at,
+    every,
+)
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput
+from horovod_train.summaries import Summaries
+
+
+@dataclass(frozen=True)
+class Show:
+    """What TensorBoard shows besides scalars, off the clock that measures training."""
+
+    histograms: Action
+    start_profile: Action
+    stop_profile: Action
 
 
 @dataclass(frozen=True)
@@ -23,6 +45,7 @@ class Actions:
     log: LogTraining
     evaluate: Evaluate | None
     save: Save
+    show: Show
 
 
 def build_actions(
@@ -54,12 +77,35 @@ def build_actions(
     log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
     leaving.last_write_s = lambda: store.write_s
     save = Save(group, store, state, clock, leaving, log, audit, facts)
+    show = _build_show(config, group, output, parts, clock)
     if parts.eval is None:
-        return Actions(log, None, save)
+        return Actions(log, None, save, show)
     per_call = config.train.steps_per_call
     evaluate = Evaluate(group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call, parts.evaluated)
     evaluate.watchers = [parts.best.update, parts.early_stopping.update]
-    return Actions(log, evaluate, save)
+    return Actions(log, evaluate, save, show)
+
+
+def _build_show(config: Config, group: WorkerGroup, output: NoOutput, parts: Parts, clock: Stopwatch) -> Show:
+    def first_batch() -> Batch:
+        batch: Batch = next(iter(parts.train.batches(epoch=0, epochs=1)))
+        return batch
+
+    summaries = Summaries(group, parts.train_step, first_batch, config.log.activations)
+
+    def histograms(step: int) -> None:
+        with clock.stopped(), group.heartbeat.phase("histograms"):
+            output.append_histograms(step, summaries.compute())
+
+    def start_profile(step: int) -> None:
+        with clock.stopped():
+            output.start_profile(step + 1)
+
+    def stop_profile(step: int) -> None:
+        with clock.stopped(), group.heartbeat.phase("profile"):
+            output.stop_profile(step)
+
+    return Show(histograms, start_profile, stop_profile)
 
 
 def build_hooks(
@@ -79,7 +125,10 @@ def build_hooks(
     def save_best(step: int) -> str | None:
         return save(step) if int(parts.best.step) == step else None
 
-    due = [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
+    profiled = config.log.profile_at_steps
+    due = [at(profiled, actions.show.stop_profile)]  # first, so that it sees the step and nothing else
+    due += [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
+    due += [every(config.log.histograms_every_steps, actions.show.histograms)]
     if evaluate:
         due += [
             every(config.eval.every_steps, evaluate, is_done=evaluate.is_done),
@@ -93,4 +142,6 @@ def build_hooks(
         due += [every(10 * per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
     due += [every(config.checkpoint.every_steps, save)]
     due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
+    # A run that goes on just before such a step has still to begin.
+    due += [at([step - 1 for step in profiled], actions.show.start_profile, is_done=lambda step: False)]
     return due

@@ -16,12 +16,14 @@ from horovod_train.data.records import open_records
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
+from horovod_train.graph import check_names
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
 from horovod_train.objective import Objective, build_loss, check_fits
 from horovod_train.optim import Horizon, build_optimizer
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import EvalStep, TrainStep
+from horovod_train.summaries import find_layers
 from horovod_train.synchronization import build_synchronization
 
 
@@ -58,6 +60,8 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         if pipeline is not None:
             check_fits(model, loss, seen[name], pipeline.element_spec, f"data.{name}")
     _check_watched(config, seen["eval"])
+    find_layers(model, config.log.activations)
+    check_names(model, config.log.graph_names)
     exchange = config.horovod
     optimizer = DistributedOptimizer(
         build_optimizer(config, horizon),

@@ -119,6 +119,11 @@ class LogConfig:
     every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
     tensorboard: bool = setting(True, "write TensorBoard scalars")
     progress: Literal["auto", "bar", "plain"] = setting("auto", "auto: a bar on a terminal, plain lines elsewhere")
+    histograms_every_steps: int | None = setting(None, "steps between histograms of weights and gradients", minimum=1)
+    activations: dict[str, Any] = setting({}, "outputs that get histograms too: {name to show: layer}")
+    graph: bool = setting(False, "write the graph of one step, folded by namespace")
+    graph_names: dict[str, Any] = setting({}, "other names for its parts: {input_data: input}; null unfolds one")
+    profile_at_steps: tuple[int, ...] = setting((), "steps of which the time and memory of every op are written")
 
 
 @dataclass(frozen=True)
@@ -227,5 +232,23 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
     if config.optimizer.options.get("use_ema"):
         yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
+    yield from _broken_log_rules(config.log)
     if config.deterministic and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with deterministic: true, which sets it to 0."
+
+
+def _broken_log_rules(log: LogConfig) -> Iterator[tuple[str, str]]:
+    shown = {
+        "log.histograms_every_steps": log.histograms_every_steps,
+        "log.graph": log.graph,
+        "log.profile_at_steps": log.profile_at_steps,
+    }
+    for key, value in shown.items():
+        if value and not log.tensorboard:
+            yield key, "needs log.tensorboard: true, which was switched off."
+    if log.activations and not log.histograms_every_steps:
+        yield "log.activations", "needs log.histograms_every_steps, the steps between two histograms."
+    if log.graph_names and not log.graph:
+        yield "log.graph_names", "needs log.graph: true."
+    if any(step < 2 for step in log.profile_at_steps):
+        yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,6 +52,23 @@ class Hook:
 
 def every(steps: int | None, action: Action, **options: Any) -> Hook:
     return Hook(steps, action, **options)
+
+
+@dataclass(frozen=True)
+class HookAt(Hook):
+    """Calls `action(step)` after each of some steps."""
+
+    steps: tuple[int, ...] = ()
+
+    def next_step(self, step: int) -> float:
+        return min((at for at in self.steps if at > step), default=math.inf)
+
+    def is_due(self, step: int) -> bool:
+        return step in self.steps
+
+
+def at(steps: Sequence[int], action: Action, **options: Any) -> Hook:
+    return HookAt(None, action, steps=tuple(steps), **options)
 
 
 @dataclass

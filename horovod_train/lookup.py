@@ -24,9 +24,7 @@ def load_function(name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
     if not hasattr(module, attribute):
-        raise UserError(
-            f"{where}: {module_name} has no {attribute!r}; it has {_near(attribute, public_names(module))}."
-        )
+        raise UserError(f"{where}: {module_name} has no {attribute!r}; it has {near(attribute, public_names(module))}.")
     return getattr(module, attribute)
 
 
@@ -40,7 +38,7 @@ def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> 
         return load_function(name, where)
     if name not in choices:
         raise UserError(
-            f"{where}: unknown name {name!r}; known here: {_near(name, list(choices))}, or package.module:function."
+            f"{where}: unknown name {name!r}; known here: {near(name, list(choices))}, or package.module:function."
         )
     return choices[name]
 
@@ -61,7 +59,7 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
     found = classes.get(name) or classes.get(_fold(name))
     if found is None:
         readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
-        raise UserError(f"{where}: Keras has no {name!r}; near it: {_near(name, readable)}.")
+        raise UserError(f"{where}: Keras has no {name!r}; near it: {near(name, readable)}.")
     return found
 
 
@@ -84,7 +82,7 @@ def _fold(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _near(name: str, known: list[str]) -> str:
+def near(name: str, known: list[str]) -> str:
     by_fold = {_fold(candidate): candidate for candidate in known}
     near = difflib.get_close_matches(_fold(name), by_fold, n=3, cutoff=0.5)
     return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"

@@ -5,7 +5,6 @@ Decides once, when it is opened, who writes. Does not decide when, and does not 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from horovod_train.board import Board
 from horovod_train.errors import RunError, UserError
 from horovod_train.run_files import Lines, write_whole
 
@@ -53,6 +53,14 @@ class NoOutput:
 
     def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
 
+    def append_histograms(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def write_graph(self, draw: Callable[[], Any]) -> None: ...
+
+    def start_profile(self, step: int) -> None: ...
+
+    def stop_profile(self, step: int) -> None: ...
+
     def write_summary(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -65,7 +73,7 @@ class RunOutput(NoOutput):
         self.directory = directory
         self.started = time.time()
         self._metrics = Lines(directory / "metrics.jsonl", self.say)
-        self._tensorboard = _TensorBoard(directory / "tensorboard", self.say) if tensorboard else None
+        self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
         self._console = Console(force_terminal=bar or None, highlight=False, soft_wrap=True)
         self._bar = _build_bar(self._console) if bar else None
         self._task: Any = None
@@ -99,8 +107,27 @@ class RunOutput(NoOutput):
         self._metrics.append(json.dumps(row))
         self.show_progress(step)
         if self._tensorboard is not None:
-            self._tensorboard.add(split, step, values)
+            self._tensorboard.add_scalars(split, step, values)
         self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
+
+    def append_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        """values: tensors or variables by name. Nothing is written without TensorBoard, here and below."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_histograms(step, values)
+
+    def write_graph(self, draw: Callable[[], Any]) -> None:
+        """draw: makes the GraphDef; called where it is written."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_graph(draw())
+
+    def start_profile(self, step: int) -> None:
+        """Before `step`: begins to note the time and memory of every op."""
+        if self._tensorboard is not None:
+            self._tensorboard.start_profile(step)
+
+    def stop_profile(self, step: int) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.stop_profile(step)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Raises RunError: a run whose end is not written down has not ended well."""
@@ -138,36 +165,6 @@ def open_output(
         return NoOutput()
     bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty() and not launched)
     return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
-
-
-class _TensorBoard:
-    """One event folder for each split, so that train and eval share a chart."""
-
-    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        import tensorflow as tf  # check_writable must answer before TensorFlow is loaded
-
-        self._tf, self._directory, self._say = tf, directory, say
-        self._writers: dict[str, Any] = {}
-        self._is_failing = False
-
-    def add(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        try:
-            if split not in self._writers:
-                self._writers[split] = self._tf.summary.create_file_writer(str(self._directory / split))
-            with self._writers[split].as_default(step):
-                for name, value in values.items():
-                    self._tf.summary.scalar(name, value)
-            self._writers[split].flush()
-            self._is_failing = False
-        except (OSError, self._tf.errors.OpError) as error:
-            if not self._is_failing:
-                self._say(f"warning: {self._directory} cannot be written: {str(error)[:200]}. Training goes on.")
-            self._is_failing = True
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            with contextlib.suppress(self._tf.errors.OpError):  # said when it began
-                writer.close()
 
 
 def _build_bar(console: Console) -> Progress:

@@ -22,10 +22,12 @@ from horovod_train.checkpoint import open_store
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict, dump
 from horovod_train.distributed import agreement, launch
+from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
 from horovod_train.errors import RunError
+from horovod_train.graph import draw_step
 from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import Leaving
@@ -48,7 +50,7 @@ def run(config: Config) -> int:
         config.horovod,
         config.device,
         deterministic=config.deterministic,
-        environment=stall_environment(limits) if config.watch.enabled else None,
+        environment=_environment(config, limits),
     )
     with group.together():
         config = resolve(config, group.size)
@@ -84,6 +86,7 @@ def _train(
     output.rewind(first_step)
     store.rewind(first_step)
     output.write_config(dump(config))
+    _draw_graph(config, group, parts, output)
     output.start_progress(first_step, parts.last_step)
     with group.together():
         audit = open_audit(config, group, parts)
@@ -123,6 +126,13 @@ def _train(
     return START_AGAIN if asked else 0
 
 
+def _draw_graph(config: Config, group: WorkerGroup, parts: Parts, output: NoOutput) -> None:
+    if config.log.graph:
+        spec, names = parts.train.element_spec, config.log.graph_names
+        with group.heartbeat.phase("compile"):
+            output.write_graph(lambda: draw_step(parts.train_step, spec, rank=group.rank, names=names))
+
+
 def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NoRankLog:
     """This rank's own log; the only file that a rank other than root writes."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
@@ -131,6 +141,12 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NoRankLog:
     log = rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
     group.heartbeat.tell = log.write
     return log
+
+
+def _environment(config: Config, limits: Limits) -> dict[str, str]:
+    """What Horovod and TensorFlow are to find in their environment where the user's says nothing."""
+    stalls = stall_environment(limits) if config.watch.enabled else {}
+    return stalls | (traced_memory_environment() if config.log.profile_at_steps else {})
 
 
 def _open_output(config: Config, group: WorkerGroup) -> NoOutput:

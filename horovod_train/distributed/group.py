@@ -138,7 +138,7 @@ def start(
 ) -> WorkerGroup:
     """Collective: brings Horovod up, pins this process to its device and learns who the others are.
 
-    environment: what Horovod is to find in its environment where the user's says nothing, such as its stall limits.
+    environment: what Horovod and TensorFlow are to find where the user's says nothing, such as stall limits.
 
     Raises UserError where ranks of one host would share a GPU.
     """
