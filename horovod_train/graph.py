@@ -75,7 +75,7 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     Gradients, which TensorFlow keeps apart, come into the fold of the rank that computes them.
     """
     found = {prefix for node in graph.node for prefix in _prefixes(node.name)}
-    plain = {prefix: _plain(prefix, found, set(layers)) for prefix in found}
+    plain = _plain(found, set(layers))
     taken: set[str] = set()
     new = {}
     for node in graph.node:
@@ -153,12 +153,22 @@ def _prefixes(name: str) -> list[str]:
     return ["/".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _plain(prefix: str, found: set[str], layers: set[str]) -> str:
-    """The last part of a path, as its layer is called."""
-    parent, slash, last = prefix.rpartition("/")
-    base = re.sub(r"_\d+$", "", last)
-    is_free = base in layers and f"{parent}{slash}{base}" not in found
-    return base if is_free or base in PARTS else last
+def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:
+    """Path → its last part, as the layer or the part of the step is called."""
+    plain = {prefix: prefix.rpartition("/")[2] for prefix in found}
+    held = set(plain)
+    for prefix in sorted(
+        plain, key=lambda path: (len(path), path)
+    ):  # `dense_1` is `dense`, which makes room for `dense_1_2`
+        base = re.sub(r"_\d+$", "", prefix)
+        last = base.rpartition("/")[2]
+        if base != prefix and last in layers and base not in held:
+            held.remove(prefix)
+            held.add(base)
+            plain[prefix] = last
+        elif last in PARTS:
+            plain[prefix] = last
+    return plain
 
 
 def _unused(name: str, taken: set[str]) -> str:

@@ -1,0 +1,59 @@
+"""TensorBoard's files: numbers that are not finite, disks that fail, profiles that were begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.board import Board
+
+
+def histogram(folder: Path) -> Any:
+    (file,) = (folder / "train").iterdir()
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+    (value,) = [value for event in events for value in event.summary.value]
+    return tf.make_ndarray(value.tensor)
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    board = Board(tmp_path, print)
+    board.add_histograms(1, {"gradient": tf.constant([[1.0, np.nan], [np.inf, 3.0]], tf.float16)})
+    board.close()
+    buckets = histogram(tmp_path)
+    assert buckets[:, 2].sum() == 2
+    assert (buckets[:, 0].min(), buckets[:, 1].max()) == (1, 3)
+
+
+def test_nothing_but_such_numbers_is_an_empty_histogram(tmp_path: Path) -> None:
+    board = Board(tmp_path, print)
+    board.add_histograms(1, {"gradient": tf.constant([np.nan, np.nan])})
+    board.close()
+    assert histogram(tmp_path)[:, 2].sum() == 0
+
+
+def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file, where there should be a folder")
+    said: list[str] = []
+    board = Board(tmp_path / "tensorboard", said.append)
+    for step in (1, 2):
+        board.add_scalars("train", step, {"loss": 1.0})
+        board.add_histograms(step, {"weight": tf.ones([3])})
+    board.close()
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    assert "Training goes on" in said[0]
+
+
+def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path) -> None:
+    for _ in range(2):  # a profiler that was left on could not be started again
+        board = Board(tmp_path, lambda line: exec("raise AssertionError(line)"))
+        board.start_profile(7)
+        board.close()
+    assert not [*tmp_path.rglob("*.pb")]
+    board.start_profile(8)
+    tf.reduce_sum(tf.ones([3])).numpy()
+    board.stop_profile(8)
+    assert [path.name for path in (tmp_path / "plugins" / "profile").iterdir()] == ["step-000000008"]
