@@ -28,6 +28,13 @@ BEFORE_TENSORFLOW = {
     "both batch sizes": (["data.batch_size_per_rank=8"], "data.batch_size_per_rank: give either this or"),
     "no end": (["train.max_steps=null"], "train.epochs: is required (or train.max_steps)"),
     "scaling without a base": (["lr_schedule.scaling=linear"], "lr_schedule.base_batch_size: is required"),
+    "histograms without TensorBoard": (
+        ["log.tensorboard=false", "log.histograms_every_steps=10"],
+        "log.histograms_every_steps: needs log.tensorboard: true",
+    ),
+    "activations without histograms": (["log.activations={y: dense}"], "log.activations: needs log.histograms_every"),
+    "names without a graph": (["log.graph_names={rank: null}"], "log.graph_names: needs log.graph: true"),
+    "profile of the first step": (["log.profile_at_steps=[1]"], "log.profile_at_steps: must be 2 or later"),
     "missing config file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
     "config is a folder": (["--config", "."], "--config .: cannot be read: Is a directory"),
     "broken yaml": (["--config", "{here}/broken.yaml"], "broken.yaml:3: not valid YAML"),
@@ -45,6 +52,14 @@ WITH_TENSORFLOW = {
     "unknown model option": (["model.options.depth=3"], "model.options: user_models:small: got an unexpected"),
     "model does not fit": (["model=mlp"], "data.train: model, loss and metrics do not fit records of"),
     "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
+    "unknown layer": (
+        ["log.histograms_every_steps=1", "log.activations={y: dens}"],
+        "log.activations.y: the model has no layer 'dens'; near it: dense",
+    ),
+    "unknown part of the graph": (
+        ["log.graph=true", "log.graph_names={inputs: data}"],
+        "log.graph_names.inputs: the graph has no such part; near it: input_data",
+    ),
     "checkpoint path": (["checkpoint.resume={here}/empty"], "checkpoint.resume: no checkpoint at"),
 }
 

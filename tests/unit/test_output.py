@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.errors import UserError
-from horovod_train.hooks import every
+from horovod_train.hooks import at, every
 from horovod_train.output import NoOutput, RunOutput, check_writable, open_output
 from horovod_train.run_files import Lines
 
@@ -65,3 +65,9 @@ def test_hooks_are_due_at_multiples(every_steps: int | None, due: list[int]) -> 
     hook = every(every_steps, lambda step: None)
     assert [step for step in range(1, 11) if hook.is_due(step)] == due
     assert [hook.next_step(step - 1) for step in due] == due
+
+
+def test_hooks_at_chosen_steps_are_due_there_and_nowhere_else() -> None:
+    hook = at([7, 3], lambda step: None)
+    assert [step for step in range(1, 11) if hook.is_due(step)] == [3, 7]
+    assert [hook.next_step(step) for step in (0, 3, 6, 7)] == [3, 7, 7, float("inf")]

@@ -1,0 +1,233 @@
+"""What TensorBoard shows of a run on two ranks: system S4, chosen steps, and that the run is the same without it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from conftest import BIN, PROJECT, metrics_of, rank_environment, summary_of, train
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+WEIGHTS = ["hidden1/weight", "hidden1/bias", "out_layer/weight", "out_layer/bias"]
+PROFILED = [30, 31]
+DIGITS = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+model: user_models:mixed
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
+optimizer: adam
+train: {{max_steps: 12}}
+eval: {{every_steps: 4}}
+log: {{every_steps: 1}}
+"""
+
+
+@pytest.fixture(scope="session")
+def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """configs/s4_namespaces.yaml on two ranks, shorter, with two steps profiled."""
+    folder = tmp_path_factory.mktemp("s4")
+    assert train(["prepare", "mlp-samples", "--records", "2000", "--out", folder / "mlp"]).returncode == 0
+    config = PROJECT / "configs" / "s4_namespaces.yaml"
+    shorter = [f"data.train={folder / 'mlp' / 'train'}", "train.epochs=10", "log.histograms_every_steps=25"]
+    arguments = ["--config", config, *shorter, f"log.profile_at_steps={PROFILED}", "--output-dir", folder / "run"]
+    finished = train(arguments, launcher="horovodrun", np=2)
+    assert finished.returncode == 0, finished.text
+    return folder / "run"
+
+
+def events(run_dir: Path) -> list[Any]:
+    (file,) = (run_dir / "tensorboard" / "train").iterdir()
+    return [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+
+
+def histograms(run_dir: Path) -> dict[str, dict[int, Any]]:
+    """Name → step → buckets [count, 3]: left edge, right edge, how many."""
+    found: dict[str, dict[int, Any]] = {}
+    for event in events(run_dir):
+        for value in event.summary.value:
+            if value.metadata.plugin_data.plugin_name == "histograms":
+                found.setdefault(value.tag, {})[event.step] = tf.make_ndarray(value.tensor)
+    return found
+
+
+def node_names(run_dir: Path) -> list[str]:
+    (drawn,) = [event.graph_def for event in events(run_dir) if event.graph_def]
+    return [node.name for node in tf.compat.v1.GraphDef.FromString(drawn).node]
+
+
+def ops_of(profile: Path) -> list[str]:
+    (file,) = profile.glob("*.xplane.pb")
+    found = xplane_pb2.XSpace.FromString(file.read_bytes())
+    (plane,) = [plane for plane in found.planes if plane.name == "/host:CPU"]
+    return [plane.event_metadata[event.metadata_id].name for line in plane.lines for event in line.events]
+
+
+def test_histograms_of_weights_outputs_and_gradients_come_at_their_interval(s4: Path) -> None:
+    found = histograms(s4)
+    assert {*found} == {*WEIGHTS, "y_hidden", *(f"gradients/{name}" for name in WEIGHTS)}
+    for by_step in found.values():
+        assert [*by_step] == [25, 50, 75, 100]
+
+
+def test_histograms_count_every_number(s4: Path) -> None:
+    found = histograms(s4)
+    sizes = {"hidden1/weight": 50, "hidden1/bias": 10, "out_layer/weight": 10, "out_layer/bias": 1}
+    for name, size in sizes.items():
+        assert found[name][100][:, 2].sum() == size
+        assert found[f"gradients/{name}"][100][:, 2].sum() == size
+    assert found["y_hidden"][100][:, 2].sum() == 100 * 10  # one rank's records, ten units
+    assert found["y_hidden"][100][:, 0].min() >= 0  # behind a ReLU
+    assert found["gradients/hidden1/weight"][100][:, 0].min() < 0
+
+
+def test_weights_move_from_one_histogram_to_the_next(s4: Path) -> None:
+    by_step = histograms(s4)["out_layer/bias"]
+    assert len({float(buckets[:, 0].min()) for buckets in by_step.values()}) == 4
+
+
+def test_scalar_loss_is_there(s4: Path) -> None:
+    assert "loss" in {value.tag for event in events(s4) for value in event.summary.value}
+
+
+def test_graph_folds_into_its_namespaces(s4: Path) -> None:
+    names = node_names(s4)
+    assert {name.split("/")[0] for name in names if "/" in name} >= {
+        *("input_data", "rank_0", "exchange", "update_parameters", "hidden1", "out_layer")
+    }
+    assert {*WEIGHTS} <= {*names}
+    for inside in ("mlp/hidden1/MatMul", "mlp/hidden1/Relu", "mlp/out_layer/MatMul", "loss_function", "gradient_tape"):
+        assert any(name.startswith(f"rank_0/{inside}") for name in names), inside
+    assert len([name for name in names if name.startswith("exchange/") and ".gradient." in name]) == 4
+    assert len([name for name in names if re.match(r"update_parameters/.*AssignSubVariableOp", name)]) == 4
+
+
+def test_graph_can_have_other_names(s4: Path, tmp_path: Path) -> None:
+    """S5's folds: input, layers at the top, loss_function, train_step."""
+    names = "{rank: null, mlp: null, input_data: input, exchange: train_step/exchange, update_parameters: train_step}"
+    again = ["--config", s4 / "config.yaml", "train.max_steps=1", "train.epochs=null", "log.profile_at_steps=[]"]
+    finished = train([*again, f"log.graph_names={names}", "--output-dir", tmp_path / "run"])
+    assert finished.returncode == 0, finished.text
+    first = {name.split("/")[0] for name in node_names(tmp_path / "run") if "/" in name}
+    assert first >= {"input", "hidden1", "out_layer", "loss_function", "train_step"}
+    assert first.isdisjoint({"rank_0", "mlp", "input_data", "update_parameters", "exchange"})
+
+
+def test_profile_of_a_step_holds_its_ops_and_their_memory(s4: Path) -> None:
+    for step in PROFILED:
+        names = ops_of(s4 / "tensorboard" / "plugins" / "profile" / f"step-{step:09d}")
+        assert len([name for name in names if re.search(r"gradient_tape/.*hidden1_1/MatMul", name)]) == 1
+        assert len([name for name in names if "AssignSubVariableOp" in name]) == 4  # one step, not several
+        assert names.count("MemoryAllocation") > 10
+
+
+def test_profiles_of_other_steps_and_ranks_are_not_there(s4: Path) -> None:
+    profiles = s4 / "tensorboard" / "plugins" / "profile"
+    assert sorted(path.name for path in profiles.iterdir()) == [f"step-{step:09d}" for step in PROFILED]
+    assert [len([*path.glob("*.xplane.pb")]) for path in profiles.iterdir()] == [1, 1]
+    assert len([*(s4 / "tensorboard").rglob("*tfevents*")]) == 1
+
+
+@pytest.fixture(scope="session")
+def with_and_without(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs with dropout, BatchNorm and Adam on two ranks: one that TensorBoard shows everything of, one plain."""
+    folder = tmp_path_factory.mktemp("pair")
+    (folder / "digits.yaml").write_text(DIGITS.format(data=digits))
+    everything = [
+        *("log.histograms_every_steps=3", "log.activations={y_hidden: dense}"),
+        *("log.graph=true", "log.profile_at_steps=[5]"),
+    ]
+    for name, arguments in (("with", everything), ("without", ["log.tensorboard=false"])):
+        run = ["--config", folder / "digits.yaml", *arguments, "--output-dir", folder / name]
+        finished = train(run, launcher="mpirun", np=2)
+        assert finished.returncode == 0, finished.text
+    return folder / "with", folder / "without"
+
+
+def test_a_run_is_the_same_to_the_bit_with_all_of_it_and_without(with_and_without: tuple[Path, Path]) -> None:
+    shown, plain = with_and_without
+    assert len(histograms(shown)) > 10
+    assert summary_of(shown)["weights_sha256"] == summary_of(plain)["weights_sha256"]
+    for split in ("train", "eval"):
+        pairs = zip(metrics_of(shown, split), metrics_of(plain, split), strict=True)
+        assert all(row["loss"] == other["loss"] and row["accuracy"] == other["accuracy"] for row, other in pairs)
+
+
+def test_nothing_is_written_when_it_is_off(with_and_without: tuple[Path, Path]) -> None:
+    shown, plain = with_and_without
+    assert (shown / "tensorboard" / "plugins" / "profile" / "step-000000005").exists()
+    assert not (plain / "tensorboard").exists()
+
+
+@pytest.fixture(scope="module")
+def address(s4: Path) -> Iterator[str]:
+    """A real TensorBoard server on the run."""
+    command = [str(BIN / "tensorboard"), "--logdir", str(s4 / "tensorboard"), "--host", "127.0.0.1", "--port", "0"]
+    with (s4.parent / "tensorboard.log").open("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=rank_environment())
+        try:
+            yield _wait_for_address(server, s4.parent / "tensorboard.log")
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait_for_address(server: subprocess.Popen, log: Path) -> str:
+    for _ in range(240):
+        if found := re.search(r"at (http://127.0.0.1:\d+)", log.read_text()):
+            return found[1]
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.25)
+    raise AssertionError(log.read_text())
+
+
+def ask(address: str, path: str) -> bytes:
+    """An answer of the server; it reads the files after it has started, and until then knows nothing of them."""
+    for _ in range(120):
+        try:
+            with urllib.request.urlopen(f"{address}/data/{path}", timeout=60) as answer:
+                content: bytes = answer.read()
+        except urllib.error.HTTPError:
+            content = b""
+        if content not in (b"", b"{}", b"[]"):
+            return content
+        time.sleep(0.25)
+    raise AssertionError(path)
+
+
+def test_tensorboard_serves_scalars_and_histograms(address: str) -> None:
+    assert "loss" in json.loads(ask(address, "plugin/scalars/tags"))["train"]
+    assert {*WEIGHTS, "y_hidden", "gradients/hidden1/weight"} <= {
+        *json.loads(ask(address, "plugin/histograms/tags"))["train"]
+    }
+    shown = json.loads(ask(address, "plugin/histograms/histograms?run=train&tag=hidden1/weight"))
+    assert [step for _, step, _ in shown] == [25, 50, 75, 100]
+
+
+def test_tensorboard_serves_the_graph(address: str) -> None:
+    shown = ask(address, "plugin/graphs/graph?run=train").decode()
+    assert 'name: "rank_0/mlp/hidden1/MatMul"' in shown
+    assert 'name: "update_parameters/' in shown
+
+
+def test_tensorboard_serves_the_profile_page(address: str) -> None:
+    pytest.importorskip("xprof", reason="the profile page needs the extra `profile`")
+    assert json.loads(ask(address, "plugin/profile/runs")) == [f"step-{step:09d}" for step in reversed(PROFILED)]
+    run = f"run=step-{PROFILED[0]:09d}"
+    (host,) = json.loads(ask(address, f"plugin/profile/hosts?{run}&tag=memory_profile"))
+    which = f"{run}&host={host['hostname']}"
+    assert b"hidden1_1/MatMul" in ask(address, f"plugin/profile/data?{which}&tag=framework_op_stats")
+    assert b"tfOpName" in ask(address, f"plugin/profile/data?{which}&tag=memory_profile")
+
+
+def test_an_address_that_serves_nothing_is_noticed(address: str) -> None:
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"{address}/data/plugin/histograms/histograms?run=train&tag=hidden1/nothing", timeout=60)
