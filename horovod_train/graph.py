@@ -82,6 +82,8 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
         parts = [plain[prefix] for prefix in _prefixes(node.name)]
         if parts[:2] == ["gradient_tape", "rank"]:
             parts[:2] = ["rank", "gradient_tape"]
+        if "moving_average" in parts:  # of all weights: no part of one update
+            parts = parts[parts.index("moving_average") :]
         if node.name in variables:
             parts = variables[node.name].split("/")
         path = "/".join(kept for part in parts if (kept := names.get(part, part)))
@@ -143,7 +145,9 @@ def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
     for handle, node in zip(handles, traced.inputs[-len(handles) :], strict=True):
         name = (others | state).get(id(handle))
         if name:
-            name = name.removeprefix("model/").replace("optimizer/", "update_parameters/", 1)
+            name = name.removeprefix("model/")
+            for room, part in (("optimizer/", "update_parameters/"), ("ema/", "moving_average/")):
+                name = part + name.removeprefix(room) if name.startswith(room) else name
             held[node.op.name] = re.sub(r"[^\w./\\-]", "_", name)
     return held
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from conftest import BIN, PROJECT, metrics_of, rank_environment, summary_of, train
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+CONFIGS = PROJECT / "configs"
 WEIGHTS = ["hidden1/weight", "hidden1/bias", "out_layer/weight", "out_layer/bias"]
 PROFILED = [30, 31]
 DIGITS = """
@@ -33,12 +34,13 @@ log: {{every_steps: 1}}
 
 @pytest.fixture(scope="session")
 def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """configs/s4_namespaces.yaml on two ranks, shorter, with two steps profiled."""
+    """System S4 on two ranks, shorter, with two steps profiled."""
     folder = tmp_path_factory.mktemp("s4")
     assert train(["prepare", "mlp-samples", "--records", "2000", "--out", folder / "mlp"]).returncode == 0
-    config = PROJECT / "configs" / "s4_namespaces.yaml"
-    shorter = [f"data.train={folder / 'mlp' / 'train'}", "train.epochs=10", "log.histograms_every_steps=25"]
-    arguments = ["--config", config, *shorter, f"log.profile_at_steps={PROFILED}", "--output-dir", folder / "run"]
+    configs = [CONFIGS / "s1_mlp.yaml", CONFIGS / "s4_namespaces.yaml"]
+    data = [f"data.train={folder / 'mlp' / 'train'}", f"data.eval={folder / 'mlp' / 'eval'}"]
+    shorter = [*data, "train.epochs=10", "log.histograms_every_steps=25"]
+    arguments = ["--config", *configs, *shorter, f"log.profile_at_steps={PROFILED}", "--output-dir", folder / "run"]
     finished = train(arguments, launcher="horovodrun", np=2)
     assert finished.returncode == 0, finished.text
     return folder / "run"
@@ -110,15 +112,20 @@ def test_graph_folds_into_its_namespaces(s4: Path) -> None:
     assert len([name for name in names if re.match(r"update_parameters/.*AssignSubVariableOp", name)]) == 4
 
 
-def test_graph_can_have_other_names(s4: Path, tmp_path: Path) -> None:
-    """S5's folds: input, layers at the top, loss_function, train_step."""
-    names = "{rank: null, mlp: null, input_data: input, exchange: train_step/exchange, update_parameters: train_step}"
-    again = ["--config", s4 / "config.yaml", "train.max_steps=1", "train.epochs=null", "log.profile_at_steps=[]"]
-    finished = train([*again, f"log.graph_names={names}", "--output-dir", tmp_path / "run"])
+def test_s5_folds_its_graph_as_it_says_and_profiles(digits: Path, tmp_path: Path) -> None:
+    configs = [CONFIGS / "s5_mnist_mlp.yaml", CONFIGS / "s5_digits.yaml"]
+    shorter = [f"data.train={digits / 'train'}", f"data.eval={digits / 'eval'}", "train.max_steps=3"]
+    arguments = ["--config", *configs, *shorter, "log.profile_at_steps=[3]", "--output-dir", tmp_path / "run"]
+    finished = train(arguments)
     assert finished.returncode == 0, finished.text
-    first = {name.split("/")[0] for name in node_names(tmp_path / "run") if "/" in name}
-    assert first >= {"input", "hidden1", "out_layer", "loss_function", "train_step"}
-    assert first.isdisjoint({"rank_0", "mlp", "input_data", "update_parameters", "exchange"})
+    names = node_names(tmp_path / "run")
+    first = {name.split("/")[0] for name in names if "/" in name}
+    assert first >= {"input", "layer1", "layer2", "moving_average", "loss_function", "train_step"}
+    assert first.isdisjoint({"rank_0", "image_mlp", "input_data", "update_parameters", "exchange", "gradient_tape"})
+    assert "moving_average/layer1/kernel" in names
+    assert len([name for name in names if re.match(r"moving_average/.*AssignSubVariableOp", name)]) == 4
+    ops = ops_of(tmp_path / "run" / "tensorboard" / "plugins" / "profile" / "step-000000003")
+    assert any(re.search("layer1_1/.*MatMul", name) for name in ops)
 
 
 def test_profile_of_a_step_holds_its_ops_and_their_memory(s4: Path) -> None:
@@ -133,7 +140,8 @@ def test_profiles_of_other_steps_and_ranks_are_not_there(s4: Path) -> None:
     profiles = s4 / "tensorboard" / "plugins" / "profile"
     assert sorted(path.name for path in profiles.iterdir()) == [f"step-{step:09d}" for step in PROFILED]
     assert [len([*path.glob("*.xplane.pb")]) for path in profiles.iterdir()] == [1, 1]
-    assert len([*(s4 / "tensorboard").rglob("*tfevents*")]) == 1
+    written = [path.parent.name for path in (s4 / "tensorboard").rglob("*tfevents*")]
+    assert sorted(written) == ["eval", "train"]  # one file each, of root
 
 
 @pytest.fixture(scope="session")

@@ -17,8 +17,9 @@ from horovod_train.distributed.group import as_tf_variable, start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
 from horovod_train.metrics import Accumulator, build_metrics
+from horovod_train.objective import Objective, build_loss
 from horovod_train.state import TrainState
-from horovod_train.step import TrainStep, build_loss
+from horovod_train.step import TrainStep
 from horovod_train.summaries import Summaries, find_layers
 
 ROWS, RATE = 8, 0.5
@@ -82,15 +83,17 @@ def build(
     accumulate_steps: int = 1,
     activations: dict[str, str] | None = None,
 ) -> tuple[TrainStep, Summaries]:
-    state = TrainState(model(), DistributedOptimizer(optimizer or keras.optimizers.SGD(RATE)))
+    distributed = DistributedOptimizer(optimizer or keras.optimizers.SGD(RATE))
+    state = TrainState(model(), distributed)
+    loss = build_loss(LOSS)
+    l2 = 0.01 if model is plain else 0.0  # with it no gradient is sparse
+    objective = Objective(state.model, distributed, loss, size=size, accumulate_steps=accumulate_steps, l2=l2)
     step = TrainStep(
         state,
-        build_loss(LOSS),
-        Accumulator(["loss"], build_metrics([Spec("sparse_categorical_accuracy")])),
+        objective,
+        Accumulator(["loss", "penalty"], build_metrics([Spec("sparse_categorical_accuracy")])),
         rank=rank,
-        size=size,
         seed=5,
-        accumulate_steps=accumulate_steps,
         count_over_ranks=lambda batch: batch.count,
     )
     return step, Summaries(group, step, share, activations or {})
@@ -101,6 +104,8 @@ def alone(model: keras.Model, rows: np.ndarray) -> list[np.ndarray]:
     with tf.GradientTape() as tape:
         cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         objective = cross_entropy(Y[rows], model(X[rows], training=True)) + tf.add_n(model.losses or [0.0])
+        matrices = [weight for weight in model.trainable_variables if len(weight.shape) > 1]
+        objective += 0.005 * tf.add_n([tf.reduce_sum(tf.square(weight)) for weight in matrices])
     return [tf.convert_to_tensor(g).numpy() for g in tape.gradient(objective, model.trainable_variables)]
 
 
@@ -155,7 +160,7 @@ state_before = all_bytes(step)
 facts["finite"] = all(bool(np.isfinite(gradient).all()) for gradient in gradients(summaries.compute()))
 summaries.compute()
 facts["left_as_it_was"] = all_bytes(step) == state_before
-step.forward(share())  # negative: what the summaries do, without their care
+step.objective.forward(share())  # negative: what the summaries do, without their care
 facts["forward_leaves_it"] = all_bytes(step) == state_before
 
 try:
