@@ -121,8 +121,10 @@ def show_branches(graph: Any) -> Any:
 
 
 def _inside(node: Any, called: Any, branch: str) -> list[Any]:
-    given = list(node.input)[-len(called.signature.input_arg) :]
-    names = dict(zip((argument.name for argument in called.signature.input_arg), given, strict=True))
+    given = [source for source in node.input if not source.startswith("^")]
+    taken = [argument.name for argument in called.signature.input_arg]
+    # A condition's first input chooses the branch, and is not handed on.
+    names = dict(zip(taken, given[len(given) - len(taken) :], strict=True))
     names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
     made = []
     for inner in called.node_def:
@@ -161,9 +163,8 @@ def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:
     """Path → its last part, as the layer or the part of the step is called."""
     plain = {prefix: prefix.rpartition("/")[2] for prefix in found}
     held = set(plain)
-    for prefix in sorted(
-        plain, key=lambda path: (len(path), path)
-    ):  # `dense_1` is `dense`, which makes room for `dense_1_2`
+    # The shorter first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
+    for prefix in sorted(plain, key=lambda path: (len(path), path)):
         base = re.sub(r"_\d+$", "", prefix)
         last = base.rpartition("/")[2]
         if base != prefix and last in layers and base not in held:
