@@ -11,6 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+BUCKETS = 30
+"""As tf.summary.histogram has them, whose many small operations take ten times as long."""
+
 
 class Board:
     """One event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks for them.
@@ -36,12 +41,12 @@ class Board:
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
         """values: floating tensors or variables of any shape, by name; numbers that are not finite are left out."""
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
 
         def write() -> None:
             for name, value in values.items():
-                numbers = self._tf.reshape(self._tf.cast(value, self._tf.float32), [-1])
-                finite = self._tf.boolean_mask(numbers, self._tf.math.is_finite(numbers))
-                self._tf.summary.histogram(name, finite)
+                metadata = create_summary_metadata(display_name=None, description=None)
+                self._tf.summary.write(name, _buckets(value.numpy().astype(np.float32).ravel()), metadata=metadata)
 
         self._write("train", step, write)
 
@@ -98,3 +103,17 @@ class Board:
             if not self._is_failing:
                 self._say(f"warning: {self._directory} cannot be written: {str(error)[:200]}. Training goes on.")
             self._is_failing = True
+
+
+def _buckets(numbers: np.ndarray) -> np.ndarray:
+    """Left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros where there are no numbers."""
+    finite = numbers[np.isfinite(numbers)].astype(np.float64)
+    if not finite.size:
+        return np.zeros((BUCKETS, 3))
+    least, most = finite.min(), finite.max()
+    if least == most:
+        counts = np.zeros(BUCKETS)
+        counts[-1] = finite.size
+        return np.stack([np.full(BUCKETS, least), np.full(BUCKETS, least), counts], axis=1)
+    counts, edges = np.histogram(finite, BUCKETS, (least, most))
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from horovod_train.board import Board
@@ -32,6 +33,18 @@ def test_nothing_but_such_numbers_is_an_empty_histogram(tmp_path: Path) -> None:
     board.add_histograms(1, {"gradient": tf.constant([np.nan, np.nan])})
     board.close()
     assert histogram(tmp_path)[:, 2].sum() == 0
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 2.5, 4.0], [3.0, 3.0], [7.0], []])
+def test_buckets_are_those_of_tensorflow(tmp_path: Path, values: list[float]) -> None:
+    with tf.summary.create_file_writer(str(tmp_path / "theirs" / "train")).as_default(1):
+        tf.summary.histogram("weight", tf.constant(values))
+    board = Board(tmp_path / "ours", print)
+    board.add_histograms(1, {"weight": tf.constant(values)})
+    board.close()
+    theirs, ours = histogram(tmp_path / "theirs"), histogram(tmp_path / "ours")
+    assert theirs.shape == ours.shape
+    assert np.allclose(theirs, ours)
 
 
 def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path) -> None:
