@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import subprocess
@@ -203,6 +204,8 @@ def ask(address: str, path: str) -> bytes:
         try:
             with urllib.request.urlopen(f"{address}/data/{path}", timeout=60) as answer:
                 content: bytes = answer.read()
+                if answer.headers["Content-Encoding"] == "gzip":  # xprof's answers always are
+                    content = gzip.decompress(content)
         except urllib.error.HTTPError:
             content = b""
         if content not in (b"", b"{}", b"[]"):
