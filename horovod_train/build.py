@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_train.best import Best, EarlyStopping
 from horovod_train.config import Config, Watched
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
-from horovod_train.data.records import open_records
+from horovod_train.data.records import Records, open_records
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
@@ -50,8 +50,8 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     """
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
-    train = _open(config, group, training=True)
-    eval_ = _open(config, group, training=False) if config.data.eval else None
+    train = open_split(config, group, training=True)
+    eval_ = open_split(config, group, training=False) if config.data.eval else None
     horizon = _horizon(config, train)
     model, loss = build_model(config.model), build_loss(config.loss)
     means = {"train": ["loss", "penalty"], "eval": ["loss"]}
@@ -111,7 +111,8 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     )
 
 
-def _open(config: Config, group: WorkerGroup, *, training: bool) -> Pipeline:
+def open_split(config: Config, group: WorkerGroup, *, training: bool, records: Records | None = None) -> Pipeline:
+    """This rank's batches of data.train or data.eval, or of `records` in their place. Raises UserError."""
     data = config.data
     assert data.global_batch_size is not None
     global_batch_size = data.global_batch_size
@@ -119,7 +120,7 @@ def _open(config: Config, group: WorkerGroup, *, training: bool) -> Pipeline:
         per_rank = config.eval.batch_size_per_rank or -(-global_batch_size // group.size)
         global_batch_size = per_rank * group.size
     return build_pipeline(
-        open_records(data, "train" if training else "eval"),
+        records or open_records(data, "train" if training else "eval"),
         data,
         rank=group.rank,
         size=group.size,

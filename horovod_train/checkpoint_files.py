@@ -72,6 +72,13 @@ class Checkpoint:
         except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
             raise Damaged(f"cannot be read: {reason(error)}") from error
 
+    def names(self) -> set[str]:
+        """Of all arrays. Raises Damaged as `read` does."""
+        try:
+            return set(tf.train.load_checkpoint(str(self.folder / PREFIX)).get_variable_to_shape_map())
+        except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
+            raise Damaged(f"cannot be read: {reason(error)}") from error
+
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
     """Makes `folder` with all that a checkpoint is, synced to the disk; the manifest comes last.

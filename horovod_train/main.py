@@ -15,7 +15,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from horovod_train import quiet
 from horovod_train.config import Config
@@ -28,10 +29,15 @@ COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),
     "check-data": ("horovod_train.tools.check_data", "read everything and name what is wrong; audit a run"),
+    "evaluate": ("horovod_train.tools.evaluate", "loss and metrics of a trained model, on any number of ranks"),
+    "predict": ("horovod_train.tools.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
+    "export": ("horovod_train.tools.export", "a .keras file or SavedModel that needs none of this to load"),
     "explain": ("horovod_train.tools.explain", "what happened to a run, and what to do next"),
     "bench": ("horovod_train.tools.bench", "measure how fast records are read"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
+
+WITH_KERAS = {"evaluate", "predict", "export"}
 
 ROOT_SPEAKS_FIRST_S = 2.0
 """How long a rank with a bad config leaves it to root to say so. Launchers end the others when root has failed."""
@@ -43,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and words[0] in COMMANDS:
             return _run_command(words[0], words[1:])
         return _train(words)
+    except AlreadySaid as error:
+        return error.exit_code
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
@@ -53,22 +61,40 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     module = importlib.import_module(module_name)
     parser = argparse.ArgumentParser(prog=f"horovod_train.main {name}", description=line)
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(words)))
+    try:
+        arguments = parser.parse_intermixed_args(words)
+    except TypeError:  # a command of several kinds, each with arguments of its own
+        arguments = parser.parse_args(words)
+    if name in WITH_KERAS:
+        _choose_backend()
+    with _root_speaks_first():
+        return int(module.run(arguments))
 
 
 def _train(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     place = launch.detect()
-    try:
+    with _root_speaks_first():
         config = _load(arguments)
-    except UserError:
-        # The config is the same for all ranks, so root says it for all; a rank that alone has another speaks later.
-        if place.rank != 0:
-            time.sleep(ROOT_SPEAKS_FIRST_S)
-        raise
     if arguments.print_config:
         return 0
     return _run(config, place)
+
+
+@contextmanager
+def _root_speaks_first() -> Iterator[None]:
+    """Bad arguments are the same for all ranks, so root says it for all; a rank that alone has others speaks later."""
+    try:
+        yield
+    except UserError:
+        if launch.detect().rank != 0:
+            time.sleep(ROOT_SPEAKS_FIRST_S)
+        raise
+
+
+def _choose_backend() -> None:
+    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
+        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,8 +148,7 @@ def _check_paths(config: Config) -> None:
 
 
 def _run(config: Config, place: launch.Launch) -> int:
-    if os.environ.setdefault("KERAS_BACKEND", "tensorflow") != "tensorflow":
-        raise UserError(f"KERAS_BACKEND must be tensorflow; received {os.environ['KERAS_BACKEND']}. Unset it.")
+    _choose_backend()
     # TensorFlow takes seconds, so it is not loaded before the config is good.
     quiet.load_tensorflow()
     from horovod_train import train

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import keras
 import numpy as np
@@ -59,14 +60,14 @@ class TrainState:
     def variables(self) -> dict[str, tf.Variable]:
         """Every variable that ranks must agree on and a checkpoint must hold, by a name that is unique and stable."""
         named = [
-            *((f"model/{weight.path}", weight) for weight in self.model.weights),
             *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
             *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records", "loss_average")),
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
-        return dict(_unique((name, as_tf_variable(variable)) for name, variable in named))
+        others = dict(_unique((name, as_tf_variable(variable)) for name, variable in named))
+        return weights_by_name(self.model.weights, "model") | others
 
     @property
     def statistics(self) -> list[tf.Variable]:
@@ -178,6 +179,11 @@ class MovingAverages:
         finally:
             for weight, value in zip(self._weights, trained, strict=True):
                 weight.assign(value)
+
+
+def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
+    """Weights as a checkpoint names them: `model/` and the path, or `ema/` for their moving averages."""
+    return dict(_unique((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
 
 
 def _bytes(variable: tf.Variable) -> bytes:

@@ -112,3 +112,13 @@ def tiny() -> keras.Model:
     x = keras.Input((6,))
     hidden = layers.BatchNormalization()(layers.Dense(8, activation="relu")(x))
     return keras.Model(x, layers.Dense(2)(layers.Dropout(0.5)(hidden)))
+
+
+def served(batch_norm: bool = True, dropout: float = 0.5) -> keras.Model:
+    """Layers that behave otherwise in training; all of them Keras' own, so that a Keras file needs no code to load."""
+    image = keras.Input((28, 28, 1))
+    x = layers.Conv2D(4, 5, strides=3)(image)
+    if batch_norm:
+        x = layers.BatchNormalization(momentum=0.5)(x)
+    x = layers.Dropout(dropout)(layers.Flatten()(layers.ReLU()(x)))
+    return keras.Model(image, layers.Dense(10, dtype="float32")(x))

@@ -90,6 +90,17 @@ class WorkerGroup:
         with self.heartbeat.phase("exchange"):
             return hvd.allgather_object(value, name="group.gather")
 
+    def to_root(self, rows: np.ndarray) -> np.ndarray:
+        """Collective: on root the rows of all ranks, rank after rank; elsewhere none.
+
+        rows: [n, ...] of any dtype of fixed size, n at least 1; the same dtype and row shape on every rank.
+        """
+        words = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+        with self.heartbeat.phase("exchange"):
+            splits = [len(rows), *[0] * (self.size - 1)]
+            found, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
+        return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+
     def barrier(self) -> None:
         """Collective: returns when every rank has come here."""
         self.sum([])

@@ -1,0 +1,72 @@
+"""Writes a model for those who have TensorFlow alone: a Keras file or a SavedModel, tried by loading it back.
+
+Knows no checkpoints and no command line; see tools/export.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.errors import RunError, UserError
+
+_UNKNOWN_SIZE = 32
+"""In the place of sizes that a model leaves open, when it is tried."""
+
+
+def write_model(model: keras.Model, path: Path) -> None:
+    """Writes to `path`, which must not exist: a Keras file where it ends in .keras, else a SavedModel's folder.
+
+    The model must not be compiled: an optimizer has no place in the file. Raises UserError where Keras cannot write
+    it, or cannot read back what it wrote, and RunError where that computes something else; OSError as the disk does.
+    """
+    assert not model.compiled
+    is_keras = path.suffix == ".keras"
+    try:
+        if is_keras:
+            model.save(path)
+            serve = keras.saving.load_model(path, compile=False)
+        else:
+            model.export(path, format="tf_saved_model", verbose=False)
+            loaded = tf.saved_model.load(str(path))  # kept: it owns the variables of what it serves
+            serve = loaded.serve
+    except (NotImplementedError, TypeError, ValueError) as error:
+        kind = "Keras file" if is_keras else "SavedModel"
+        hint = " A SavedModel, --out DIR, needs no code to load; or see docs/models.md." if is_keras else ""
+        text = " ".join(str(error).split())[:400]
+        raise UserError(f"export: {model.name} cannot be made a {kind}: {text}{hint}") from error
+    sample = _sample(model)
+    if sample is None:
+        return
+    try:
+        expected = model(sample, training=False)
+    except tf.errors.InvalidArgumentError:
+        return  # a model of narrow tastes, such as one that looks up its input in a table
+    _compare(expected, serve(sample))
+
+
+def _sample(model: keras.Model) -> Any:
+    """Two made-up records of the model's inputs; None where a subclassed model does not say what they are."""
+    if not getattr(model, "inputs", None):
+        return None
+    rng = np.random.default_rng(0)
+
+    def values(spec: Any) -> tf.Tensor:
+        shape = [2, *(size or _UNKNOWN_SIZE for size in spec.shape[1:])]
+        is_float = tf.as_dtype(spec.dtype).is_floating
+        return tf.cast(rng.uniform(-0.5, 0.5, shape) if is_float else np.ones(shape), spec.dtype)
+
+    return keras.tree.map_structure(values, model.input)
+
+
+def _compare(expected: Any, found: Any) -> None:
+    pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(found), strict=True)
+    for number, (one, other) in enumerate(pairs):
+        one, other = (np.asarray(tf.cast(value, tf.float64)) for value in (one, other))
+        # Another graph may round in another order; half precision has 3 digits.
+        if one.shape != other.shape or not np.allclose(one, other, rtol=1e-2, atol=1e-2 * np.abs(one).max()):
+            raise RunError(f"export: output {number} of the file is not that of the model; nothing was kept of it.")

@@ -1,0 +1,52 @@
+"""The command `evaluate`: loss and metrics of a trained model over data.eval, on as many ranks as are started.
+
+python -m horovod_train.main evaluate runs/digits_convnet --checkpoint best
+horovodrun -np 4 python -m horovod_train.main evaluate runs/digits_convnet data.eval=data/other/eval --out figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from horovod_train import quiet
+from horovod_train.data.records import open_records
+from horovod_train.errors import RunError, UserError
+from horovod_train.run_files import write_whole
+from horovod_train.tools import trained_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trained_run.add_arguments(parser)
+    parser.add_argument("--out", metavar="FILE.json", help="also write the figures there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config, checkpoint = trained_run.choose(arguments)
+    if not config.data.eval:
+        raise UserError("data.eval: is required: the records to evaluate.")
+    if arguments.out:
+        trained_run.check_out(arguments.out)
+    open_records(config.data, "eval")  # a wrong path is said before TensorFlow is loaded
+    quiet.load_tensorflow()
+    from horovod_train.inference import evaluate
+
+    figures = evaluate(config, checkpoint, arguments.weights)
+    if figures is not None:
+        print(
+            "  ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in figures.items()
+            )
+        )
+        if arguments.out:
+            _write(arguments.out, figures)
+    return 0
+
+
+def _write(out: str, figures: dict[str, float | int | str]) -> None:
+    try:
+        write_whole(Path(out), json.dumps(figures, indent=2) + "\n")
+    except OSError as error:
+        raise RunError(f"--out {out}: cannot be written: {error.strerror}.") from error

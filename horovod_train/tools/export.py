@@ -1,0 +1,63 @@
+"""The command `export`: a trained model as a file that needs no Horovod, no horovod_train and no checkpoint to load.
+
+python -m horovod_train.main export runs/digits_convnet --out digits.keras     # keras.saving.load_model("digits.keras")
+python -m horovod_train.main export runs/digits_convnet --out digits           # tf.saved_model.load("digits").serve(x)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from horovod_train import quiet
+from horovod_train.distributed import launch
+from horovod_train.errors import UserError
+from horovod_train.tools import trained_run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    trained_run.add_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="FILE.keras|DIR", help="a Keras file, or a SavedModel's folder")
+    parser.add_argument("--force", action="store_true", help="replace it if it exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if launch.detect().size > 1:
+        raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
+    config, checkpoint = trained_run.choose(arguments)
+    out = Path(arguments.out)
+    trained_run.check_out(str(out.absolute()))
+    if os.path.lexists(out) and not arguments.force:
+        raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
+    quiet.load_tensorflow()
+    from horovod_train.checkpoint_set import open_checkpoint
+    from horovod_train.exporting import write_model
+    from horovod_train.restored import build_bare_model, load_weights
+
+    model = build_bare_model(config)
+    found = open_checkpoint(checkpoint, "--checkpoint")
+    weights = load_weights(model, found, arguments.weights)
+    draft = out.with_name(f".{out.stem}.partial-{os.getpid()}{out.suffix}")
+    try:
+        write_model(model, draft)
+        _replace(out, draft)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        _remove(draft)
+    print(f"{out}: {weights} weights of {found.folder}, step {found.facts.step}, epoch {found.facts.epoch}")
+    return 0
+
+
+def _replace(out: Path, draft: Path) -> None:
+    _remove(out)  # one rename cannot replace a folder
+    draft.rename(out)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

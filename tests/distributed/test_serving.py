@@ -1,0 +1,201 @@
+"""What becomes of a trained model: evaluate, predict and export, with the weights of one real run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import Finished, metrics_of, run_process, split_records, train
+from made_digits import images_of
+
+from horovod_train.data.framing import frame
+
+CONFIG = """
+data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
+precision: mixed_bfloat16
+model: user_models:served
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+metrics: [{{name: sparse_categorical_accuracy, options: {{name: accuracy}}}}]
+optimizer: adam
+lr_schedule: {{base_lr: 0.01}}
+train: {{epochs: 3, ema_decay: 0.8}}
+checkpoint: {{keep: 9, best: {{metric: accuracy, mode: max}}}}
+log: {{tensorboard: false}}
+"""
+
+CLEAN = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("horovod", "horovod_train", "user_models"):
+            raise ImportError(f"{name} is not to be had here")
+
+sys.meta_path.insert(0, Block())
+import numpy as np, keras, tensorflow as tf
+kind, path, inputs, out = sys.argv[1:]
+images = np.load(inputs)
+if kind == "keras":
+    model = keras.saving.load_model(path)
+    outputs = model(images, training=False)
+    assert getattr(model, "optimizer", None) is None
+else:
+    outputs = tf.saved_model.load(path).serve(images)
+np.save(out, np.asarray(outputs))
+assert not [name for name in sys.modules if name.startswith("horovod")]
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serving")
+    (folder / "config.yaml").write_text(CONFIG.format(data=digits))
+    words = ["--config", folder / "config.yaml", "--output-dir", folder / "run"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 0, finished.text
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def predicted(run_dir: Path) -> np.ndarray:
+    """The outputs of one process."""
+    out = run_dir.parent / "one.npz"
+    assert done(train(["predict", run_dir, "--out", out]))
+    with np.load(out) as found:
+        assert found["record"].tolist() == list(range(360))
+        return np.asarray(found["output"])
+
+
+def done(finished: Finished) -> Finished:
+    assert finished.returncode == 0, finished.text
+    return finished
+
+
+def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
+    done(train(["evaluate", *words, "--out", out], **ranks))
+    return json.loads(out.read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("launcher", "np_"), [("horovodrun", 2), ("mpirun", 3)])
+def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, launcher: str, np_: int) -> None:
+    *_, last = metrics_of(run_dir, "eval")
+    words = [run_dir, "eval.batch_size_per_rank=7"]
+    figures = evaluate(tmp_path / "figures.json", words, launcher=launcher, np=np_)
+    assert figures["loss"] == pytest.approx(last["loss"], rel=1e-3)  # bfloat16, in other batches
+    assert figures["accuracy"] == pytest.approx(last["accuracy"], abs=1.5 / 360)
+    assert (figures["records"], figures["ranks"], figures["step"]) == (360, np_, last["step"])
+    assert figures["weights"] == "ema"
+
+
+def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None:
+    """The negative of the above; and `best` and a path name the checkpoints that they should."""
+    rows = metrics_of(run_dir, "eval")
+    trained = evaluate(tmp_path / "trained.json", [run_dir, "--weights", "trained"])
+    assert trained["weights"] == "trained"
+    assert abs(trained["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
+    best = max(rows, key=lambda row: row["accuracy"])
+    assert evaluate(tmp_path / "best.json", [run_dir, "--checkpoint", "best"])["step"] == best["step"]
+    first = evaluate(tmp_path / "first.json", [run_dir, "--checkpoint", run_dir / "checkpoints" / "step-000000015"])
+    assert first["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
+    assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
+
+
+@pytest.mark.parametrize(("launcher", "np_", "suffix"), [("horovodrun", 2, "npz"), ("mpirun", 3, "csv")])
+def test_predictions_are_in_record_order_at_any_number_of_ranks(
+    run_dir: Path, predicted: np.ndarray, tmp_path: Path, launcher: str, np_: int, suffix: str
+) -> None:
+    out = tmp_path / f"found.{suffix}"
+    done(train(["predict", run_dir, "--out", out, "eval.batch_size_per_rank=7"], launcher=launcher, np=np_))
+    if suffix == "npz":
+        record, output = np.load(out)["record"], np.load(out)["output"]
+    else:
+        head, *_ = out.read_text().splitlines()
+        assert head.split(",")[:2] == ["record", "output[0]"]
+        table = np.loadtxt(out, delimiter=",", skiprows=1)
+        record, output = table[:, 0], table[:, 1:]
+    assert record.tolist() == list(range(360))
+    assert np.allclose(output, predicted, atol=2e-2 * np.abs(predicted).max())
+    assert {path.name for path in tmp_path.iterdir()} == {out.name}
+
+
+def test_predictions_are_those_of_the_records(digits: Path, run_dir: Path, predicted: np.ndarray) -> None:
+    """In another order they would not be: the records' own labels tell."""
+    labels = images_of(digits / "eval")[1]
+    *_, last = metrics_of(run_dir, "eval")
+    right = predicted.argmax(axis=1) == labels
+    assert right.mean() == pytest.approx(last["accuracy"], abs=1.5 / 360)
+    assert (np.roll(predicted, 1, axis=0).argmax(axis=1) == labels).mean() < right.mean() - 0.2
+
+
+def test_records_without_targets_can_be_predicted(
+    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path
+) -> None:
+    first, *_ = sorted((digits / "eval").glob("*.tfrecord"))
+    records = [tf.train.Example.FromString(record[12:-4]) for record in split_records(first.read_bytes())][:50]
+    for record in records:
+        del record.features.feature["label"]
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "0.tfrecord").write_bytes(b"".join(frame(record.SerializeToString()) for record in records))
+    schema = json.loads((digits / "dataset.json").read_text())
+    (tmp_path / "dataset.json").write_text(json.dumps({**schema, "counts": {}}))
+    done(train(["predict", run_dir, "--data", tmp_path / "new", "--out", tmp_path / "new.npz"]))
+    assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
+
+
+@pytest.mark.parametrize("kind", ["keras", "savedmodel"])
+def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
+    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, kind: str
+) -> None:
+    out = tmp_path / ("model.keras" if kind == "keras" else "model")
+    done(train(["export", run_dir, "--out", out]))
+    np.save(tmp_path / "images.npy", images_of(digits / "eval")[0])
+    (tmp_path / "elsewhere").mkdir()
+    words = [kind, str(out), str(tmp_path / "images.npy"), str(tmp_path / "outputs.npy")]
+    done(run_process([sys.executable, "-I", "-c", CLEAN, *words], cwd=tmp_path / "elsewhere"))
+    outputs = np.load(tmp_path / "outputs.npy")
+    assert np.allclose(outputs, predicted, atol=2e-2 * np.abs(predicted).max())
+
+
+BAD = {
+    "no run": (["evaluate", "{here}"], "is no run's directory: it has no config.yaml"),
+    "nothing named": (["evaluate"], "expected either the directory of a run or --config; received neither"),
+    "no checkpoint": (["evaluate", "{run}", "--checkpoint", "{here}"], "--checkpoint: no checkpoint at {here}"),
+    "no records": (["evaluate", "{run}", "data.eval={here}/none"], "data.eval: {here}/none"),
+    "nothing to evaluate": (["evaluate", "{run}", "data.eval=[]", "checkpoint.best=null"], "data.eval: is required"),
+    "another model": (["evaluate", "{run}", "model=convnet"], "it was saved from another model"),
+    "form of predictions": (
+        ["predict", "{run}", "--out", "{here}/x.json"],
+        "expected a name that ends in .npz or .csv",
+    ),
+    "no such folder": (["predict", "{run}", "--out", "{here}/no/x.npz"], "{here}/no is not a folder"),
+    "exists": (["export", "{run}", "--out", "{here}"], "exists already. Give another name, or --force"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, name: str) -> None:
+    words, expected = BAD[name]
+    finished = train([word.format(run=run_dir, here=tmp_path) for word in words])
+    assert finished.returncode == 2, finished.text
+    (line,) = finished.stderr.splitlines()
+    assert expected.format(run=run_dir, here=tmp_path) in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_named_once_by_all_ranks(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir / "checkpoints" / "step-000000015", tmp_path / "step-000000015")
+    (victim,) = (tmp_path / "step-000000015").glob("*.data-*")
+    content = bytearray(victim.read_bytes())
+    content[100] ^= 1
+    victim.write_bytes(content)
+    words = ["evaluate", run_dir, "--checkpoint", tmp_path / "step-000000015"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 2, finished.text
+    assert [line for line in finished.stderr.splitlines() if "is damaged" in line and "SHA-256" in line]
+    assert finished.stderr.count("error: ") == 1
