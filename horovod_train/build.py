@@ -17,9 +17,10 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
 from horovod_train.graph import check_names
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
-from horovod_train.objective import Objective, build_loss, check_fits
+from horovod_train.objective import Objective, check_fits
 from horovod_train.optim import Horizon, build_optimizer
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import EvalStep, TrainStep

@@ -34,6 +34,14 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class MetricSpec(Spec):
+    """A metric; of a model with several outputs it is told which of them it looks at."""
+
+    output: str | None = setting(None, "of several outputs, the one it looks at, by its name")
+    target: str | None = setting(None, "of several targets, the one it compares with; default: as output")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train: tuple[str, ...] = setting((), "training records: a folder of *.tfrecord, a glob, or a list of either")
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
@@ -162,8 +170,8 @@ class Config:
     deterministic: bool = setting(False, "bit-equal runs: deterministic ops, no fusion of exchanged tensors")
     data: DataConfig = DataConfig()
     model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
-    loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "a Keras loss, or package.module:function")
-    metrics: tuple[Spec, ...] = setting((), "Keras metrics, or package.module:function")
+    loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output")
+    metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     optimizer: Spec = setting(Spec("sgd"), "a Keras optimizer, or package.module:function")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     train: TrainConfig = TrainConfig()

@@ -208,8 +208,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if origin is tuple:
         items = value if isinstance(value, list) else [value]
         return tuple(_convert(item, arguments[0], path, origins) for item in items)
-    if hint is Spec and isinstance(value, str):
-        return Spec(value)
+    if isinstance(hint, type) and issubclass(hint, Spec) and isinstance(value, str):
+        return hint(value)
     if dataclasses.is_dataclass(hint) or origin is dict:
         if value is None:
             value = {}

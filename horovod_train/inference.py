@@ -21,8 +21,9 @@ from horovod_train.data.records import open_records
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.objective import build_loss, check_fits
+from horovod_train.objective import check_fits
 from horovod_train.predictions import Outputs, open_predictions
 from horovod_train.rank_log import NoRankLog
 from horovod_train.restored import Weights, build_bare_model, load_weights

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import Spec
+from horovod_train.config import MetricSpec, Spec
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.lookup import call, choose_keras
+from horovod_train.losses import pick
 
 
 class Accumulator:
@@ -23,7 +24,7 @@ class Accumulator:
     they are summed over ranks, which is exact for every metric whose state adds up, as that of all of Keras' own does.
     """
 
-    def __init__(self, losses: Sequence[str], metrics: Sequence[keras.metrics.Metric]) -> None:
+    def __init__(self, losses: Sequence[str], metrics: Sequence[Metric]) -> None:
         self.metrics = list(metrics)
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
         self.sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in losses}
@@ -53,9 +54,25 @@ class Accumulator:
         return values
 
 
-def build_metrics(specs: Sequence[Spec]) -> list[keras.metrics.Metric]:
+class OfOutput:
+    """A metric on one of several outputs; to whoever holds it, a metric like others."""
+
+    def __init__(self, metric: keras.metrics.Metric, output: str, target: str) -> None:
+        self.metric, self.output, self.target = metric, output, target
+        self.name, self.variables = metric.name, metric.variables
+        self.result, self.reset_state = metric.result, metric.reset_state
+
+    def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:
+        of = pick(targets, self.target, "target"), pick(outputs, self.output, "output")
+        self.metric.update_state(*of, sample_weight=sample_weight)
+
+
+Metric: TypeAlias = "keras.metrics.Metric | OfOutput"
+
+
+def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
     """Keras metrics by name, or a user's by package.module:function. Raises UserError for a wrong name or option."""
-    metrics = []
+    metrics: list[Metric] = []
     for spec in specs:
         factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
         takes_dtype = inspect.isclass(factory) and "dtype" in inspect.signature(factory).parameters
@@ -63,7 +80,11 @@ def build_metrics(specs: Sequence[Spec]) -> list[keras.metrics.Metric]:
         metric = call(factory, spec, "metrics", **given)
         if not isinstance(metric, keras.metrics.Metric):
             raise UserError(f"metrics: {spec.name} must make a keras.metrics.Metric; it made {type(metric).__name__}.")
-        metrics.append(metric)
+        output = spec.output if isinstance(spec, MetricSpec) else None
+        target = spec.target if isinstance(spec, MetricSpec) else None
+        if target is not None and output is None:
+            raise UserError(f"metrics: {spec.name}: target {target!r} needs an output beside it: which is compared?")
+        metrics.append(metric if output is None else OfOutput(metric, output, target or output))
     names = [metric.name for metric in metrics]
     if len(set(names) | {"loss"}) != len(names) + 1:
         raise UserError(f"metrics: names must differ, also from 'loss'; received {names}. Give a name in options.")

@@ -5,36 +5,16 @@ Does not exchange, apply or count anything; see step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from horovod_train.config import Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.errors import UserError
-from horovod_train.lookup import call, choose_keras
+from horovod_train.losses import LossFunction
 from horovod_train.metrics import Accumulator
-
-LossFunction = Callable[[Any, Any], tf.Tensor]
-
-
-def build_loss(spec: Spec) -> LossFunction:
-    """(targets, outputs) → float32 [batch], the loss of each record: a Keras loss by name, or a user's function."""
-    factory = choose_keras(keras.losses, keras.losses.Loss, spec.name, "loss.name")
-    if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
-        function = call(factory, spec, "loss", reduction="none")
-    else:
-
-        def function(targets: Any, outputs: Any) -> tf.Tensor:
-            return factory(targets, outputs, **spec.options)
-
-    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
-        values = tf.cast(function(targets, outputs), tf.float32)
-        return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
-
-    return loss_per_record
 
 
 def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch: Batch, where: str) -> None:

@@ -17,8 +17,9 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.place import Place
 from horovod_train.errors import DivergedError
+from horovod_train.losses import LossFunction
 from horovod_train.metrics import Accumulator
-from horovod_train.objective import LossFunction, Objective
+from horovod_train.objective import Objective
 from horovod_train.state import TrainState
 
 DRAWS_PER_STEP = 1 << 10

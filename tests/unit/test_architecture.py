@@ -23,7 +23,7 @@ LAYERS = [
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
     {"synchronization", "metrics"},
-    {"distributed", "data", "models", "optim", "checkpoint_files", "run_files", "board"},
+    {"distributed", "data", "models", "optim", "checkpoint_files", "run_files", "board", "losses"},
     {"lookup", "config_yaml", "rank_story"},
     {"config"},
     {"errors", "quiet", "rank_log"},

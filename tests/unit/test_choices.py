@@ -9,9 +9,9 @@ import user_models  # noqa: F401  found by its name below
 
 from horovod_train.config import Config, LrScheduleConfig, Spec
 from horovod_train.errors import UserError
+from horovod_train.losses import build_loss
 from horovod_train.metrics import build_metrics
 from horovod_train.models import build_model
-from horovod_train.objective import build_loss
 from horovod_train.optim import Horizon, build_optimizer
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)

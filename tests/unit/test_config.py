@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.config import Config, Spec, resolve
+from horovod_train.config import Config, MetricSpec, Spec, resolve
 from horovod_train.config_yaml import as_dict, dump, load
 from horovod_train.errors import UserError
 
@@ -57,7 +57,7 @@ def test_printed_config_says_where_each_value_came_from(least: str) -> None:
     [
         ("optimizer=adam", {"optimizer": Spec("adam")}),
         ("optimizer.options.momentum=0.9", {"optimizer": Spec("sgd", {"momentum": 0.9})}),
-        ("metrics=accuracy", {"metrics": (Spec("accuracy"),)}),
+        ("metrics=accuracy", {"metrics": (MetricSpec("accuracy"),)}),
         ("lr_schedule.base_lr=1e-3", {"lr_schedule.base_lr": 0.001}),
         ("data.train=[a, b]", {"data.train": ("a", "b")}),
         ("train.clip_norm=1", {"train.clip_norm": 1.0}),

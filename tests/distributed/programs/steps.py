@@ -28,8 +28,8 @@ from uneven import (
 
 from horovod_train.config import Spec, TrainConfig
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.objective import build_loss
 from horovod_train.step import EvalStep
 
 BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {

@@ -1,0 +1,81 @@
+"""Losses give one value a record, and several outputs add up by their weights."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.config import MetricSpec, Spec
+from horovod_train.errors import UserError
+from horovod_train.losses import build_loss
+from horovod_train.metrics import build_metrics
+
+LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
+LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)
+ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
+
+
+def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
+    ours = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2}))(LABELS, LOGITS)
+    keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2, reduction="none")
+    assert np.allclose(ours, keras_loss(tf.one_hot(LABELS, 5), LOGITS), atol=1e-6)
+    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)
+    assert not np.allclose(ours, plain, atol=1e-2)
+
+
+def test_losses_of_several_outputs_add_up_by_their_weights() -> None:
+    terms = {"one": {**ENTROPY, "weight": 0.25}, "other": {**ENTROPY, "target": "one"}}
+    outputs = {"one": LOGITS, "other": -LOGITS}
+    found = build_loss(Spec("per_output", terms))({"one": LABELS}, outputs)
+    alone = build_loss(Spec(**ENTROPY))
+    assert np.allclose(found, 0.25 * alone(LABELS, LOGITS) + alone(LABELS, -LOGITS), atol=1e-6)
+
+
+def test_a_metric_looks_at_its_own_output() -> None:
+    (metric,) = build_metrics([MetricSpec("sparse_categorical_accuracy", {}, output="other", target="label")])
+    right = tf.one_hot(LABELS, 5)
+    metric.update_state({"label": LABELS}, {"one": -right, "other": right}, sample_weight=tf.ones(6))
+    assert float(metric.result()) == 1.0
+
+
+def one_number(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(outputs)
+
+
+WRONG = {
+    "no outputs": (Spec("per_output"), "per_output needs a loss for each output"),
+    "unknown key": (
+        Spec("per_output", {"one": {"nam": "x"}}),
+        "loss.options.one: expected a loss's name, or a mapping",
+    ),
+    "unknown loss": (Spec("per_output", {"one": "crossentropy"}), "loss.options.one.name: Keras has no 'crossentropy'"),
+    "option": (
+        Spec("smoothed_sparse_categorical_crossentropy", {"smoothing": 1}),
+        "got an unexpected keyword argument 'smoothing'; it takes: label_smoothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_one_line(name: str) -> None:
+    spec, expected = WRONG[name]
+    with pytest.raises(UserError) as found:
+        build_loss(spec)
+    assert expected in str(found.value)
+
+
+def test_a_loss_that_is_one_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="must give one value a record"):
+        build_loss(Spec("test_losses:one_number"))(LABELS, LOGITS)
+
+
+def test_an_output_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no output 'two'; there are one"):
+        build_loss(Spec("per_output", {"two": ENTROPY}))({"two": LABELS}, {"one": LOGITS})
+
+
+def test_a_target_without_an_output_is_refused() -> None:
+    with pytest.raises(UserError, match="needs an output beside it"):
+        build_metrics([MetricSpec("accuracy", {}, target="label")])
