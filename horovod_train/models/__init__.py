@@ -13,12 +13,14 @@ import keras
 from horovod_train.config import Spec
 from horovod_train.errors import UserError
 from horovod_train.lookup import call, choose
-from horovod_train.models import convnet, image_mlp, mlp
+from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,
     "image_mlp": image_mlp.build,
     "convnet": convnet.build,
+    "resnet50": resnet.build,
+    "transformer": transformer.build,
 }
 
 

@@ -7,9 +7,27 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import csv_table, digits, idx, images, mlp_samples, npz
+from horovod_train.data.prepare import (
+    csv_table,
+    digits,
+    idx,
+    imagenet_samples,
+    images,
+    mlp_samples,
+    npz,
+    token_samples,
+)
 
-KINDS = {"digits": digits, "idx": idx, "mlp-samples": mlp_samples, "npz": npz, "csv": csv_table, "images": images}
+KINDS = {
+    "digits": digits,
+    "idx": idx,
+    "npz": npz,
+    "csv": csv_table,
+    "images": images,
+    "mlp-samples": mlp_samples,
+    "token-samples": token_samples,
+    "imagenet-samples": imagenet_samples,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,87 @@
+"""Made images as JPEG in records with all of ImageNet's names, labels from 1: to try what is meant for ImageNet.
+
+A class has its own colours and direction of stripes; where and how wide they are, and the image's size, differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+
+import numpy as np
+
+from horovod_train.data import draws
+from horovod_train.data.features import Feature
+from horovod_train.data.prepare.writing import Values, split_by_count, write_dataset
+from horovod_train.data.schema import Schema
+from horovod_train.errors import UserError
+
+LABELS = 1001
+"""ImageNet's 1000 classes count from 1; 0 is left for the background."""
+_CLASSES, _IMAGES = 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--records", type=int, default=1_000, help="to train on; default %(default)s")
+    parser.add_argument("--eval-records", type=int, default=200, help="to evaluate; default %(default)s")
+    parser.add_argument("--classes", type=int, default=10, help="of ImageNet's 1000; default %(default)s")
+    parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
+    parser.add_argument("--shards", type=int, default=4, help="files a split; default %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.records < 1 or arguments.eval_records < 0 or arguments.size < 1:
+        raise UserError("--records and --size must be at least 1 and --eval-records at least 0.")
+    if not 1 <= arguments.classes < LABELS:
+        raise UserError(f"--classes must be from 1 to {LABELS - 1}; received {arguments.classes}.")
+    records = arguments.records + arguments.eval_records
+    write_dataset(
+        arguments.out,
+        imagenet_schema(arguments.size),
+        split_by_count(records, arguments.eval_records, arguments.seed),
+        lambda record: _encode(record, arguments.classes, arguments.size, arguments.seed),
+        shards=arguments.shards,
+        force=arguments.force,
+    )
+
+
+def imagenet_schema(size: int) -> Schema:
+    """Centre crops of a square, scaled to [-1, 1]; labels from 0, as losses want them."""
+    image = Feature(
+        "bytes", (size, size, 3), decode="image", resize="crop", crop_fraction=0.875, scale=1 / 127.5, offset=-1.0
+    )
+    label = Feature("int64", classes=LABELS, offset=-1, cast="int64")
+    return Schema({"image/encoded": image, "image/class/label": label}, ("image/encoded",), ("image/class/label",))
+
+
+def make_image(record: int, classes: int, size: int, seed: int) -> tuple[np.ndarray, int]:
+    """An image uint8 [height, width, 3], 0.9 to 1.5 times `size`, and its label from 1 to `classes`."""
+    label = 1 + record % classes
+    colours = draws.uniforms(draws.key(seed, _CLASSES), np.array([label]), 7)[0]
+    own = draws.uniforms(draws.key(seed, _IMAGES), np.array([record]), 4)[0]
+    height, width = (int(size * (0.9 + 0.6 * draw)) for draw in own[:2])
+    angle = np.pi * colours[6]
+    y, x = np.mgrid[:height, :width] / size
+    wave = np.sin(2 * np.pi * ((3 + 3 * own[2]) * (x * np.cos(angle) + y * np.sin(angle)) + own[3]))
+    share = (0.5 + 0.5 * wave)[..., None]
+    return np.rint(255 * (share * colours[:3] + (1 - share) * colours[3:6])).astype(np.uint8), label
+
+
+def _encode(record: int, classes: int, size: int, seed: int) -> Values:
+    from PIL import Image
+
+    image, label = make_image(record, classes, size, seed)
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=90)
+    return {
+        "image/encoded": file.getvalue(),
+        "image/format": "JPEG",
+        "image/colorspace": "RGB",
+        "image/channels": 3,
+        "image/height": image.shape[0],
+        "image/width": image.shape[1],
+        "image/filename": f"made_{record:08}.JPEG",
+        "image/class/label": label,
+        "image/class/synset": f"n{label:08}",
+        "image/class/text": f"made class {label}",
+    }
