@@ -60,7 +60,12 @@ def _sample(model: keras.Model) -> Any:
         is_float = tf.as_dtype(spec.dtype).is_floating
         return tf.cast(rng.uniform(-0.5, 0.5, shape) if is_float else np.ones(shape), spec.dtype)
 
-    return keras.tree.map_structure(values, model.input)
+    # A Sequential model has no structure of inputs, and one of them.
+    return (
+        values(model.inputs[0])
+        if isinstance(model, keras.Sequential)
+        else keras.tree.map_structure(values, model.input)
+    )
 
 
 def _compare(expected: Any, found: Any) -> None:

@@ -1,7 +1,7 @@
 """The command `export`: a trained model as a file that needs no Horovod, no horovod_train and no checkpoint to load.
 
 python -m horovod_train.main export runs/digits_convnet --out digits.keras     # keras.saving.load_model("digits.keras")
-python -m horovod_train.main export runs/digits_convnet --out digits           # tf.saved_model.load("digits").serve(x)
+python -m horovod_train.main export runs/digits_convnet --out digits           # tf.saved_model.load("digits")
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def choose(arguments: argparse.Namespace) -> Choice:
     if folders:
         run_dir = folders[0]
         if not (Path(run_dir) / "config.yaml").is_file():
-            raise UserError(
-                f"{run_dir}: is not the directory of a run: it has no config.yaml. Name another or --config."
-            )
+            raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
         files = [str(Path(run_dir) / "config.yaml")]
     config, _ = load(files, overrides)
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))

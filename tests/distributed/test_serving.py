@@ -46,7 +46,8 @@ if kind == "keras":
     outputs = model(images, training=False)
     assert getattr(model, "optimizer", None) is None
 else:
-    outputs = tf.saved_model.load(path).serve(images)
+    saved = tf.saved_model.load(path)
+    outputs = saved.serve(images)
 np.save(out, np.asarray(outputs))
 assert not [name for name in sys.modules if name.startswith("horovod")]
 """

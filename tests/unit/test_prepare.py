@@ -180,6 +180,38 @@ def test_image_folders_become_records(tmp_path: Path) -> None:
     assert {"image/encoded", "image/class/label", "image/class/text", "image/filename"} <= set(names)
 
 
+def test_token_samples_are_labelled_by_the_kind_they_hold_most_of(tmp_path: Path) -> None:
+    words = ["token-samples", "--records", 300, "--eval-records", 20, "--vocabulary", 21, "--max-length", 9]
+    run(*words, "--out", tmp_path / "a")
+    run(*words, "--out", tmp_path / "b", "--seed", 2)
+    found, other = values(tmp_path / "a"), values(tmp_path / "b")
+    lengths = {int((tokens > 0).sum()) for tokens, _ in found.values()}
+    assert lengths == set(range(1, 10))
+    # Sentences of one token tell the kinds; by them all others can be labelled.
+    kind = {int(tokens[0]): int(label) for tokens, label in found.values() if (tokens > 0).sum() == 1}
+    assert len(kind) > 5
+    for tokens, label in found.values():
+        real = tokens[tokens > 0].tolist()
+        if all(token in kind for token in real):
+            assert np.bincount([kind[token] for token in real], minlength=4).argmax() == label
+    assert any(not np.array_equal(found[record][0], other[record][0]) for record in found)
+
+
+def test_imagenet_samples_have_its_names_and_labels_from_1(tmp_path: Path) -> None:
+    run("imagenet-samples", "--records", 8, "--eval-records", 4, "--classes", 3, "--size", 16, "--out", tmp_path / "a")
+    assert {int(label) for _, label in values(tmp_path / "a").values()} <= {0, 1, 2}  # what the loss gets
+    (path, *_) = sorted((tmp_path / "a" / "train").glob("*.tfrecord"))
+    (record, *_) = tf.data.TFRecordDataset(str(path))
+    stored = tf.train.Example.FromString(record.numpy()).features.feature
+    names = ["encoded", "format", "colorspace", "channels", "height", "width", "filename"]
+    assert set(stored) == {f"image/{name}" for name in names} | {
+        f"image/class/{n}" for n in ("label", "synset", "text")
+    }
+    assert 1 <= stored["image/class/label"].int64_list.value[0] <= 3
+    image = tf.io.decode_jpeg(stored["image/encoded"].bytes_list.value[0])
+    assert image.shape == (*(stored[f"image/{n}"].int64_list.value[0] for n in ("height", "width")), 3)
+
+
 def test_prepared_data_has_its_index_and_counts(tmp_path: Path) -> None:
     run("mlp-samples", "--records", 300, "--eval-records", 0, "--shards", 3, "--out", tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == ["dataset.json", "train"]

@@ -58,7 +58,7 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
 
     The label is the kind most frequent in the sentence, of several the first.
     """
-    order = draws.permutation(draws.key(seed, _RULE), np.arange(1, vocabulary))
+    order = 1 + draws.permutation(draws.key(seed, _RULE), np.arange(vocabulary - 1))
     kind = np.zeros(vocabulary, np.int64)
     kind[order] = np.arange(vocabulary - 1) % KINDS
     length_draw, kind_draw = draws.uniforms(draws.key(seed, _SHAPE), np.arange(records), 2).T
@@ -67,7 +67,7 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
     uniforms = draws.uniforms(draws.key(seed, _TOKENS), np.arange(records), 2 * max_length)
     from_all = 1 + np.floor(uniforms[:, :max_length] * (vocabulary - 1)).astype(np.int64)
     # order[i] is of kind i % KINDS, so the favoured kind's tokens are KINDS apart.
-    places = np.arange(vocabulary - 1).size // KINDS
+    places = (vocabulary - 1) // KINDS
     own = order[np.floor(uniforms[:, :max_length] * places).astype(np.int64) * KINDS + favoured[:, None]]
     tokens = np.where(uniforms[:, max_length:] < _BIAS, own, from_all)
     tokens = np.where(np.arange(max_length) < lengths[:, None], tokens, 0)

@@ -1,0 +1,70 @@
+"""Rows that come in any order lie in the file in the order of their records, each once; and nothing else is left."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_train.errors import UserError
+from horovod_train.predictions import NoPredictions, Specs, open_predictions
+
+SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
+
+
+def rows(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """What a record gets follows from its number; padding gets nonsense."""
+    return {"score": ids.astype(np.float32) / 3, "box": ids[:, None, None] + np.arange(4.0).reshape(2, 2)}
+
+
+def write(path: Path, parts: list[list[int]], records: int) -> int:
+    with open_predictions(str(path), SPECS, records, is_root=True) as file:
+        for part in parts:
+            ids = np.array(part)
+            file.put(ids, rows(ids))
+        return file.finish()
+
+
+def test_npz_holds_every_record_in_order(tmp_path: Path) -> None:
+    assert write(tmp_path / "out.npz", [[4, 2, -1], [0, 3, 1]], 5) == 5
+    with np.load(tmp_path / "out.npz") as found:
+        assert found["record"].tolist() == [0, 1, 2, 3, 4]
+        assert np.array_equal(found["score"], rows(np.arange(5))["score"])
+        assert np.array_equal(found["box"], rows(np.arange(5))["box"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_csv_holds_every_number_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "out.csv", [[1, 0]], 2)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        head, *lines = csv.reader(file)
+    assert head == ["record", "score", "box[0,0]", "box[0,1]", "box[1,0]", "box[1,1]"]
+    assert [int(line[0]) for line in lines] == [0, 1]
+    assert [np.float32(line[1]) for line in lines] == rows(np.arange(2))["score"].tolist()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv"])
+def test_records_left_out_are_not_made_up(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out.{suffix}"
+    assert write(path, [[3, 0]], 4) == 2
+    found = np.load(path)["record"] if suffix == "npz" else np.loadtxt(path, delimiter=",", skiprows=1)[:, 0]
+    assert found.tolist() == [0, 3]
+
+
+def test_a_record_that_comes_twice_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="predicted twice"):
+        write(tmp_path / "out.npz", [[0, 1], [1]], 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_root_writes(tmp_path: Path) -> None:
+    file = open_predictions(str(tmp_path / "out.npz"), SPECS, 3, is_root=False)
+    assert type(file) is NoPredictions
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        open_predictions("/proc/out.npz", SPECS, 3, is_root=True)
