@@ -74,6 +74,14 @@ def test_several_outputs_are_predicted_by_name(documented: Path) -> None:
         }
 
 
+def test_averages_that_were_not_kept_are_missed(documented: Path) -> None:
+    words = ["evaluate", "homes", "--weights", "ema"]
+    finished = train(words, cwd=documented, environment=environment(documented))
+    assert finished.returncode == 2, finished.text
+    (line,) = finished.stderr.splitlines()
+    assert "holds no moving averages. Take --weights trained, or train with train.ema_decay" in line
+
+
 def test_the_transformer_learns_and_padding_has_no_influence(tmp_path: Path) -> None:
     """Sentences padded to 20 and to 32, with other ranks and batches: the same outputs."""
     run(tmp_path, ["prepare", "token-samples", "--records", "2000", "--max-length", "20", "--out", "data/tokens"])
