@@ -21,7 +21,7 @@ from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
 from horovod_train.objective import Objective, check_fits
-from horovod_train.optim import Horizon, build_optimizer
+from horovod_train.optim import Horizon, build_optimizer, limit_weight_decay
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import EvalStep, TrainStep
 from horovod_train.summaries import find_layers
@@ -63,9 +63,10 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     _check_watched(config, seen["eval"])
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
-    exchange = config.horovod
-    optimizer = DistributedOptimizer(
-        build_optimizer(config, horizon),
+    exchange, optimizer = config.horovod, build_optimizer(config, horizon)
+    limit_weight_decay(optimizer, model.trainable_variables, config.train)
+    DistributedOptimizer(
+        optimizer,
         op=exchange.op,
         compression=exchange.compression,
         sparse_as_dense=exchange.sparse_as_dense,

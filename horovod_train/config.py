@@ -87,6 +87,8 @@ class TrainConfig:
     non_finite: Literal["stop", "skip"] = setting("stop", "at a gradient with NaN or infinity: end, or leave it out")
     max_skips_in_a_row: int = setting(10, "updates that non_finite: skip leaves out before the run ends", minimum=1)
     max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
+    weight_decay_1d: bool = setting(False, "whether weight decay reaches biases and norm scales, which have one axis")
+    weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths it must not reach")
     check_agreement_every_steps: int | None = setting(1000, "steps between proofs that ranks agree", minimum=1)
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 from keras.optimizers import schedules
 
-from horovod_train.config import Config, LrScheduleConfig
+from horovod_train.config import Config, LrScheduleConfig, TrainConfig
 from horovod_train.errors import UserError
+from horovod_train.lars import LARS
 from horovod_train.lookup import call, choose, choose_keras
 
 
@@ -98,6 +100,10 @@ DECAYS: dict[str, Callable[..., Schedule]] = {
 }
 
 
+OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {"lars": LARS}
+"""Those that a config can name besides Keras' own."""
+
+
 def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
     """base_lr for the global batch: times k (linear, Goyal et al. 2017) or √k (Krizhevsky 2014), k = batch / base."""
     if config.scaling == "none":
@@ -123,10 +129,40 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
         raise UserError("optimizer.options.learning_rate: the rate is set by lr_schedule.base_lr; leave it out here.")
     if config.train.clip_norm is not None:
         given["global_clipnorm"] = config.train.clip_norm
-    factory = choose_keras(keras.optimizers, keras.optimizers.Optimizer, spec.name, "optimizer.name")
+    factory = OPTIMIZERS.get(spec.name.lower()) or choose_keras(
+        keras.optimizers, keras.optimizers.Optimizer, spec.name, "optimizer.name"
+    )
     optimizer = call(factory, spec, "optimizer", **given)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
     if config.precision == "mixed_float16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
+
+
+def limit_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: TrainConfig
+) -> None:
+    """Keeps weight decay from what it is not meant for: by default from variables of one axis or none.
+
+    Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1;
+    Jia et al. 2018). LARS leaves them out of its scaling too. Before the optimizer is built. Raises UserError for
+    a pattern that is none or matches nothing, and where there is no weight decay that it could keep away.
+    """
+    decaying = getattr(optimizer, "inner_optimizer", optimizer)
+    excluded = [variable for variable in variables if len(variable.shape) < 2 and not config.weight_decay_1d]
+    for number, pattern in enumerate(config.weight_decay_exclude):
+        where = f"train.weight_decay_exclude[{number}]"
+        try:
+            found = [variable for variable in variables if re.search(pattern, variable.path)]
+        except re.error as error:
+            raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
+        if not found:
+            raise UserError(f"{where}: {pattern!r} is in none of {', '.join(variable.path for variable in variables)}.")
+        excluded += found
+    if decaying.get_config().get("weight_decay") is None and not isinstance(decaying, LARS):
+        for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
+            if getattr(config, key) != default:
+                raise UserError(f"train.{key}: there is no weight decay; give optimizer.options.weight_decay.")
+        return
+    decaying.exclude_from_weight_decay(var_list=excluded)

@@ -18,6 +18,7 @@ from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed import AverageMetrics, BroadcastVariables, DistributedOptimizer
 from horovod_train.distributed.group import start
 from horovod_train.errors import UserError
+from horovod_train.lars import LARS
 
 group = start(HorovodConfig(), DeviceConfig())
 rank, size = group.rank, group.size
@@ -73,6 +74,7 @@ BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "adam": lambda: keras.optimizers.Adam(0.01),
     "clipped": lambda: keras.optimizers.SGD(0.01, global_clipnorm=0.5),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "lars": lambda: LARS(0.1, weight_decay=0.01, trust_coefficient=0.1),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=8.0),
 }
 facts: dict[str, Any] = {"rank": rank}
