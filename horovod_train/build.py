@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import keras
@@ -22,6 +23,7 @@ from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
 from horovod_train.objective import Objective, check_fits
 from horovod_train.optim import Horizon, build_optimizer, limit_weight_decay
+from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import EvalStep, TrainStep
 from horovod_train.summaries import find_layers
@@ -54,7 +56,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     train = open_split(config, group, training=True)
     eval_ = open_split(config, group, training=False) if config.data.eval else None
     horizon = _horizon(config, train)
-    model, loss = build_model(config.model), build_loss(config.loss)
+    model, loss = _build_model(config, group), build_loss(config.loss)
     means = {"train": ["loss", "penalty"], "eval": ["loss"]}
     seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
     for name, pipeline in (("train", train), ("eval", eval_)):
@@ -99,6 +101,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         seed=config.seed,
         max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
         count_over_ranks=_counting(config, group),
+        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
     return Parts(
         train=train,
@@ -111,6 +114,20 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         evaluated=evaluated,
         last_step=horizon.total_steps,
     )
+
+
+def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
+    """The model as it trains: on the devices of this rank, in stages where there are several."""
+    devices = group.devices[group.rank].logical
+    model = build_model(config.model)
+    model = cut_into_stages(model, config.device.cut_before, devices)
+    lines = stage_lines(model)
+    if len(lines) < config.device.per_rank:
+        raise UserError(
+            f"device.per_rank: {config.device.per_rank} devices, but the model has {'; '.join(lines) or 'no weights'}. "
+            "Cut it with device.cut_before, or build its layers under tf.device."
+        )
+    return model
 
 
 def open_split(config: Config, group: WorkerGroup, *, training: bool, records: Records | None = None) -> Pipeline:

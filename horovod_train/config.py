@@ -161,6 +161,8 @@ class DeviceConfig:
     inter_op_threads: int | None = setting(None, "ops run at once; default: cores / ranks on this host", minimum=1)
     soft_placement: bool = setting(True, "run an op elsewhere where its device is missing or has no kernel")
     log_placement: bool = setting(False, "log the device of every op")
+    per_rank: int = setting(1, "devices of one rank: GPUs, or as many devices as its CPU is to look like", minimum=1)
+    cut_before: tuple[str, ...] = setting((), "layers with which the second, third, … of a model's stages begins")
 
 
 @dataclass(frozen=True)
@@ -240,9 +242,14 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         )
     if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
         yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
+    if config.device.per_rank > 1 and config.jit_compile:
+        yield "device.per_rank", "does not go with jit_compile: XLA compiles for one device."
     if config.optimizer.options.get("use_ema"):
         yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
     yield from _broken_log_rules(config.log)
+    if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
+        stages = len(config.device.cut_before) + 1
+        yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
     if config.deterministic and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with deterministic: true, which sets it to 0."
 

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.agreement import digest
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.stages import variable_beside
 from horovod_train.synchronization import EveryStep
 
 LOSS_AVERAGE_DECAY = 0.9
@@ -155,7 +156,7 @@ class MovingAverages:
         self.decay = decay
         kept = [] if decay is None else model.trainable_variables
         self._weights = [as_tf_variable(weight) for weight in kept]
-        named = ((w.path, tf.Variable(as_tf_variable(w), trainable=False)) for w in kept)
+        named = ((weight.path, variable_beside(weight, as_tf_variable(weight))) for weight in kept)
         self.variables: dict[str, tf.Variable] = dict(_unique(iter(named)))
 
     def update(self, step: tf.Tensor) -> None:

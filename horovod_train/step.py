@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -43,12 +44,14 @@ class TrainStep:
         seed: int,
         max_skips_in_a_row: int = 0,
         count_over_ranks: Callable[[Batch], tf.Tensor],
+        placement: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """max_skips_in_a_row: updates with a non-finite gradient that are left out before `run` ends; 0: the first.
 
         count_over_ranks: how many records all ranks hold in the step of a batch.
+        placement: the scope in which an update is traced; for a model in stages, see stages.follow_inputs.
         """
-        self.count_over_ranks = count_over_ranks
+        self.count_over_ranks, self.placement = count_over_ranks, placement
         self.state, self.objective, self.seen = state, objective, seen
         self.max_skips_in_a_row = max_skips_in_a_row
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
@@ -89,7 +92,8 @@ class TrainStep:
             tf.autograph.experimental.set_loop_options(parallel_iterations=1)
             with tf.name_scope("input_data"), tf.control_dependencies([self.place.enter("input")]):
                 batch = next(batches)
-            goes_on = self.train_on(batch)
+            with self.placement():
+                goes_on = self.train_on(batch)
             ids = ids.write(done, batch.ids)
             done += 1
         return done, goes_on, ids.stack()

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from horovod_train.config import TrainConfig
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.stages import variable_beside
 
 
 class EveryStep:
@@ -61,7 +62,7 @@ class Stale(EveryStep):
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self.pending = [
-            tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+            variable_beside(variable, tf.zeros(variable.shape, variable.dtype))
             for variable in model.trainable_variables
         ]
         self.settled = _settled_step()

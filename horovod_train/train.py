@@ -33,6 +33,7 @@ from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput, open_output
 from horovod_train.resume import open_audit, restore
+from horovod_train.stages import stage_lines
 
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved: the scheduler may start it again (EX_TEMPFAIL)."""
@@ -77,6 +78,8 @@ def _train(
         parts = build_parts(config, group)
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
         statistics = restore(config, store, parts, output)
+    for line in stage_lines(parts.state.model) if config.device.per_rank > 1 else ():
+        output.say(line)
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(parts.state.variables().values()))
     parts.state.restore_statistics(group, statistics)

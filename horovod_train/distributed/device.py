@@ -1,4 +1,4 @@
-"""Pins this process to its device before TensorFlow starts: one GPU, or its share of the host's cores.
+"""Pins this process to its devices before TensorFlow starts: one GPU or several, or its share of the host's cores.
 
 Does not start TensorFlow's runtime: everything here must happen before the first op.
 """
@@ -21,26 +21,32 @@ class Device:
 
     name: str
     found: str
-    shared_key: str | None
-    """Equal on two ranks of a host exactly where both would compute on one GPU; None on CPU."""
+    gpu_keys: tuple[str, ...]
+    """The host's names of its GPUs: two ranks of a host that share one have one in common. None on CPU."""
+    logical: tuple[str, ...]
+    """TensorFlow's names in this process of the devices it computes on: "GPU:0", … or "CPU:0", …"""
 
 
-def choose_gpu(gpu_count: int, local_rank: int, local_size: int) -> int | None:
-    """Index of this rank's GPU among those its process sees; None without GPUs.
+def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int = 1) -> range:
+    """Indices of this rank's GPUs among those its process sees; none where it sees none.
 
-    A scheduler that binds GPUs shows each process its own one only: then it is that one, whatever the local rank.
-    Raises UserError where the host's ranks outnumber the GPUs that they all see.
+    A scheduler that binds GPUs shows each process its own only: then it is those, whatever the local rank.
+    Raises UserError where the GPUs that the host's ranks all see are too few for them.
     """
-    if gpu_count == 0:
-        return None
-    if gpu_count == 1:
-        return 0
-    if gpu_count < local_size:
-        raise UserError(
-            f"{local_size} ranks on this host see {gpu_count} GPUs; expected one GPU for each rank. "
-            f"Start at most {gpu_count} ranks on a host, or hide the GPUs with CUDA_VISIBLE_DEVICES=."
+    if gpu_count in (0, per_rank):
+        return range(gpu_count)
+    if gpu_count < local_size * per_rank:
+        each = "one GPU" if per_rank == 1 else f"{per_rank} GPUs (device.per_rank)"
+        mend = (
+            f"Start at most {gpu_count // per_rank} ranks on a host"
+            if gpu_count > per_rank
+            else "Lower device.per_rank"
         )
-    return local_rank
+        raise UserError(
+            f"{local_size} ranks on this host see {gpu_count} GPUs; expected {each} for each rank. "
+            f"{mend}, or hide the GPUs with CUDA_VISIBLE_DEVICES=."
+        )
+    return range(local_rank * per_rank, (local_rank + 1) * per_rank)
 
 
 def share_of_cores(cores: int, local_size: int) -> int:
@@ -49,24 +55,33 @@ def share_of_cores(cores: int, local_size: int) -> int:
 
 
 def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int) -> Device:
-    """Makes the one device of this rank the only one that TensorFlow will use, and sets its threads.
+    """Makes the devices of this rank the only ones that TensorFlow will use, and sets its threads.
 
     host_cores: cores that the ranks of this host may use together.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    index = choose_gpu(len(gpus), local_rank, local_size)
-    if index is not None:
-        tf.config.set_visible_devices(gpus[index], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[index], config.memory_growth)
+    mine = [gpus[index] for index in choose_gpus(len(gpus), local_rank, local_size, config.per_rank)]
+    if mine:
+        tf.config.set_visible_devices(mine, "GPU")
+        for gpu in mine:
+            tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
+    elif config.per_rank > 1:
+        parts = [tf.config.LogicalDeviceConfiguration()] * config.per_rank
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
     threads = share_of_cores(host_cores, local_size)
     tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads or threads)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
     found = f"{len(gpus)} GPU, {host_cores} cores for {local_size} ranks of this host"
-    if index is None:
-        return Device(f"CPU, {config.intra_op_threads or threads} threads", found, None)
-    return Device(f"GPU {index}", found, _gpu_key(index, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    logical = tuple(f"{'GPU' if mine else 'CPU'}:{index}" for index in range(config.per_rank))
+    if not mine:
+        as_devices = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
+        return Device(f"CPU{as_devices}, {config.intra_op_threads or threads} threads", found, (), logical)
+    indices = [gpus.index(gpu) for gpu in mine]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    keys = tuple(_gpu_key(index, visible) for index in indices)
+    return Device(f"GPU {', '.join(map(str, indices))}", found, keys, logical)
 
 
 def traced_memory_environment() -> dict[str, str]:

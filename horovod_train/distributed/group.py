@@ -168,7 +168,7 @@ def start(
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
         launcher=started_by.launcher,
-        exchange="NCCL" if mine.shared_key and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
         hosts=tuple(host for host, _ in facts),
         devices=tuple(found for _, found in facts),
     )
@@ -230,10 +230,10 @@ def _check_place(group: WorkerGroup, started_by: launch.Launch) -> None:
         )
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
-        if found.shared_key is not None:
-            other = holders.setdefault((host, found.shared_key), rank)
+        for key in found.gpu_keys:
+            other = holders.setdefault((host, key), rank)
             if other != rank:
                 raise UserError(
-                    f"ranks {other} and {rank} on {host} would both use GPU {found.shared_key}; expected one GPU for "
+                    f"ranks {other} and {rank} on {host} would both use GPU {key}; expected one GPU for "
                     "each rank. Ask the scheduler for one GPU a task, or start fewer ranks there."
                 )

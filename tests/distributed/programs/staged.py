@@ -1,0 +1,136 @@
+"""A model cut into stages on two devices of each rank, and the same uncut: where things lie, and what comes out."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from facts import leave
+from keras import layers
+
+from horovod_train.config import DeviceConfig, HorovodConfig, Spec
+from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.group import start
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.metrics import Accumulator
+from horovod_train.objective import Objective, build_loss
+from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
+from horovod_train.state import MovingAverages, TrainState
+from horovod_train.step import TrainStep
+
+ROWS, STEPS, CUT = 8, 4, ["second"]
+group = start(HorovodConfig(), DeviceConfig(per_rank=2))
+devices = group.devices[group.rank].logical
+
+
+def build_model() -> keras.Model:
+    """What crosses the cut: the first stage's output, by two ways."""
+    keras.utils.set_random_seed(3)
+    x = keras.Input((6,))
+    first = layers.Dense(8, activation="relu", name="first")(x)
+    normal = layers.BatchNormalization(name="norm")(first)
+    second = layers.Dense(8, activation="relu", name="second")(layers.Dropout(0.3, name="drop")(normal))
+    both = layers.Concatenate(name="both")([second * 2.0, first])
+    return keras.Model(x, layers.Dense(3, name="out")(both), name="net")
+
+
+def batches() -> Iterator[Batch]:
+    rng = np.random.default_rng(group.rank)
+    parts = Batch(
+        inputs=rng.normal(size=(STEPS, ROWS, 6)).astype(np.float32),
+        targets=rng.integers(0, 3, (STEPS, ROWS)),
+        weights=np.ones((STEPS, ROWS), np.float32),
+        ids=np.zeros((STEPS, ROWS), np.int64),
+        count=np.full(STEPS, ROWS * group.size, np.int64),
+    )
+    return iter(tf.data.Dataset.from_tensor_slices(parts))
+
+
+def train(
+    model: keras.Model, placement: Callable[[], Any] = nullcontext, accumulate_steps: int = 1, steps: int = STEPS
+) -> TrainState:
+    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.05, global_clipnorm=1.0, name="adam"))
+    state = TrainState(model, optimizer, averages=MovingAverages(model, 0.9))
+    step = build_step(state, placement, accumulate_steps)
+    step.run(batches(), steps)
+    return state
+
+
+def build_step(state: TrainState, placement: Callable[[], Any], accumulate_steps: int = 1) -> TrainStep:
+    loss = build_loss(Spec("sparse_categorical_crossentropy", {"from_logits": True}))
+    objective = Objective(state.model, state.optimizer, loss, size=group.size, accumulate_steps=accumulate_steps)
+    return TrainStep(
+        state,
+        objective,
+        Accumulator(["loss", "penalty"], []),
+        rank=group.rank,
+        seed=5,
+        count_over_ranks=lambda batch: batch.count,
+        placement=placement,
+    )
+
+
+def traced(placement: Callable[[], Any]) -> dict[str, list[str]]:
+    """Of each layer's matrix products, forward and backward, the devices that the compiled step asks for."""
+    state = TrainState(cut_into_stages(build_model(), CUT, devices), DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    step = build_step(state, placement)
+    function = tf.function(lambda iterator: step._run_steps(iterator, tf.constant(1)))
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for body in function.get_concrete_function(batches()).graph.as_graph_def().library.function:
+        for node in body.node_def:
+            if node.op == "MatMul":
+                pass_ = "backward" if "gradient_tape" in node.name else "forward"
+                layer = next(name for name in ("first", "second", "out") if f"/{name}" in node.name)
+                found[f"{layer} {pass_}"].append(node.device)
+    return found
+
+
+def weights(state: TrainState) -> np.ndarray:
+    return np.concatenate([variable.numpy().ravel() for variable in state.variables().values()])
+
+
+def short(device: str) -> str:
+    return device.rsplit("device:", 1)[-1]
+
+
+uncut, cut = build_model(), cut_into_stages(build_model(), CUT, devices)
+facts: dict[str, Any] = {"rank": group.rank, "lines": stage_lines(cut), "lines_uncut": stage_lines(uncut)}
+facts["same_at_first"] = [
+    bool(np.array_equal(a, b)) for a, b in zip(uncut.get_weights(), cut.get_weights(), strict=True)
+]
+states = {"uncut": train(uncut), "cut": train(cut, follow_inputs)}
+facts["names"] = {name: list(state.variables()) for name, state in states.items()}
+facts["devices"] = {name: short(variable.device) for name, variable in states["cut"].variables().items()}
+facts["difference"] = np.max(np.abs(weights(states["cut"]) - weights(states["uncut"])))
+parts = [
+    train(build_model(), accumulate_steps=2),
+    train(cut_into_stages(build_model(), CUT, devices), follow_inputs, 2),
+]
+facts["difference_accumulated"] = np.max(np.abs(weights(parts[0]) - weights(parts[1])))
+facts["moved"] = np.max(np.abs(weights(states["cut"]) - weights(train(build_model(), steps=0))))
+facts["traced"], facts["traced_without_following"] = traced(follow_inputs), traced(nullcontext)
+# A mask crosses the cut with the tensor that it hangs on.
+words = keras.Input((4,), dtype="int32")
+mean = layers.GlobalAveragePooling1D(name="mean")(layers.Embedding(5, 3, mask_zero=True)(words))
+masked = keras.Model(words, mean)
+ids = np.array([[1, 2, 0, 0], [3, 0, 0, 0]])
+facts["masked_uncut"] = masked(ids).numpy()
+facts["masked_cut"] = cut_into_stages(masked, ["mean"], devices)(ids).numpy()
+facts["unmasked"] = masked.get_layer("embedding").embeddings.numpy()[ids].mean(axis=1)
+
+# Soft placement puts what names a device that is not there somewhere else, without a word.
+facts["lines_of_a_missing_device"] = stage_lines(cut_into_stages(build_model(), CUT, ["CPU:0", "CPU:7"]))
+
+saved = str(Path(sys.argv[1]) / f"cut-{group.rank}.keras")
+cut.save(saved)
+x = np.ones((2, 6), np.float32)
+facts["saved"], facts["prediction"] = saved, cut(x).numpy()
+leave(group.rank, facts)
+group.close()
