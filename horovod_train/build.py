@@ -16,6 +16,7 @@ from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
 from horovod_train.data.records import Records, open_records
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.graph import check_names
 from horovod_train.losses import build_loss
@@ -120,6 +121,8 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     """The model as it trains: on the devices of this rank, in stages where there are several."""
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
+    if config.train.sync_batch_norm:
+        synchronise_batch_norm(model)
     model = cut_into_stages(model, config.device.cut_before, devices)
     lines = stage_lines(model)
     if len(lines) < config.device.per_rank:

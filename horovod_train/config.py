@@ -89,6 +89,7 @@ class TrainConfig:
     max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
     weight_decay_1d: bool = setting(False, "whether weight decay reaches biases and norm scales, which have one axis")
     weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths it must not reach")
+    sync_batch_norm: bool = setting(False, "BatchNormalization over the batch of all ranks, not of each by itself")
     check_agreement_every_steps: int | None = setting(1000, "steps between proofs that ranks agree", minimum=1)
 
 
@@ -242,6 +243,10 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         )
     if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
         yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
+    if train.sync_batch_norm and train.synchronization == "local":
+        yield "train.sync_batch_norm", "does not go with synchronization: local, where ranks do not meet in a step."
+    if train.sync_batch_norm and config.jit_compile:
+        yield "train.sync_batch_norm", "does not go with jit_compile: XLA cannot compile the exchange inside a pass."
     if config.device.per_rank > 1 and config.jit_compile:
         yield "device.per_rank", "does not go with jit_compile: XLA compiles for one device."
     if config.optimizer.options.get("use_ema"):

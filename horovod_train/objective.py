@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
 from horovod_train.losses import LossFunction
 from horovod_train.metrics import Accumulator
@@ -88,6 +89,7 @@ class Objective:
             return value[index * length : (index + 1) * length]
 
         for index in tf.range(self.accumulate_steps):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=1)  # a forward pass may exchange too
             rows = tf.nest.map_structure(lambda value, at=index: part(value, at), batch._replace(count=()))
             rows = rows._replace(count=batch.count)
             passed = self._pass(rows)
@@ -110,7 +112,8 @@ class Objective:
 
         parts: of how many such passes the gradients are added up.
         """
-        outputs = self.model(batch.inputs, training=True)
+        with rows_that_count(batch.weights):
+            outputs = self.model(batch.inputs, training=True)
         with tf.name_scope("loss_function"):
             loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
             penalty = self._penalty()

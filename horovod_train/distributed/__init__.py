@@ -14,6 +14,7 @@ _HOMES = {
     "AverageMetrics": "callbacks",
     "WorkerGroup": "group",
     "start": "group",
+    "synchronise_batch_norm": "sync_batch_norm",
 }
 __all__ = list(_HOMES)
 

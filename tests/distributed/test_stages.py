@@ -58,6 +58,8 @@ def test_a_cut_model_trains_like_the_uncut(rank_facts: RankFacts, launcher: str,
         assert facts["names"]["cut"] == facts["names"]["uncut"]
         assert facts["difference"] < 1e-6
         assert facts["difference_accumulated"] < 1e-6
+        assert facts["difference_synchronised"] < 1e-6
+        assert np == 1 or facts["synchronised_is_another"] > 1e-3
         assert facts["moved"] > 1e-2
 
 

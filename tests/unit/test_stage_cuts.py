@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import pytest
 
-from horovod_train.config import Config, DeviceConfig, broken_rules
+from horovod_train.config import Config, DeviceConfig, TrainConfig, broken_rules
 from horovod_train.errors import UserError
 from horovod_train.stages import cut_into_stages
 
@@ -52,6 +52,10 @@ def test_a_cut_into_another_number_of_stages_than_devices_is_named() -> None:
 
 def test_settings_that_do_not_go_with_each_other_are_named() -> None:
     cut = DeviceConfig(per_rank=2, cut_before=("out",))
-    found = dict(broken_rules(Config(device=cut, jit_compile=True)))
+    synchronised = TrainConfig(epochs=1, sync_batch_norm=True, synchronization="local", average_every_steps=2)
+    found = dict(broken_rules(Config(train=synchronised, device=cut)))
+    assert "ranks do not meet in a step" in found["train.sync_batch_norm"]
+    found = dict(broken_rules(Config(train=TrainConfig(sync_batch_norm=True), device=cut, jit_compile=True)))
+    assert "XLA cannot compile the exchange" in found["train.sync_batch_norm"]
     assert "XLA compiles for one device" in found["device.per_rank"]
     assert "device.cut_before" not in found

@@ -19,6 +19,7 @@ from horovod_train.config import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective, build_loss
 from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
@@ -114,6 +115,10 @@ parts = [
     train(cut_into_stages(build_model(), CUT, devices), follow_inputs, 2),
 ]
 facts["difference_accumulated"] = np.max(np.abs(weights(parts[0]) - weights(parts[1])))
+wholes = [synchronise_batch_norm(build_model()) for _ in range(2)]
+synchronised = train(wholes[0]), train(cut_into_stages(wholes[1], CUT, devices), follow_inputs)
+facts["difference_synchronised"] = np.max(np.abs(weights(synchronised[0]) - weights(synchronised[1])))
+facts["synchronised_is_another"] = np.max(np.abs(weights(synchronised[0]) - weights(states["uncut"])))
 facts["moved"] = np.max(np.abs(weights(states["cut"]) - weights(train(build_model(), steps=0))))
 facts["traced"], facts["traced_without_following"] = traced(follow_inputs), traced(nullcontext)
 # A mask crosses the cut with the tensor that it hangs on.

@@ -1,0 +1,166 @@
+"""BatchNormalization over the batch of all ranks: what one process would compute on all their records.
+
+Keras' own `synchronized=True` knows only tf.distribute and does nothing here. Does not touch evaluation and inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_train.errors import UserError
+
+_row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)
+
+
+class _Synchronised:
+    """Marks the classes made here."""
+
+
+def synchronise_batch_norm(model: keras.Model) -> keras.Model:
+    """Makes the BatchNormalization layers of a built model normalise over the batch of all ranks in training.
+
+    The same model is returned, with the same weights: the class of the layers becomes a subclass with the same name,
+    so that the model is saved as a plain one and loads where there is no Horovod. Their moving statistics are equal on
+    all ranks. Every rank must call the model in training as often as the others. Under a jit_compile'd call there is no
+    exchange: leave it off.
+
+    Raises UserError where there is no such layer, or one that cannot be synchronised.
+    """
+    layers = [layer for layer in _layers(model, set()) if isinstance(layer, keras.layers.BatchNormalization)]
+    if not layers:
+        raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
+    for number, layer in enumerate(layers):
+        _synchronise(layer, f"sync_batch_norm.{number}")
+    return model
+
+
+@contextmanager
+def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
+    """Inside, only rows of a batch that weigh 1 take part in synchronised statistics. weights: float32 [rows], 0 or 1.
+
+    Rows that weigh 0 fill up a rank's last batch; they are normalised like the others.
+    """
+    token = _row_weights.set(weights)
+    try:
+        yield
+    finally:
+        _row_weights.reset(token)
+
+
+def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
+    """A layer and those inside it, each once, in the order in which they were attached."""
+    if id(layer) in seen:
+        return
+    seen.add(id(layer))
+    yield layer
+    for value in vars(layer).values():
+        for inner in keras.tree.flatten(value):
+            if isinstance(inner, keras.Layer):
+                yield from _layers(inner, seen)
+
+
+def _synchronise(layer: keras.layers.BatchNormalization, name: str) -> None:
+    base = type(layer)
+    if issubclass(base, _Synchronised):
+        return
+    if base.call is not keras.layers.BatchNormalization.call or layer.renorm:
+        reason = "renorm=True" if layer.renorm else f"a call() of its own ({base.__name__})"
+        raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
+    calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def exchange_name() -> str:
+        # A layer can be called twice in one step; exchanges under way must differ in name, and agree over ranks.
+        graph = tf.compat.v1.get_default_graph()
+        calls[graph] = calls.get(graph, 0) + (not tf.executing_eagerly())
+        return f"{name}.{calls[graph]}"
+
+    class Synchronised(base, _Synchronised):  # type: ignore[misc, valid-type]
+        def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+            if not (training and self.trainable):
+                return super().call(inputs, training=training, mask=mask)
+            x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+            axis = self.axis % len(x.shape)
+            normal, mean, variance = _normalise(
+                x, _position_weights(x, axis, mask, layer.path), axis, self.epsilon, exchange_name()
+            )
+            for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
+                kept = tf.cast(average, x.dtype) * self.momentum
+                average.assign(kept + tf.reshape(value, average.shape) * (1.0 - self.momentum))
+            if self.scale:
+                normal *= tf.reshape(tf.cast(self.gamma, x.dtype), mean.shape)
+            if self.center:
+                normal += tf.reshape(tf.cast(self.beta, x.dtype), mean.shape)
+            return tf.cast(normal, self.compute_dtype)
+
+    Synchronised.__name__, Synchronised.__qualname__ = base.__name__, base.__qualname__
+    Synchronised.__module__, Synchronised.__doc__ = base.__module__, base.__doc__
+    layer.__class__ = Synchronised
+
+
+def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tensor:
+    """1 for the positions of x that take part in the statistics, 0 for the others; broadcasts against x."""
+    weights = tf.ones([1] * len(x.shape), x.dtype)
+    rows = _row_weights.get()
+    if rows is not None:
+        if axis == 0 or x.shape[0] != rows.shape[0]:
+            raise UserError(
+                f"train.sync_batch_norm: layer {path} must see the {rows.shape[0]} records of the batch along its "
+                f"first axis; it sees {x.shape} and normalises axis {axis}."
+            )
+        weights *= tf.reshape(tf.cast(rows, x.dtype), [-1] + [1] * (len(x.shape) - 1))
+    if mask is not None:
+        weights *= tf.expand_dims(tf.cast(mask, x.dtype), axis)
+    return weights
+
+
+def _normalise(
+    x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """(x − mean) / √(variance + epsilon), mean, variance; both of all ranks' positions that weigh 1, biased.
+
+    x: float [...]; weights broadcast against it; the statistics are [1, …, channels, …, 1]. One exchange forward and
+    one backward (Ioffe & Szegedy 2015, section 3, with sums over all ranks). Sums of squares cancel, so what travels
+    forward is float64.
+    """
+    axes = [other for other in range(len(x.shape)) if other != axis]
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(values, axes, keepdims=True)
+
+    @tf.custom_gradient
+    def normalise(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
+        channels = x.shape[axis]
+        same = tf.size(x) // (channels * tf.size(weights))  # positions that share a weight
+        own_count = tf.reduce_sum(weights) * tf.cast(same, x.dtype)
+        own_mean = tf.math.divide_no_nan(total(weights * x), own_count)
+        own_squares = tf.cast(total(weights * tf.square(x - own_mean)), tf.float64)
+        wide_count, wide_mean = tf.cast(own_count, tf.float64), tf.cast(own_mean, tf.float64)
+        sums = [wide_count, wide_count * wide_mean, own_squares + wide_count * wide_mean**2]
+        packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
+        packed = hvd.allreduce(packed, op=hvd.Sum, name=f"{name}.forward")
+        count, first, second = tf.split(packed, [1, channels, channels])
+        count = tf.maximum(count[0], 1.0)  # a mask may leave nothing
+        wide_mean = first / count
+        wide_variance = tf.maximum(second / count - wide_mean**2, 0.0)
+        mean, variance = (tf.reshape(tf.cast(values, x.dtype), own_mean.shape) for values in (wide_mean, wide_variance))
+        count = tf.cast(count, x.dtype)
+        inverse = tf.math.rsqrt(variance + epsilon)
+        normal = (x - mean) * inverse
+
+        def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
+            """The statistics only feed moving averages, so no gradient comes from them."""
+            sums = tf.stack([total(upstream), total(upstream * normal)])
+            along_mean, along_variance = tf.unstack(hvd.allreduce(sums, op=hvd.Sum, name=f"{name}.backward"))
+            return inverse * (upstream - weights / count * (along_mean + normal * along_variance))
+
+        return (normal, mean, variance), backward
+
+    return normalise(x)
