@@ -160,9 +160,12 @@ def limit_weight_decay(
         if not found:
             raise UserError(f"{where}: {pattern!r} is in none of {', '.join(variable.path for variable in variables)}.")
         excluded += found
-    if decaying.get_config().get("weight_decay") is None and not isinstance(decaying, LARS):
-        for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
-            if getattr(config, key) != default:
-                raise UserError(f"train.{key}: there is no weight decay; give optimizer.options.weight_decay.")
+    decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
+    if decays and not decaying.built:
+        decaying.exclude_from_weight_decay(var_list=excluded)
         return
-    decaying.exclude_from_weight_decay(var_list=excluded)
+    missing = "there is no weight decay; give optimizer.options.weight_decay"
+    why = "the optimizer is built already" if decays else missing
+    for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
+        if getattr(config, key) != default:
+            raise UserError(f"train.{key}: {why}.")
