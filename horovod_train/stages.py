@@ -31,7 +31,14 @@ def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequ
     stage_of = _stages(model, cut_before)
 
     def clone(operation: Any) -> Any:
-        copy = type(operation).from_config(operation.get_config())
+        try:
+            copy = type(operation).from_config(operation.get_config())
+        except (NotImplementedError, TypeError, ValueError) as error:
+            kind = type(operation).__name__
+            raise UserError(
+                f"device.cut_before: layer {operation.name} cannot be made again from its config, which a cut needs; "
+                f"give {kind} a get_config() that returns the arguments of its __init__."
+            ) from error
         return _place(copy, f"/device:{devices[stage_of[operation.name]]}")
 
     cut = keras.models.clone_model(model, clone_function=clone)
@@ -50,7 +57,11 @@ def stage_lines(model: keras.Model) -> list[str]:
         found = layers.setdefault(f"{name.device_type}:{name.device_index}", [])
         if layer not in found:
             found.append(layer)
-    return [f"weights on {device}: {', '.join(names)}" for device, names in sorted(layers.items())]
+    return [f"weights on {device}: {_listed(names)}" for device, names in sorted(layers.items())]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 8 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
 
 
 def follow_inputs() -> AbstractContextManager[Any]:

@@ -19,6 +19,19 @@ class Subclassed(keras.Model):
         return self.dense(x)
 
 
+class Configless(keras.layers.Layer):
+    def __init__(self, units: int) -> None:
+        super().__init__(name="plain")
+        self.units = units
+
+    def call(self, x: object) -> object:
+        return x
+
+
+def with_configless() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), Configless(3), keras.layers.Dense(2, name="out")])
+
+
 def sequential() -> keras.Model:
     layers = [keras.layers.Dense(3, name=name) for name in ("one", "two", "three")]
     return keras.Sequential([keras.Input((4,)), *layers])
@@ -36,6 +49,11 @@ def test_a_model_that_is_not_cut_stays_the_same_object() -> None:
         (sequential, ["three", "two"], "three, two must be in the model's order, none twice nor first"),
         (sequential, ["two", "two"], "two, two must be in the model's order, none twice nor first"),
         (sequential, ["one"], "one must be in the model's order, none twice nor first; it is one, two, three."),
+        (
+            with_configless,
+            ["out"],
+            "layer plain cannot be made again from its config, which a cut needs; give Configless",
+        ),
         (Subclassed, ["dense"], "can cut a functional or sequential model; own is a Subclassed."),
     ],
 )
