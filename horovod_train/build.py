@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
 from horovod_train.objective import Objective, check_fits
-from horovod_train.optim import Horizon, build_optimizer, limit_weight_decay
+from horovod_train.optim import build_optimizer, limit_weight_decay
+from horovod_train.schedules import build_horizon
 from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import EvalStep, TrainStep
@@ -56,7 +56,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     keras.mixed_precision.set_dtype_policy(config.precision)
     train = open_split(config, group, training=True)
     eval_ = open_split(config, group, training=False) if config.data.eval else None
-    horizon = _horizon(config, train)
+    horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
     means = {"train": ["loss", "penalty"], "eval": ["loss"]}
     seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
@@ -158,15 +158,6 @@ def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor
         return lambda batch: batch.count  # as planned: nobody needs to be asked
     # Some may have been left out, and only the ranks together know how many.
     return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.weights), "step.count"), 1.0)
-
-
-def _horizon(config: Config, train: Pipeline) -> Horizon:
-    in_epochs = (config.train.epochs or math.inf) * train.steps_per_epoch
-    return Horizon(
-        global_batch_size=train.global_batch_size,
-        steps_per_epoch=train.steps_per_epoch,
-        total_steps=int(min(in_epochs, config.train.max_steps or math.inf)),
-    )
 
 
 def _check_watched(config: Config, seen: Accumulator) -> None:

@@ -1,44 +1,45 @@
-"""Optimizers by name and learning-rate schedules in epochs. Does not exchange gradients; see distributed.optimizer."""
+"""Optimizers by name, on their learning-rate schedule. Does not exchange gradients; see distributed.optimizer."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.optimizers import schedules
+from keras.optimizers import schedules as keras_schedules
 
-from horovod_train.config import Config, LrScheduleConfig, TrainConfig
+from horovod_train.config import Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.lars import LARS
-from horovod_train.lookup import call, choose, choose_keras
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """What turns epochs into steps."""
-
-    global_batch_size: int
-    steps_per_epoch: int
-    total_steps: int
-
-    def steps(self, epochs: float) -> int:
-        return max(1, round(epochs * self.steps_per_epoch))
-
+from horovod_train.lookup import call, choose, choose_keras, load_function
+from horovod_train.schedules import Horizon, build_formula, scaled_lr, warm_up
 
 Schedule = Any
 """A keras LearningRateSchedule, step → learning rate; or a float, the same rate at every step."""
 
 
 @keras.saving.register_keras_serializable("horovod_train")
-class WarmUp(schedules.LearningRateSchedule):
-    """Rises linearly to another schedule: rate(step) = after(step) · min(1, (step + 1) / warmup_steps).
+class ByFormula(keras_schedules.LearningRateSchedule):
+    """A formula of `schedules` on Keras' operations, in float32. Takes the settings as plain dicts, to be saved."""
 
-    Gradual warm-up of Goyal et al. 2017 (arXiv:1706.02677, 2.2), per step and from zero.
-    """
+    def __init__(self, lr_schedule: dict[str, Any], horizon: dict[str, int]) -> None:
+        super().__init__()
+        self.lr_schedule, self.horizon = lr_schedule, horizon
+        settings = LrScheduleConfig(**(lr_schedule | {"decay": Spec(**lr_schedule["decay"])}))
+        self._formula = build_formula(settings, Horizon(**horizon))
+
+    def __call__(self, step: Any) -> Any:
+        return self._formula(keras.ops.cast(step, "float32"), keras.ops)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"lr_schedule": self.lr_schedule, "horizon": self.horizon}
+
+
+@keras.saving.register_keras_serializable("horovod_train")
+class WarmUp(keras_schedules.LearningRateSchedule):
+    """Warm-up before a schedule of the user's own."""
 
     def __init__(self, after: Schedule, warmup_steps: int) -> None:
         super().__init__()
@@ -46,8 +47,7 @@ class WarmUp(schedules.LearningRateSchedule):
 
     def __call__(self, step: Any) -> Any:
         rate = self.after if isinstance(self.after, float) else self.after(step)
-        done = (keras.ops.cast(step, "float32") + 1.0) / self.warmup_steps
-        return rate * keras.ops.minimum(1.0, done)
+        return warm_up(rate, keras.ops.cast(step, "float32"), self.warmup_steps, keras.ops)
 
     def get_config(self) -> dict[str, Any]:
         return {"after": keras.saving.serialize_keras_object(self.after), "warmup_steps": self.warmup_steps}
@@ -57,68 +57,24 @@ class WarmUp(schedules.LearningRateSchedule):
         return cls(keras.saving.deserialize_keras_object(config["after"]), config["warmup_steps"])
 
 
-def constant(lr: float, horizon: Horizon) -> Schedule:
-    return lr
-
-
-def piecewise(lr: float, horizon: Horizon, boundaries_epochs: list[float], factors: list[float]) -> Schedule:
-    """Before the first boundary lr; after boundary i, lr · factors[i]."""
-    if len(boundaries_epochs) != len(factors):
-        lengths = f"{len(boundaries_epochs)} and {len(factors)}"
-        raise ValueError(f"boundaries_epochs and factors must be of one length; received {lengths}")
-    steps = [horizon.steps(epochs) for epochs in boundaries_epochs]
-    # Keras holds a value up to and including its boundary; the epoch after it starts one step earlier.
-    return schedules.PiecewiseConstantDecay([step - 1 for step in steps], [lr, *(lr * factor for factor in factors)])
-
-
-def exponential(
-    lr: float, horizon: Horizon, rate: float, every_epochs: float = 1.0, staircase: bool = True
-) -> Schedule:
-    """lr · rate^(epochs / every_epochs); with staircase, of the whole part of the exponent."""
-    return schedules.ExponentialDecay(lr, horizon.steps(every_epochs), rate, staircase=staircase)
-
-
-def cosine(lr: float, horizon: Horizon, epochs: float | None = None, final_factor: float = 0.0) -> Schedule:
-    """Half a cosine from lr to lr · final_factor (Loshchilov & Hutter 2017), over `epochs`, default the whole run."""
-    return schedules.CosineDecay(lr, horizon.steps(epochs) if epochs else horizon.total_steps, alpha=final_factor)
-
-
-def polynomial(
-    lr: float, horizon: Horizon, epochs: float | None = None, power: float = 1.0, final_factor: float = 0.0
-) -> Schedule:
-    """From lr to lr · final_factor as (1 − t)^power, over `epochs`, default the whole run."""
-    steps = horizon.steps(epochs) if epochs else horizon.total_steps
-    return schedules.PolynomialDecay(lr, steps, end_learning_rate=lr * final_factor, power=power)
-
-
-DECAYS: dict[str, Callable[..., Schedule]] = {
-    "constant": constant,
-    "piecewise": piecewise,
-    "exponential": exponential,
-    "cosine": cosine,
-    "polynomial": polynomial,
-}
-
-
 OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {"lars": LARS}
 """Those that a config can name besides Keras' own."""
 
 
-def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
-    """base_lr for the global batch: times k (linear, Goyal et al. 2017) or √k (Krizhevsky 2014), k = batch / base."""
-    if config.scaling == "none":
-        return config.base_lr
-    assert config.base_batch_size is not None
-    ratio = global_batch_size / config.base_batch_size
-    return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
-
-
 def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
-    """step → learning rate: scaling, decay and warm-up in one. Raises UserError for a wrong name or option."""
+    """step → learning rate: scaling, decay and warm-up in one. Raises UserError for a wrong name or option.
+
+    A decay of the user's own is a function (lr, horizon, **options) → Schedule, where lr is the scaled rate.
+    """
+    decay, where = config.decay, "lr_schedule.decay"
+    if ":" not in decay.name:
+        build_formula(config, horizon)  # before Keras: what is wrong is said as it is
+        if decay.name == "constant" and not config.warmup_epochs:
+            return scaled_lr(config, horizon.global_batch_size)
+        return ByFormula(dataclasses.asdict(config), dataclasses.asdict(horizon))
     lr = scaled_lr(config, horizon.global_batch_size)
-    where = "lr_schedule.decay"
-    schedule = call(choose(DECAYS, config.decay.name, f"{where}.name"), config.decay, where, lr=lr, horizon=horizon)
-    return WarmUp(schedule, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else schedule
+    own = call(load_function(decay.name, f"{where}.name"), decay, where, lr=lr, horizon=horizon)
+    return WarmUp(own, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else own
 
 
 def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimizer:

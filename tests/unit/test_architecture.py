@@ -24,6 +24,7 @@ LAYERS = [
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
     {"synchronization", "metrics"},
     {"distributed", "data", "models", "optim", "checkpoint_files", "run_files", "board", "losses"},
+    {"schedules"},
     {"lookup", "config_yaml", "rank_story", "lars", "stages"},
     {"config"},
     {"errors", "quiet", "rank_log"},

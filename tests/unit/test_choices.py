@@ -12,7 +12,8 @@ from horovod_train.errors import UserError
 from horovod_train.losses import build_loss
 from horovod_train.metrics import build_metrics
 from horovod_train.models import build_model
-from horovod_train.optim import Horizon, build_optimizer
+from horovod_train.optim import build_optimizer
+from horovod_train.schedules import Horizon
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

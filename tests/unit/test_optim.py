@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import keras
+import numpy as np
 import pytest
 
 from horovod_train.config import Config, LrScheduleConfig, Spec
 from horovod_train.errors import UserError
-from horovod_train.optim import Horizon, build_optimizer, build_schedule
+from horovod_train.optim import build_optimizer, build_schedule
+from horovod_train.schedules import Horizon, build_formula
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 
@@ -51,6 +53,50 @@ def test_warm_up_rises_by_step_to_the_decayed_rate() -> None:
     config = LrScheduleConfig(base_lr=0.1, warmup_epochs=2, decay=Spec("exponential", {"rate": 0.5}))
     expected = {0: 0.1 / 20, 9: 0.1 * 10 / 20, 10: 0.05 * 11 / 20, 19: 0.05, 20: 0.025}
     assert {step: rate(config, step) for step in expected} == pytest.approx(expected, rel=1e-5)
+
+
+DECAYS = [
+    Spec("constant"),
+    Spec("piecewise", {"boundaries_epochs": [3, 6.5], "factors": [0.1, 0.01]}),
+    Spec("exponential", {"rate": 0.97, "every_epochs": 0.5}),
+    Spec("exponential", {"rate": 0.5, "staircase": False}),
+    Spec("cosine", {"final_factor": 0.01, "epochs": 8}),
+    Spec("polynomial", {"power": 2.0, "final_factor": 0.1}),
+]
+
+
+@pytest.mark.parametrize("warmup_epochs", [0, 1.5])
+@pytest.mark.parametrize("decay", DECAYS, ids=lambda decay: decay.name)
+def test_rates_without_tensorflow_are_those_of_training_at_every_step(decay: Spec, warmup_epochs: float) -> None:
+    config = LrScheduleConfig(0.4, "linear", 32, warmup_epochs, decay)
+    steps = np.arange(HORIZON.total_steps + 5, dtype=np.float64)
+    planned = build_formula(config, HORIZON)(steps, np)
+    trained = [rate(config, int(step)) for step in steps]
+    np.testing.assert_allclose(planned, trained, rtol=2e-6, atol=1e-8)
+    # One step off would be seen, wherever the rate changes at all.
+    if decay.name != "constant" or warmup_epochs:
+        assert not np.allclose(planned[1:], trained[:-1], rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("decay", "theirs"),
+    [
+        (DECAYS[3], keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)),
+        (DECAYS[4], keras.optimizers.schedules.CosineDecay(0.1, 80, alpha=0.01)),
+        (DECAYS[5], keras.optimizers.schedules.PolynomialDecay(0.1, 100, 0.01, power=2.0)),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_decays_are_those_that_keras_has_under_the_same_names(decay: Spec, theirs: keras.optimizers.Optimizer) -> None:
+    steps = np.arange(HORIZON.total_steps + 5, dtype=np.float64)
+    ours = build_formula(LrScheduleConfig(base_lr=0.1, decay=decay), HORIZON)(steps, np)
+    np.testing.assert_allclose(ours, [float(theirs(int(step))) for step in steps], rtol=1e-5, atol=1e-8)
+
+
+def test_a_decay_that_falls_back_is_refused() -> None:
+    decay = Spec("piecewise", {"boundaries_epochs": [6, 3], "factors": [0.1, 0.01]})
+    with pytest.raises(UserError, match=r"boundaries_epochs must rise; received \[6, 3\]"):
+        rate(LrScheduleConfig(base_lr=0.1, decay=decay), 0)
 
 
 def test_warm_up_survives_saving() -> None:
