@@ -71,6 +71,14 @@ def dump(config: Config, origins: Origins | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def parse_seconds(text: str, where: str) -> float:
+    """Seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
+    try:
+        return _seconds(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
 class _Located(dict[str, tuple[Any, str]]):
     """A mapping whose values carry the place that they were read at."""
 
@@ -216,16 +224,25 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         if not isinstance(value, dict):
             _fail(path, origins, f"expected a mapping of its keys; received {value!r}.")
         return value if origin is dict else _build(hint, value, f"{path}.", origins)
-    if hint is Seconds and isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
-    if hint is Seconds and not _is_number(value):
-        _fail(path, origins, f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
-    if hint in (float, Seconds) and _is_number(value):
+    if hint is Seconds:
+        try:
+            return _seconds(value)
+        except ValueError as error:
+            _fail(path, origins, str(error))
+    if hint is float and _is_number(value):
         return float(value)
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not _is_number(value):
+        raise ValueError(f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
+    return float(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -24,7 +24,9 @@ def load_function(name: str, where: str) -> Any:
     except ModuleNotFoundError as error:
         raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
     if not hasattr(module, attribute):
-        raise UserError(f"{where}: {module_name} has no {attribute!r}; it has {near(attribute, public_names(module))}.")
+        raise UserError(
+            f"{where}: {module_name} has no {attribute!r}; it has {nearest(attribute, public_names(module))}."
+        )
     return getattr(module, attribute)
 
 
@@ -38,7 +40,7 @@ def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> 
         return load_function(name, where)
     if name not in choices:
         raise UserError(
-            f"{where}: unknown name {name!r}; known here: {near(name, list(choices))}, or package.module:function."
+            f"{where}: unknown name {name!r}; known here: {nearest(name, list(choices))}, or package.module:function."
         )
     return choices[name]
 
@@ -48,7 +50,7 @@ def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
     classes = {
         name: value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
     }
-    return classes | {_fold(name): value for name, value in classes.items()}
+    return classes | {fold(name): value for name, value in classes.items()}
 
 
 def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
@@ -56,10 +58,10 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
     if ":" in name:
         return load_function(name, where)
     classes = keras_classes(module, base)
-    found = classes.get(name) or classes.get(_fold(name))
+    found = classes.get(name) or classes.get(fold(name))
     if found is None:
         readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
-        raise UserError(f"{where}: Keras has no {name!r}; near it: {near(name, readable)}.")
+        raise UserError(f"{where}: Keras has no {name!r}; near it: {nearest(name, readable)}.")
     return found
 
 
@@ -78,11 +80,13 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> 
         raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}") from error
 
 
-def _fold(name: str) -> str:
+def fold(name: str) -> str:
+    """Equal for `AdamW`, `adam_w` and `adamw`."""
     return name.replace("_", "").lower()
 
 
-def near(name: str, known: list[str]) -> str:
-    by_fold = {_fold(candidate): candidate for candidate in known}
-    near = difflib.get_close_matches(_fold(name), by_fold, n=3, cutoff=0.5)
+def nearest(name: str, known: list[str]) -> str:
+    """The names most like a wrong one, as the end of a sentence; the first of all where none is like it."""
+    by_fold = {fold(candidate): candidate for candidate in known}
+    near = difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5)
     return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"

@@ -16,7 +16,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
-from horovod_train.lookup import near
+from horovod_train.lookup import nearest
 from horovod_train.step import TrainStep
 
 
@@ -88,7 +88,7 @@ def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str,
     for shown, name in activations.items():
         if name not in known:
             raise UserError(
-                f"log.activations.{shown}: the model has no layer {name!r}; near it: {near(str(name), list(known))}."
+                f"log.activations.{shown}: the model has no layer {name!r}; near it: {nearest(str(name), list(known))}."
             )
     return {shown: known[name] for shown, name in activations.items()}
 
