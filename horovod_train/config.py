@@ -143,7 +143,7 @@ class HorovodConfig:
     compression: Literal["none", "fp16", "bf16"] = setting("none", "form in which gradients travel")
     predivide: float = setting(1.0, "divides gradients by this before, the rest after they are added up", minimum=1e-9)
     sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
-    cycle_time_ms: float | None = setting(None, "pause between two exchanges; default: Horovod's own", minimum=0)
+    cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
     fusion_threshold_mb: float | None = setting(None, "most bytes exchanged at once; default: Horovod's", minimum=0)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import device, launch
+from horovod_train.distributed import defaults, device, launch
 from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
@@ -42,6 +42,8 @@ class WorkerGroup:
     exchange: str
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
+    settings: tuple[defaults.Setting, ...] = ()
+    """What Horovod and MPI found in this rank's environment."""
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
     """What this rank is doing, for those who watch over it; all meetings here are its phase `exchange`."""
 
@@ -154,9 +156,17 @@ def start(
     Raises UserError where ranks of one host would share a GPU.
     """
     started_by = launch.detect()
-    _set_horovod_environment(horovod, deterministic)
-    for name, value in (environment or {}).items():
-        os.environ.setdefault(name, value)
+    settings = defaults.choose(
+        horovod,
+        os.environ,
+        launcher=started_by.launcher,
+        uses_mpi=started_by.uses_mpi,
+        has_gpu=defaults.sees_gpu(),
+        deterministic=deterministic,
+        more=environment,
+    )
+    # Horovod and MPI read these when they initialise.
+    os.environ |= {setting.name: setting.value for setting in settings}
     cores = _initialise(started_by)
     mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
     if deterministic:
@@ -171,6 +181,7 @@ def start(
         exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
         hosts=tuple(host for host, _ in facts),
         devices=tuple(found for _, found in facts),
+        settings=tuple(settings),
     )
     with group.together():
         _check_place(group, started_by)
@@ -190,19 +201,6 @@ def is_connection_loss(error: BaseException) -> bool:
     """Whether the error only says that another rank has gone: Horovod shuts down, the cause is elsewhere."""
     is_horovods = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
     return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
-
-
-def _set_horovod_environment(horovod: HorovodConfig, deterministic: bool) -> None:
-    """Horovod reads these when it initialises. What the config leaves open stays as the user's environment has it."""
-    if horovod.cycle_time_ms is not None:
-        os.environ["HOROVOD_CYCLE_TIME"] = str(horovod.cycle_time_ms)
-    if horovod.fusion_threshold_mb is not None:
-        os.environ["HOROVOD_FUSION_THRESHOLD"] = str(int(horovod.fusion_threshold_mb * 2**20))
-    if deterministic:
-        # Which tensors are fused, and so the order of additions from 3 ranks on, depends on timing.
-        os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
-    # A rank that waits must leave its cores to the ranks that compute.
-    os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 
 
 def _initialise(started_by: launch.Launch) -> set[int]:
