@@ -28,6 +28,7 @@ from horovod_train.output import check_writable
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "plan": ("horovod_train.tools.plan", "what a config comes to on N ranks; checks its paths and names"),
+    "doctor": ("horovod_train.tools.doctor", "is this machine, or this job, fit to train on?"),
     "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),
     "check-data": ("horovod_train.tools.check_data", "read everything and name what is wrong; audit a run"),
     "evaluate": ("horovod_train.tools.evaluate", "loss and metrics of a trained model, on any number of ranks"),

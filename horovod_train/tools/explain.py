@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from horovod_train.errors import UserError
 from horovod_train.rank_log import FOLDER, log_file

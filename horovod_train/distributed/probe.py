@@ -1,0 +1,133 @@
+"""What Horovod, MPI and the scheduler say of themselves, and how fast an exchange is. For `doctor`; judges nothing."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.group import WorkerGroup
+
+
+class Build(NamedTuple):
+    """What Horovod was compiled with, and what this process uses of it."""
+
+    built: tuple[str, ...]
+    controller: str
+    exchange: str
+    """Between the devices that this process computes on."""
+
+
+class Speed(NamedTuple):
+    """One allreduce of `bytes` of float32: its median time in seconds; `mpi_s` by MPI alone, where MPI runs."""
+
+    bytes: int
+    seconds: float
+    mpi_s: float | None
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.seconds / 1e9
+
+
+def horovod_build(group: WorkerGroup) -> Build:
+    parts = {
+        "gloo": hvd.gloo_built(),
+        "MPI": hvd.mpi_built(),
+        "NCCL": bool(hvd.nccl_built()),
+        "CUDA": hvd.cuda_built(),
+        "ROCm": hvd.rocm_built(),
+        "DDL": hvd.ddl_built(),
+        "oneCCL": hvd.ccl_built(),
+    }
+    controller = "MPI" if hvd.mpi_enabled() else "gloo"
+    return Build(tuple(name for name, is_built in parts.items() if is_built), controller, group.exchange)
+
+
+def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
+    """Rank, size and library as MPI itself has them; None where the ranks exchange over gloo.
+
+    Under gloo every process would be an MPI world of its own, so MPI is not asked there.
+    """
+    if not hvd.mpi_enabled() or group.launcher == "none":
+        return None
+    from mpi4py import MPI
+
+    library = MPI.Get_library_version().split(",")[0].strip()
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), library
+
+
+def scheduler_tasks(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
+    """The scheduler and the number of tasks that it has given the job or step; None where it says nothing."""
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
+        if environment.get(name, "").isdigit():
+            return "SLURM", int(environment[name])
+    if environment.get("PBS_NP", "").isdigit():
+        return "PBS", int(environment["PBS_NP"])
+    return None
+
+
+def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The network interfaces that the ranks were told to exchange over."""
+    return environment.get("HOROVOD_GLOO_IFACE") or environment.get("NCCL_SOCKET_IFNAME")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
+    return environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def measure_allreduce(group: WorkerGroup, sizes: Sequence[int], seconds: float) -> list[Speed]:
+    """Collective: how long an allreduce takes, by bytes; on the device that the rank computes on.
+
+    Each size is repeated for about its part of `seconds`, as often on every rank.
+    """
+    return [_measure(group, size, seconds / len(sizes)) for size in sizes]
+
+
+def _measure(group: WorkerGroup, size: int, seconds: float) -> Speed:
+    values = tf.ones([max(1, size // 4)])
+    exchange = tf.function(lambda: hvd.allreduce(values, op=hvd.Sum, name=f"probe.{size}"))
+    horovod_s = _median_seconds(group, lambda: exchange().numpy(), seconds)
+    mpi_s = None
+    if mpi_place(group) is not None:
+        from mpi4py import MPI
+
+        mine, total = values.numpy(), np.empty_like(values.numpy())
+        mpi_s = _median_seconds(group, lambda: MPI.COMM_WORLD.Allreduce(mine, total), seconds / 2)
+    return Speed(int(values.shape[0]) * 4, horovod_s, mpi_s)
+
+
+def _median_seconds(group: WorkerGroup, exchange: Callable[[], object], seconds: float) -> float:
+    """Collective: of root's times; each begins when all ranks are there, as after a backward pass."""
+    exchange()
+    began = time.perf_counter()
+    exchange()
+    once = time.perf_counter() - began
+    times = group.broadcast_object(int(min(100, max(3, seconds / max(once, 1e-6)))))
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        exchange()
+        taken.append(time.perf_counter() - began)
+    return group.broadcast_object(statistics.median(taken))
+
+
+def clock_offsets_s(group: WorkerGroup, rounds: int = 5) -> list[float]:
+    """Collective: each rank's clock less root's, in seconds. The meeting's own time is in it: about a millisecond.
+
+    Of several meetings the one in which the ranks came closest counts.
+    """
+    closest: list[float] = []
+    for _ in range(rounds):
+        group.barrier()
+        times = group.gather(time.time())
+        offsets = [moment - times[0] for moment in times]
+        if not closest or max(map(abs, offsets)) < max(map(abs, closest)):
+            closest = offsets
+    return closest

@@ -1,0 +1,42 @@
+"""What a check of `doctor` finds: one line, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "warning", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level "fail": a run here would fail, hang or be wrong. "warning": it would be slow, or part of it."""
+
+    name: str
+    level: Level
+    text: str
+    do: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the line, as JSON can hold them."""
+    rows: tuple[str, ...] = ()
+    """Lines of a table that belongs below."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != "rows"}
+
+
+Facts = Mapping[str, Any]
+
+
+def ok(name: str, text: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> Finding:
+    return Finding(name, "ok", text, "", dict(facts or {}), tuple(rows))
+
+
+def warning(name: str, text: str, do: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> Finding:
+    return Finding(name, "warning", text, do, dict(facts or {}), tuple(rows))
+
+
+def fail(name: str, text: str, do: str, facts: Facts | None = None) -> Finding:
+    return Finding(name, "fail", text, do, dict(facts or {}))

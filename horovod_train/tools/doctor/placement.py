@@ -1,0 +1,184 @@
+"""Checks of `doctor` on where the ranks are: launcher, scheduler, hosts, devices, threads, settings."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tensorflow as tf
+
+from horovod_train.distributed.device import Device
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.probe import mpi_place, scheduler_tasks, visible_gpus
+from horovod_train.tools.doctor.finding import Finding, fail, ok, warning
+
+
+def check_launcher(group: WorkerGroup) -> Finding:
+    """Collective: who started the ranks, and whether launcher, Horovod, MPI and scheduler count alike.
+
+    Launcher and Horovod have been compared when the group started.
+    """
+    by_mpi, scheduler = mpi_place(group), scheduler_tasks()
+    counts = {"Horovod": group.size}
+    text = f"started by {group.launcher}" if group.launcher != "none" else "started by itself, without a launcher"
+    text += f": {group.size} rank{'s' * (group.size > 1)} on {len(set(group.hosts))} host(s)"
+    if by_mpi is not None:
+        counts["MPI"] = by_mpi[1]
+        text += f"; {by_mpi[2]}"
+    if scheduler is not None:
+        counts[scheduler[0]] = scheduler[1]
+    places = group.gather((group.rank, by_mpi[0] if by_mpi else group.rank))
+    facts = {"launcher": group.launcher, "counts": counts, "mpi": by_mpi and by_mpi[2]}
+    return judge_counts(text, counts, places, facts)
+
+
+def judge_counts(
+    text: str, counts: Mapping[str, int], places: Sequence[tuple[int, int]], facts: Mapping[str, object]
+) -> Finding:
+    """counts: ranks by who counts them. places: of each rank Horovod's number and MPI's."""
+    said = ", ".join(f"{who} counts {count}" for who, count in counts.items())
+    if [rank for rank, _ in places] != list(range(len(places))):
+        return fail("launcher", f"{text}; ranks are numbered {[rank for rank, _ in places]}", "Report this.", facts)
+    if counts.get("MPI", len(places)) != len(places) or any(rank != by_mpi for rank, by_mpi in places):
+        mend = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
+        return fail("launcher", f"{text}; {said}", mend, facts)
+    by_scheduler = {who: count for who, count in counts.items() if who not in ("Horovod", "MPI")}
+    for who, count in by_scheduler.items():
+        if count > 1 and len(places) == 1:
+            mend = "Each process believes that it is alone; see docs/clusters.md for how to start them together."
+            return fail("launcher", f"{text}, but {who} has started {count} tasks", mend, facts)
+        if count != len(places):
+            mend = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
+            return warning("launcher", f"{text}; {said}", mend, facts)
+    return ok("launcher", text, facts)
+
+
+def check_hosts(group: WorkerGroup) -> Finding:
+    """Ranks by host; an uneven spread makes the hosts with fewer wait."""
+    spread = Counter(group.hosts)
+    text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
+    text = f"ranks by host: {text}{', …' if len(spread) > 8 else ''}"
+    if len(set(spread.values())) > 1:
+        mend = "Give each host as many ranks: those that share a host with more of them are slower."
+        return warning("hosts", text, mend, {"ranks_by_host": dict(spread)})
+    return ok("hosts", text, {"ranks_by_host": dict(spread)})
+
+
+def gpu_keys(device: Device) -> tuple[str, ...]:
+    """The host's names for the GPUs that a rank computes on; none on CPU."""
+    return () if device.shared_key is None else (device.shared_key,)
+
+
+def check_devices(group: WorkerGroup) -> Finding:
+    """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
+    listed = list_gpus()
+    seen = len(tf.config.list_physical_devices("GPU"))
+    mine = tuple(gpu_uuid(key, visible_gpus(), listed) for key in gpu_keys(group.devices[group.rank]))
+    return judge_devices(group.gather((group.hosts[group.rank], mine, len(listed), seen)))
+
+
+def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Finding:
+    """rows: of each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
+    facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
+    for rank, (host, uuids, listed, seen) in enumerate(rows):
+        if not uuids and listed and not seen:
+            mend = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
+            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", mend, facts)
+    holders: dict[str, int] = {}
+    for rank, (host, uuids, _, _) in enumerate(rows):
+        for uuid in uuids:
+            if (other := holders.setdefault(uuid, rank)) != rank:
+                mend = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
+                return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", mend, facts)
+    on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
+    if on_gpu == 0:
+        return ok("devices", "no GPU here: all ranks compute on CPU", facts)
+    if on_gpu < len(rows):
+        lone = next(rank for rank, row in enumerate(rows) if not row[1])
+        text = f"{on_gpu} ranks compute on GPUs, {len(rows) - on_gpu} on CPU, rank {lone} ({rows[lone][0]}) the first"
+        return fail("devices", text, "Mend that host's driver, or leave it out: the GPUs would wait for it.", facts)
+    used: Counter[str] = Counter()
+    for host, uuids, _, _ in rows:
+        used[host] += len(uuids)
+    idle = {host: listed - used[host] for host, _, listed, _ in rows if listed > used[host]}
+    if idle:
+        text = f"{on_gpu} ranks, each with a GPU of its own; idle: {idle}"
+        return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)
+    return ok("devices", f"{on_gpu} ranks, each with a GPU of its own", facts)
+
+
+def list_gpus() -> list[str]:
+    """UUIDs of this host's GPUs in the driver's order; none without nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return parse_gpus(finished.stdout) if finished.returncode == 0 else []
+
+
+def parse_gpus(text: str) -> list[str]:
+    """nvidia-smi's lines `0, GPU-5a…` → UUIDs by index."""
+    rows = [line.split(",") for line in text.splitlines() if line.count(",") == 1]
+    return [uuid.strip() for _, uuid in sorted(rows, key=lambda row: int(row[0]))]
+
+
+def gpu_uuid(key: str, visible: str | None, listed: Sequence[str]) -> str:
+    """The UUID behind the host's name for a GPU: an index, or a UUID or the beginning of one.
+
+    visible: CUDA_VISIBLE_DEVICES, which may have said in UUIDs what the index counts in.
+    """
+    if key.isdigit() and int(key) < len(listed):
+        return listed[int(key)]
+    full = [uuid for uuid in listed if uuid.startswith(key)]
+    return full[0] if len(full) == 1 else f"{key} of {visible}" if visible else key
+
+
+def check_threads(group: WorkerGroup) -> Finding:
+    """Collective: the ranks' threads against the cores of their host, its quota and their binding."""
+    mine = tf.config.threading.get_intra_op_parallelism_threads()
+    bound = len(os.sched_getaffinity(0))
+    rows = group.gather((group.hosts[group.rank], mine, bound, os.cpu_count() or 1, cpu_quota()))
+    return judge_threads(rows)
+
+
+def judge_threads(rows: Sequence[tuple[str, int, int, int, float]]) -> Finding:
+    """rows: of each rank host, threads, cores that it is bound to, the host's cores, and its quota in cores."""
+    per_host = Counter(host for host, *_ in rows)
+    shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
+    text = f"threads of a rank: {', '.join(shown)}; {max(per_host.values())} rank(s) on a host"
+    facts = {"threads": [threads for _, threads, *_ in rows], "cores": [cores for _, _, _, cores, _ in rows]}
+    for rank, (host, threads, bound, cores, quota) in enumerate(rows):
+        if threads > bound:
+            text = f"rank {rank} ({host}) has {threads} threads bound to {bound} of {cores} cores"
+            return warning("threads", text, "Start it with mpirun --bind-to none, or srun --cpus-per-task.", facts)
+        together = sum(other for name, other, *_ in rows if name == host)
+        available = min(cores, quota)
+        if together > math.ceil(available):
+            text = f"{host}: {per_host[host]} ranks with {together} threads share {available:g} cores"
+            return warning("threads", text, "Start fewer ranks there, or ask for more cores.", facts)
+    return ok("threads", text, facts)
+
+
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores' worth of time that the container may use; infinite where nothing limits it (cgroup version 2)."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def check_settings(group: WorkerGroup) -> Finding:
+    """What Horovod and MPI were told, and by whom."""
+    rows = tuple(
+        f"{setting.name}={setting.value}  ({setting.origin}{f': {setting.why}' if setting.why else ''})"
+        for setting in group.settings
+    )
+    own = sum(setting.origin != "default" for setting in group.settings)
+    text = f"{len(group.settings)} settings of Horovod and MPI, {own} of them not the defaults of this place"
+    return ok("settings", text, {"settings": [setting._asdict() for setting in group.settings]}, rows)

@@ -1,0 +1,36 @@
+"""Doctor's checks on real ranks where something is wrong: nothing is averaged, folders and configs are apart."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import horovod.tensorflow.keras as stock
+from facts import leave
+
+from horovod_train.config import Config, DeviceConfig, HorovodConfig
+from horovod_train.distributed.group import start
+from horovod_train.tools.doctor import exchange, placement, software, surroundings
+
+group = start(HorovodConfig(), DeviceConfig())
+own_folder = Path(sys.argv[1]) / f"own-{group.rank}"
+own_folder.mkdir()
+surroundings.SEEN_WITHIN_S = 2.0
+
+found = {
+    "right": exchange.check_averaging(group),
+    "shared": surroundings.check_file_system(group, Path(sys.argv[1])),
+    "apart": surroundings.check_file_system(group, own_folder),
+    "nowhere": surroundings.check_file_system(group, Path("/nowhere")),
+    "clocks": surroundings.check_clocks(group),
+    "config": software.check_versions(group, Config(seed=group.rank))[-1],
+    "threads": placement.check_threads(group),
+}
+exchange.DistributedOptimizer = stock.DistributedOptimizer
+found["stock"] = exchange.check_averaging(group)
+found = {name: [finding.level, finding.text] for name, finding in found.items()}
+left = sorted(path.name for path in Path(sys.argv[1]).glob(".doctor*"))
+settings = {setting.name: [setting.value, os.environ[setting.name]] for setting in group.settings}
+leave(group.rank, {"found": found, "left": left, "settings": settings})
+group.close()

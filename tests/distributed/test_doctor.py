@@ -1,0 +1,135 @@
+"""The command `doctor` alone and under real launchers, and its checks on ranks where something is wrong."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Finished, RankFacts, launcher_command, run_process, train
+
+CHECKS = [
+    "versions", "same everywhere", "horovod", "launcher", "hosts", "devices", "threads", "settings", "averaging",
+    "exchange speed", "network", "file system", "clocks",
+]  # fmt: skip
+
+
+Visit = tuple[str, Finished, list[dict[str, Any]], float]
+
+
+@pytest.fixture(scope="module", params=["horovodrun", "mpirun"])
+def visit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Visit:
+    """Launcher, what was shown, the findings, and the seconds of computing that it took, at np=2."""
+    out = tmp_path_factory.mktemp("doctor") / "found.json"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finished = train(["doctor", "--json", out, "--dir", out.parent], launcher=request.param, np=2)
+    assert finished.returncode == 0, finished.text
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return request.param, finished, json.loads(out.read_text())["checks"], cpu_s
+
+
+def by_name(checks: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {check["name"]: check for check in checks}
+
+
+def test_every_check_gives_one_line_and_nothing_fails(visit: Visit) -> None:
+    _, finished, checks, _ = visit
+    assert [check["name"] for check in checks] == CHECKS
+    assert {check["level"] for check in checks} <= {"ok", "warning"}
+    for check in checks:
+        lines = [line for line in finished.stdout.splitlines() if check["text"] in line]
+        assert len(lines) == 1, check
+        assert check["level"] in lines[0]
+
+
+def test_what_the_ranks_use_is_told(visit: Visit) -> None:
+    launcher, _, checks, _ = visit
+    found = by_name(checks)
+    exchange = {"horovodrun": "gloo", "mpirun": "MPI"}[launcher]
+    assert found["horovod"]["facts"]["exchange"] == found["horovod"]["facts"]["controller"] == exchange
+    assert {"gloo", "MPI"} <= set(found["horovod"]["facts"]["built"])
+    assert found["launcher"]["facts"]["counts"] == {"Horovod": 2} | ({"MPI": 2} if launcher == "mpirun" else {})
+    settings = {setting["name"]: setting for setting in found["settings"]["facts"]["settings"]}
+    assert settings["HOROVOD_CYCLE_TIME"]["origin"] == "default"
+    # conftest's rank_environment sets this one.
+    assert settings["HOROVOD_STALL_CHECK_TIME_SECONDS"]["origin"] == "environment"
+
+
+def test_speed_is_measured_beside_mpi_where_mpi_runs(visit: Visit) -> None:
+    launcher, _, checks, _ = visit
+    rows = by_name(checks)["exchange speed"]["facts"]["allreduce"]
+    assert [row["bytes"] for row in rows] == [4, 4096, 65536, 1 << 20, 16 << 20]
+    for row in rows:
+        assert row["seconds"] > 0
+        assert (row["mpi_s"] is not None) == (launcher == "mpirun")
+    assert rows[-1]["gb_per_s"] > rows[0]["gb_per_s"]
+
+
+def test_two_ranks_are_examined_within_seconds(visit: Visit) -> None:
+    """In 15 s on two idle cores; what else the machine does must not count, so seconds of computing are asked for.
+
+    Over MPI a rank that waits computes too.
+    """
+    launcher, _, _, cpu_s = visit
+    assert cpu_s < 30 or launcher == "mpirun"
+
+
+def test_alone_it_examines_the_machine() -> None:
+    finished = train(["doctor", "--json"])
+    assert finished.returncode == 0, finished.text
+    found = by_name(json.loads(finished.stdout)["checks"])
+    assert found["launcher"]["facts"]["launcher"] == "none"
+    assert "one rank has nothing to average" in found["averaging"]["text"]
+
+
+@pytest.fixture(scope="module")
+def doctored(rank_facts: RankFacts) -> dict[str, list[str]]:
+    facts = rank_facts("doctored", "horovodrun", 2)
+    levels = [{name: level for name, (level, _) in rank["found"].items()} for rank in facts]
+    assert levels[0] == levels[1]  # all ranks come to one verdict
+    assert facts[0]["left"] == []
+    return facts[0]["found"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["right", "shared", "clocks"])
+def test_what_is_right_is_found_right(doctored: dict[str, list[str]], name: str) -> None:
+    assert doctored[name][0] == "ok", doctored[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("stock", "weights are off the mean"),  # Horovod's own wrapper under Keras 3
+        ("apart", "does not see root's file"),
+        ("nowhere", "root cannot write to /nowhere"),
+        ("config", "on config: rank 1"),
+    ],
+)
+def test_what_is_wrong_is_found_wrong(doctored: dict[str, list[str]], name: str, text: str) -> None:
+    level, said = doctored[name]
+    assert level == "fail"
+    assert text in said
+
+
+def test_settings_that_are_shown_are_those_that_horovod_finds(rank_facts: RankFacts) -> None:
+    for facts in rank_facts("doctored", "horovodrun", 2):
+        assert facts["settings"]
+        assert all(shown == set_ for shown, set_ in facts["settings"].values())
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_forever(tmp_path: Path) -> None:
+    script = tmp_path / "late.sh"
+    script.write_text(
+        'if [ "$HOROVOD_RANK" = 1 ]; then exec sleep 60; fi\n'
+        f'exec "{sys.executable}" -m horovod_train.main doctor --timeout 3\n'
+    )
+    began = time.monotonic()
+    finished = run_process([*launcher_command("horovodrun", 2), "sh", str(script)], timeout_s=50)
+    assert finished.returncode != 0
+    assert "the ranks did not come together within 3 s" in finished.stdout + finished.stderr, finished.text
+    assert time.monotonic() - began < 45

@@ -1,0 +1,169 @@
+"""What doctor makes of what it finds: each check once as it should be, and once with each thing that can be wrong."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_train.distributed.probe import Speed, scheduler_tasks
+from horovod_train.tools.doctor.exchange import judge_averaging, judge_speed
+from horovod_train.tools.doctor.placement import (
+    cpu_quota,
+    gpu_uuid,
+    judge_counts,
+    judge_devices,
+    judge_threads,
+    parse_gpus,
+)
+from horovod_train.tools.doctor.surroundings import Interface, judge_clocks, judge_file_system, judge_network
+
+GPUS = ["GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"]
+
+
+@pytest.mark.parametrize(
+    ("key", "visible", "uuid"),
+    [
+        ("1", None, "GPU-bb"),
+        ("3", "2,3", "GPU-dd"),  # device.pin has looked the index up already
+        ("GPU-cc", "GPU-cc,GPU-dd", "GPU-cc"),
+        ("GPU-d", "GPU-d", "GPU-dd"),  # CUDA takes the beginning of a UUID
+        ("MIG-7", "MIG-7", "MIG-7 of MIG-7"),
+    ],
+)
+def test_gpu_is_known_by_its_uuid(key: str, visible: str | None, uuid: str) -> None:
+    assert gpu_uuid(key, visible, GPUS) == uuid
+
+
+def test_uuids_are_read_off_the_drivers_list() -> None:
+    assert parse_gpus("1, GPU-bb\n0, GPU-aa\n") == ["GPU-aa", "GPU-bb"]
+    assert parse_gpus("No devices were found\n") == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "level", "text"),
+    [
+        ([("a", (), 0, 0), ("b", (), 0, 0)], "ok", "all ranks compute on CPU"),
+        ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-bb",), 2, 2)], "ok", "2 ranks, each with a GPU of its own"),
+        ([("a", ("GPU-aa",), 1, 1), ("b", ("GPU-bb",), 1, 1)], "ok", "each with a GPU of its own"),
+        ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-aa",), 2, 2)], "fail", "ranks 0 and 1 on a share GPU GPU-aa"),
+        ([("a", ("GPU-aa",), 4, 4)], "warning", "idle: {'a': 3}"),
+        ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-cc", "GPU-dd"), 4, 4)], "ok", "of its own"),
+        ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-bb", "GPU-cc"), 4, 4)], "fail", "share GPU GPU-bb"),
+        ([("a", (), 4, 0)], "fail", "TensorFlow sees none of the 4 GPUs"),
+        ([("a", ("GPU-aa",), 1, 1), ("b", (), 0, 0)], "fail", "1 ranks compute on GPUs, 1 on CPU, rank 1 (b)"),
+    ],
+)
+def test_one_gpu_for_each_rank(rows: list[tuple[str, tuple[str, ...], int, int]], level: str, text: str) -> None:
+    found = judge_devices(rows)
+    assert (found.level, text in found.text) == (level, True), found
+    assert bool(found.do) == (level != "ok")
+
+
+@pytest.mark.parametrize(
+    ("counts", "places", "level", "text"),
+    [
+        ({"Horovod": 2}, [(0, 0), (1, 1)], "ok", ""),
+        ({"Horovod": 2, "MPI": 2, "SLURM": 2}, [(0, 0), (1, 1)], "ok", ""),
+        ({"Horovod": 1, "SLURM": 4}, [(0, 0)], "fail", "but SLURM has started 4 tasks"),
+        ({"Horovod": 2, "SLURM": 4}, [(0, 0), (1, 1)], "warning", "SLURM counts 4"),
+        ({"Horovod": 2, "MPI": 1}, [(0, 0), (1, 0)], "fail", "MPI counts 1"),
+        ({"Horovod": 2, "MPI": 2}, [(0, 1), (1, 0)], "fail", ""),
+        ({"Horovod": 2}, [(1, 1), (1, 1)], "fail", "numbered [1, 1]"),
+    ],
+)
+def test_all_must_count_the_ranks_alike(
+    counts: dict[str, int], places: list[tuple[int, int]], level: str, text: str
+) -> None:
+    found = judge_counts("started", counts, places, {})
+    assert (found.level, text in found.text) == (level, True), found
+
+
+def test_the_scheduler_is_asked_for_the_step_before_the_job() -> None:
+    assert scheduler_tasks({}) is None
+    assert scheduler_tasks({"SLURM_NTASKS": "8"}) == ("SLURM", 8)
+    assert scheduler_tasks({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}) == ("SLURM", 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "level", "text"),
+    [
+        ([("a", 2, 4, 4, math.inf), ("a", 2, 4, 4, math.inf)], "ok", "2 of 4 cores; 2 rank(s) on a host"),
+        ([("a", 2, 1, 4, math.inf)], "warning", "2 threads bound to 1 of 4 cores"),
+        ([("a", 4, 4, 4, math.inf)] * 2, "warning", "2 ranks with 8 threads share 4 cores"),
+        ([("a", 4, 4, 4, 1.5)], "warning", "share 1.5 cores"),
+        ([("a", 4, 4, 4, math.inf), ("b", 4, 4, 4, math.inf)], "ok", "1 rank(s) on a host"),
+    ],
+)
+def test_threads_have_cores_to_run_on(rows: list[tuple[str, int, int, int, float]], level: str, text: str) -> None:
+    found = judge_threads(rows)
+    assert (found.level, text in found.text) == (level, True), found
+
+
+def test_quota_of_a_container_is_read(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) == math.inf
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cpu_quota(tmp_path) == math.inf
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+
+
+def test_mean_over_ranks_is_proved() -> None:
+    own = [np.float32([0.0, 2.0]), np.float32([2.0, 4.0])]
+    mean = np.float32([1.0, 3.0])
+    assert judge_averaging(own, [mean, mean], "3").level == "ok"
+    assert judge_averaging(own, own, "3").level == "fail"  # nobody averages
+    assert judge_averaging(own, [mean * 2, mean * 2], "3").level == "fail"  # a sum
+    assert judge_averaging(own, [mean, mean + np.float32(1e-7)], "3").level == "fail"  # nearly equal is not equal
+    assert judge_averaging(own, [mean * np.nan] * 2, "3").level == "fail"
+    assert judge_averaging([mean, mean], [mean, mean], "3").level == "fail"  # the same data would prove nothing
+
+
+@pytest.mark.parametrize(("ranks", "seconds", "level"), [(2, 0.004, "ok"), (2, 0.4, "warning"), (1, 0.4, "ok")])
+def test_an_exchange_slower_than_a_slow_network_is_said(ranks: int, seconds: float, level: str) -> None:
+    found = judge_speed([Speed(4, 1e-4, None), Speed(16 << 20, seconds, None)], ranks, 1)
+    assert found.level == level
+    assert len(found.rows) == 3
+
+
+def test_speed_of_mpi_alone_stands_beside() -> None:
+    assert "MPI alone" in judge_speed([Speed(4, 1e-4, 2e-5)], 2, 1).rows[0]
+    assert "MPI alone" not in judge_speed([Speed(4, 1e-4, None)], 2, 1).rows[0]
+
+
+LO, ETH = Interface("127.0.0.1", 0), Interface("10.0.0.1", 10_000)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "used", "level", "text"),
+    [
+        ({"a": {"lo": LO}}, [None], "ok", "left to Horovod and MPI"),
+        ({"a": {"lo": LO}}, ["lo", "lo"], "ok", "used: lo"),
+        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "eth0": ETH}}, ["eth0"] * 2, "ok", "10 Gbit/s"),
+        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "ib0": ETH}}, ["eth0"] * 2, "fail", "eth0 is not up on b"),
+        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "eth0": ETH}}, ["lo"] * 2, "fail", "cannot meet over lo"),
+        ({"a": {"lo": LO}, "b": {"lo": LO}}, [None] * 2, "fail", ""),
+    ],
+)
+def test_all_hosts_must_meet_over_the_interface(
+    hosts: dict[str, dict[str, Interface]], used: list[str | None], level: str, text: str
+) -> None:
+    found = judge_network(hosts, used)
+    assert (found.level, text in found.text) == (level, True), found
+
+
+def test_file_system_that_is_slow_or_full_is_said(tmp_path: Path) -> None:
+    assert judge_file_system(tmp_path, [], 0.01, 0.01, 10**11).level == "ok"
+    assert judge_file_system(tmp_path, [], 5.0, 0.01, 10**11).level == "warning"
+    assert judge_file_system(tmp_path, [], 0.01, 0.01, 10**6).level == "warning"
+    found = judge_file_system(tmp_path, ["rank 1 (b) does not see root's file", "x"], 0.01, 10.0, 10**11)
+    assert found.level == "fail"
+    assert found.text.endswith("rank 1 (b) does not see root's file and 1 more")
+
+
+def test_clocks_apart_are_said() -> None:
+    assert judge_clocks([0.0, -0.4], ["a", "b"]).level == "ok"
+    found = judge_clocks([0.0, 0.1, -7.0], ["a", "a", "b"])
+    assert (found.level, found.text) == ("warning", "rank 2 (b) is -7.0 s from root's clock")
