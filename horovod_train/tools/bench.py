@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 
-KINDS = {"input": ("horovod_train.tools.bench_input", "reading, parsing and batching, on one rank")}
+KINDS = {
+    "input": ("horovod_train.tools.bench_input", "reading, parsing and batching, on one rank"),
+    "exchange": ("horovod_train.tools.bench_exchange", "ways for the ranks of this host to exchange gradients"),
+}
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 
 

@@ -101,7 +101,19 @@ def test_no_private_names_of_other_libraries() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--config", "nowhere.yaml"], ["prepare", "--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["--config", "nowhere.yaml"],
+        ["prepare", "--help"],
+        ["plan", "--help"],
+        ["plan", "--config", "nowhere.yaml"],
+        ["doctor", "--help"],
+        ["doctor", "--config", "nowhere.yaml"],
+        ["bench", "exchange", "--help"],
+    ],
+)
 def test_help_and_bad_paths_answer_before_tensorflow_is_imported(words: list[str]) -> None:
     script = (
         "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
