@@ -41,9 +41,6 @@ COMMANDS = {
 
 WITH_KERAS = {"evaluate", "predict", "export"}
 
-ROOT_SPEAKS_FIRST_S = 2.0
-"""How long a rank with a bad config leaves it to root to say so. Launchers end the others when root has failed."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -77,6 +74,8 @@ def _train(words: Sequence[str]) -> int:
     arguments = _parser().parse_args(words)
     place = launch.detect()
     with _root_speaks_first():
+        if not arguments.print_config:
+            place.check()
         config = _load(arguments)
     if arguments.print_config:
         return 0
@@ -90,7 +89,7 @@ def _root_speaks_first() -> Iterator[None]:
         yield
     except UserError:
         if launch.detect().rank != 0:
-            time.sleep(ROOT_SPEAKS_FIRST_S)
+            time.sleep(launch.ROOT_SPEAKS_FIRST_S)
         raise
 
 

@@ -38,9 +38,12 @@ class Finished:
         return f"--- exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM")
+
+
 def rank_environment() -> dict[str, str]:
     """What a user's shell has after `activate`, with limits short enough that nothing hangs in a test."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "OMPI_", "PMIX_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return kept | {
         "PATH": f"{BIN}:{kept.get('PATH', '')}",
         "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}",
@@ -60,6 +63,7 @@ def launcher_command(launcher: str, np: int) -> list[str]:
         "horovodrun": ["horovodrun", "--gloo", "-np", str(np)],
         "horovodrun-default": ["horovodrun", "-np", str(np)],
         "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np)],
+        "srun": [sys.executable, str(PROJECT / "tests" / "as_srun.py"), str(np), "--"],
     }[launcher]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import defaults, device, launch
+from horovod_train.distributed import come_up, defaults, device, launch
 from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
@@ -153,9 +153,10 @@ def start(
 
     environment: what Horovod and TensorFlow are to find where the user's says nothing, such as stall limits.
 
-    Raises UserError where ranks of one host would share a GPU.
+    Raises UserError where the processes would not find each other, or ranks of one host would share a GPU.
     """
     started_by = launch.detect()
+    started_by.check()
     settings = defaults.choose(
         horovod,
         os.environ,
@@ -167,11 +168,13 @@ def start(
     )
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}
-    cores = _initialise(started_by)
-    mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
-    if deterministic:
-        tf.config.experimental.enable_op_determinism()
-    facts = hvd.allgather_object((socket.gethostname(), mine), name="group.start")
+    with come_up.meeting(started_by):
+        cores = come_up.initialise(started_by)
+        come_up.check_place(started_by)
+        mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
+        if deterministic:
+            tf.config.experimental.enable_op_determinism()
+        facts = hvd.allgather_object((socket.gethostname(), mine), name="group.start")
     group = WorkerGroup(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -184,7 +187,7 @@ def start(
         settings=tuple(settings),
     )
     with group.together():
-        _check_place(group, started_by)
+        _check_devices(group)
     return group
 
 
@@ -203,29 +206,7 @@ def is_connection_loss(error: BaseException) -> bool:
     return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
 
 
-def _initialise(started_by: launch.Launch) -> set[int]:
-    """Starts Horovod; returns the cores that the ranks of this host may use."""
-    mine = os.sched_getaffinity(0)
-    if started_by.launcher == "none":
-        # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
-        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    if not started_by.uses_mpi:
-        hvd.init()
-        return mine
-    from mpi4py import MPI
-
-    hvd.init(comm=MPI.COMM_WORLD)
-    # mpirun may have bound each rank to cores of its own.
-    neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    return set().union(*neighbours.allgather(mine))
-
-
-def _check_place(group: WorkerGroup, started_by: launch.Launch) -> None:
-    if (group.rank, group.size) != (started_by.rank, started_by.size):
-        raise UserError(
-            f"{started_by.launcher} says this is rank {started_by.rank} of {started_by.size}, Horovod says rank "
-            f"{group.rank} of {group.size}. Start it with the launcher that Horovod was built for: see README."
-        )
+def _check_devices(group: WorkerGroup) -> None:
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
         for key in found.gpu_keys:

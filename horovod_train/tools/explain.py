@@ -216,6 +216,8 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
         "none": [],
         "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
         "mpirun": ["mpirun", "-np", size, *hosts],
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-K1", "-n", size],
     }.get(launcher, [launcher, "-n", size])
 
 

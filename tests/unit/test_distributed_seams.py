@@ -1,4 +1,4 @@
-"""The decisions that need no ranks: who launched, which GPU, how many threads."""
+"""The decisions that need no ranks: which GPU, how many threads."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ import re
 
 import pytest
 
-from horovod_train.distributed.launch import Launch, detect
 from horovod_train.errors import UserError
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, Launch("none", 0, 1)),
-        ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}, Launch("horovodrun", 3, 4)),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("mpirun", 1, 2)),
-        # horovodrun --gloo inside a batch job: SLURM's own variables are the batch node's, for every rank.
-        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "SLURM_PROCID": "0"}, Launch("horovodrun", 1, 2)),
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Launch("horovodrun", 0, 2)),
-    ],
-)
-def test_launcher_is_read_from_the_environment(environment: dict[str, str], expected: Launch) -> None:
-    assert detect(environment) == expected
 
 
 @pytest.mark.parametrize(

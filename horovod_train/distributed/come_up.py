@@ -1,0 +1,65 @@
+"""Brings Horovod up in this process, over what its launcher has prepared, and sees that it found the others.
+
+Does not know devices or what the ranks are to do: see group.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import horovod.tensorflow as hvd
+
+from horovod_train.distributed import launch
+from horovod_train.errors import FailedElsewhere, UserError
+
+
+def meeting(started_by: launch.Launch) -> AbstractContextManager[None]:
+    """A place for the ranks to find each other, where the launcher has not made one."""
+    if started_by.step is None:
+        return nullcontext()
+    from horovod_train.distributed import rendezvous
+
+    return rendezvous.meeting(started_by.step)
+
+
+def initialise(started_by: launch.Launch) -> set[int]:
+    """Starts Horovod; returns the cores that the ranks of this host may use."""
+    mine = os.sched_getaffinity(0)
+    if started_by.launcher == "none":
+        # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    if not started_by.uses_mpi:
+        hvd.init()
+        return mine
+    from mpi4py import MPI
+
+    hvd.init(comm=MPI.COMM_WORLD)
+    # mpirun may have bound each rank to cores of its own.
+    neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    if (neighbours.rank, neighbours.size) != (hvd.local_rank(), hvd.local_size()):
+        raise UserError(
+            f"{socket.gethostname()}: MPI says local rank {neighbours.rank} of {neighbours.size}, Horovod says "
+            f"{hvd.local_rank()} of {hvd.local_size()}; both must use one MPI: "
+            "MPI=system make install builds Horovod with the one on PATH."
+        )
+    return set().union(*neighbours.allgather(mine))
+
+
+def check_place(started_by: launch.Launch) -> None:
+    """Each process by itself: those that wrongly believe to be alone have nobody to ask."""
+    if (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
+        return
+    if started_by.rank != 0:
+        time.sleep(launch.ROOT_SPEAKS_FIRST_S)
+        silent = FailedElsewhere("rank 0 has said that the ranks do not find each other")
+        silent.exit_code = UserError.exit_code
+        raise silent
+    instead = "srun --mpi=none" if started_by.launcher == "srun-pmix" else "horovodrun --gloo"
+    raise UserError(
+        f"{started_by.launcher} started {started_by.size} ranks, but the MPI that Horovod was built with finds "
+        f"{hvd.size()}: they do not belong together. Start with {instead}, which needs no MPI, or build Horovod with "
+        "the launcher's: MPI=system make install."
+    )

@@ -1,0 +1,189 @@
+"""Brings the ranks of a plain `srun` together for gloo, with neither ssh nor MPI.
+
+Rank 0 runs Horovod's own rendezvous server; its host is the first of the step, its port follows from the step's name.
+Nobody starts Horovod before all have come, since Horovod itself waits for HOROVOD_GLOO_TIMEOUT_SECONDS only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil  # type: ignore[import-untyped]
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+from horovod_train.distributed.slurm_step import Step
+from horovod_train.errors import FailedElsewhere, RunError, UserError
+
+ARRIVE_WITHIN_S = 300.0
+"""How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise. Long,
+because hundreds of ranks may load TensorFlow from one file server."""
+
+POLL_S = 0.05
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
+PORTS_TRIED = 16
+
+_SCOPE = "horovod_train"
+"""Our own shelf in the server's store: who has come, and that all have."""
+
+
+@contextmanager
+def meeting(step: Step) -> Iterator[None]:
+    """Collective: what Horovod must find in its environment, and a server to meet at, for as long as the block lasts.
+
+    All ranks must have initialised Horovod before root leaves the block. Only HOROVOD_GLOO_IFACE stays set: the watch
+    uses that interface too.
+
+    Raises UserError where ranks cannot meet as they were started, RunError where some do not come.
+    """
+    if step.rank == 0 and step.node != 0:
+        raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
+    until = time.monotonic() + float(os.environ.get("HOROVOD_START_TIMEOUT", ARRIVE_WITHIN_S))
+    server = _open_server(step) if step.rank == 0 else None
+    try:
+        address = _address_of(step.nodes[0])
+        if server is None:
+            port = _find_root(address, step, until)
+        else:
+            port = server.server_address[1]
+            _wait_for_all(server, step, until)
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(step))
+        with _environment(_horovod_variables(step, address, port)):
+            yield
+    finally:
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def candidate_ports(name: str) -> list[int]:
+    """The ports that root tries, the same on every rank of a step and others for every step."""
+    return random.Random(name).sample(PORTS, PORTS_TRIED)
+
+
+def _open_server(step: Step) -> RendezvousHTTPServer:
+    for port in candidate_ports(step.name):
+        with suppress(OSError):
+            server = RendezvousHTTPServer(("", port), RendezvousHandler, 0)
+            server.cache = {_SCOPE: {"step": step.name.encode()}}
+            threading.Thread(target=server.serve_forever, args=(POLL_S,), name="rendezvous", daemon=True).start()
+            return server
+    raise RunError(f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free on {socket.gethostname()}.")
+
+
+def _wait_for_all(server: RendezvousHTTPServer, step: Step, until: float) -> None:
+    """On root."""
+    awaited = set(range(1, step.size))
+    while awaited:
+        with server.cache_lock:
+            awaited -= {int(key) for key in server.cache[_SCOPE] if key.isdecimal()}
+        if awaited and time.monotonic() > until:
+            names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
+            raise RunError(
+                f"{len(awaited)} of {step.size} ranks have not come to {step.nodes[0]} in time: {names}. Their output "
+                "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
+            )
+        time.sleep(POLL_S / 5 if awaited else 0)
+    with server.cache_lock:
+        server.cache[_SCOPE]["all"] = b"here"
+
+
+def _find_root(address: str, step: Step, until: float) -> int:
+    """On the others: the port at which root listens, once all ranks have come."""
+    port, ports = None, candidate_ports(step.name)
+    while time.monotonic() < until:
+        if port is None:
+            port = next((port for port in ports if _ask(address, port, "GET", "step") == step.name.encode()), None)
+            if port is not None and _ask(address, port, "PUT", str(step.rank)) is None:
+                port = None
+        elif _ask(address, port, "GET", "all") is not None:
+            return port
+        time.sleep(POLL_S)
+    if port is None and step.rank == 1:
+        raise UserError(
+            f"rank 0 on {step.nodes[0]} ({address}) does not answer rank 1 on {step.nodes[step.node]} at port "
+            f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts."
+        )
+    raise FailedElsewhere("rank 0 says which ranks have not come, or rank 1 that rank 0 has not")
+
+
+def _ask(address: str, port: int, method: str, key: str) -> bytes | None:
+    """What the server has under this key of our shelf; None where there is nothing, or nobody."""
+    connection = http.client.HTTPConnection(address, port, timeout=5)
+    try:
+        connection.request(method, f"/{_SCOPE}/{key}", body=b"here" if method == "PUT" else None)
+        answer = connection.getresponse()
+        content = answer.read()
+        return content if answer.status == http.client.OK else None
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def _address_of(host: str) -> str:
+    """The IPv4 address of a host by its SLURM name, which need not be one that the resolver knows."""
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(["scontrol", "-o", "show", "node", host], capture_output=True, text=True, timeout=20)
+        if found := re.search(r"NodeAddr=(\S+)", said.stdout):
+            return socket.gethostbyname(found[1])
+    raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
+
+
+def _interface(step: Step) -> str:
+    """The network interface at which this rank reaches the other hosts; loopback where there is one host only.
+
+    gloo by itself would take the address of the host's own name, which is a loopback one on many Debian hosts.
+    """
+    there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # sends nothing: it asks the routing table
+        own = probe.getsockname()[0]
+    return next(name for name, found in psutil.net_if_addrs().items() if own in [entry.address for entry in found])
+
+
+def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
+    """What horovodrun would set: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
+    cross_rank, cross_size = step.cross
+    numbers = {
+        "RANK": step.rank,
+        "SIZE": step.size,
+        "LOCAL_RANK": step.local_rank,
+        "LOCAL_SIZE": step.local_size,
+        "CROSS_RANK": cross_rank,
+        "CROSS_SIZE": cross_size,
+        "GLOO_RENDEZVOUS_PORT": port,
+    }
+    words = {
+        "HOSTNAME": step.nodes[step.node],
+        "GLOO_RENDEZVOUS_ADDR": address,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables for a while. Left set, they would make horovodrun of what srun has started."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

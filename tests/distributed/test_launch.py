@@ -1,0 +1,103 @@
+"""Ranks that plain srun has started meet by themselves; processes that would not find each other are told so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from conftest import PROGRAMS, PROJECT, RankFacts, launcher_command, rank_environment, run_process, train
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+from horovod_train.distributed.rendezvous import candidate_ports
+
+SRUN = launcher_command("srun", 2)
+
+
+def meet(out: Path, ranks: list[str] | None = None, **environment: str) -> list[dict[str, Any]]:
+    """The facts of those that were started."""
+    out.mkdir()
+    command = [*SRUN[:-1], *(ranks or []), "--", sys.executable, str(PROGRAMS / "meet.py"), str(out)]
+    finished = run_process(command, environment=rank_environment() | environment, timeout_s=60)
+    assert finished.returncode == 0, finished.text
+    return [json.loads(file.read_text()) for file in sorted(out.iterdir())]
+
+
+def test_plain_srun_exchanges_over_gloo(rank_facts: RankFacts) -> None:
+    for rank, facts in enumerate(rank_facts("collectives", "srun", 2)):
+        assert (facts["rank"], facts["size"], facts["launcher"]) == (rank, 2, "srun")
+        assert facts["exchange"] == "gloo"
+        assert facts["average"] == 0.5
+
+
+def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
+    """Another job's rendezvous server is no rank 0 of ours; and nothing of the meeting stays for child processes."""
+    first, second, *_ = candidate_ports("1234567.0.0")
+    stranger = RendezvousHTTPServer(("", first), RendezvousHandler, 0)
+    stranger.cache = {"horovod_train": {"step": b"7.0.0"}}
+    threading.Thread(target=stranger.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        root, other = meet(tmp_path / "out", SLURM_JOB_ID="1234567")
+    finally:
+        stranger.shutdown()
+        stranger.server_close()
+    assert root["inside"]["HOROVOD_GLOO_RENDEZVOUS_PORT"] == str(second)
+    assert other["inside"]["HOROVOD_GLOO_RENDEZVOUS_PORT"] == str(second)
+    assert other["inside"]["HOROVOD_LOCAL_RANK"] == "1"
+    assert root["launcher_after"] == other["launcher_after"] == "srun"
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    (facts,) = meet(tmp_path / "out", ["0"], HOROVOD_START_TIMEOUT="1")
+    assert "1 of 2 ranks have not come to localhost in time: 1." in facts["error"]
+
+
+def test_a_root_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (facts,) = meet(tmp_path / "out", ["1"], HOROVOD_START_TIMEOUT="1")
+    assert "rank 0 on localhost (127.0.0.1) does not answer rank 1 on localhost at port" in facts["error"]
+    assert facts["exit_code"] == 2
+
+
+def test_ranks_that_mpi_does_not_bring_together_end_with_one_sentence(digits: Path, tmp_path: Path) -> None:
+    """As under the mpirun of another MPI: two processes, and each is the only one in the MPI of Horovod."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"data: {{train: {digits}/train, global_batch_size: 96}}\ntrain: {{max_steps: 2}}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "horovod_train.main",
+        "--config",
+        str(config),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=PROJECT,
+            env=rank_environment() | {"PMI_RANK": str(rank), "PMI_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert said[1] == ""
+    (line,) = said[0].splitlines()
+    assert line.startswith("error: mpirun started 2 ranks, but the MPI that Horovod was built with finds 1:")
+    assert not list((tmp_path / "run").rglob("*"))
+
+
+def test_a_lonely_process_of_a_job_with_several_tasks_is_refused_before_tensorflow_is_loaded(tmp_path: Path) -> None:
+    started = time.monotonic()
+    environment = rank_environment() | {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    finished = train(["--config", "nowhere.yaml", "--output-dir", tmp_path / "run"], environment=environment)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("error: SLURM job 7 has 2 tasks, but this process is one alone.")
+    assert not (tmp_path / "run").exists()
+    assert time.monotonic() - started < 3

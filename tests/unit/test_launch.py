@@ -1,0 +1,149 @@
+"""Who launched, by what each launcher leaves in the environment; and the ways of starting that cannot work."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_train.distributed.launch import Launch, detect
+from horovod_train.distributed.slurm_step import expand_counts, expand_hosts, read_step
+from horovod_train.errors import UserError
+
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURMD_NODENAME": "n1",
+}
+"""In a batch script, and so under the horovodrun or mpirun that it calls: the batch node's values, for every rank."""
+
+
+def step(rank: int = 0, size: int = 3) -> dict[str, str]:
+    """A step of three tasks: two on n1, one on n2."""
+    return BATCH | {
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+        "SLURM_NODEID": str(rank // 2),
+    }
+
+
+def horovodrun(rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
+    local = {} if local_size is None else {"HOROVOD_LOCAL_SIZE": str(local_size)}
+    return {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), **local}
+
+
+def mpirun(rank: int, size: int, local_size: int = 1) -> dict[str, str]:
+    said = {"RANK": rank, "SIZE": size, "LOCAL_SIZE": local_size}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in said.items()} | {"PMIX_RANK": str(rank)}
+
+
+def mpich(rank: int, size: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": str(size)}
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher", "rank", "size"),
+    [
+        ({}, "none", 0, 1),
+        (BATCH, "none", 0, 1),
+        (horovodrun(3, 4), "horovodrun", 3, 4),
+        (BATCH | horovodrun(1, 2, 1), "horovodrun", 1, 2),
+        (mpirun(0, 2) | horovodrun(1, 2), "horovodrun", 1, 2),
+        (mpirun(1, 2), "mpirun", 1, 2),
+        (mpich(1, 2), "mpirun", 1, 2),
+        # mpirun reaches the second host by an srun of one task there.
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "1"} | step(0) | mpirun(2, 4), "mpirun", 2, 4),
+        (step(2), "srun", 2, 3),
+        (step(2) | {"PMIX_RANK": "2"}, "srun-pmix", 2, 3),
+        (step(2) | {"PMIX_RANK": "2", "HOROVOD_CONTROLLER": "gloo"}, "srun", 2, 3),
+        (step(2) | mpich(2, 3), "srun", 2, 3),  # --mpi=pmi2
+    ],
+)
+def test_the_nearest_launcher_is_read_from_the_environment(
+    environment: dict[str, str], launcher: str, rank: int, size: int
+) -> None:
+    found = detect(environment)
+    assert (found.launcher, found.rank, found.size, found.fault) == (launcher, rank, size, "")
+    assert (found.step is not None) == (launcher == "srun")
+
+
+PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            BATCH | {"SLURM_NTASKS": "3"},
+            "SLURM job 7 has 3 tasks, but this process is one alone. Instead start it with",
+        ),
+        ({"PMIX_RANK": "1"}, "this is rank 1 of a launcher that does not say how many there are"),
+        (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a run of its own with 1"),
+        (step(1) | horovodrun(1, 2), "srun started 3 copies of horovodrun"),
+        (step(1) | mpirun(0, 1), "srun started 3 copies of mpirun"),
+        (BATCH | PLANNED | horovodrun(0, 4, 4), "horovodrun put all 4 ranks on n1, though the job has 2 hosts"),
+        (BATCH | PLANNED | mpirun(0, 4, 4), "mpirun put all 4 ranks on n1"),
+    ],
+)
+def test_processes_that_would_not_find_each_other_are_told_what_to_do(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        detect(environment).check()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        BATCH | {"SLURM_NTASKS": "1"},
+        BATCH | PLANNED | horovodrun(0, 4, 2),  # two on each host
+        BATCH | PLANNED | horovodrun(0, 2, 2),  # a part of the job, as planned for this host
+        step(0) | horovodrun(0, 3, 2),  # a script of the user's has set for Horovod what srun says
+    ],
+)
+def test_what_is_only_like_it_is_let_through(environment: dict[str, str]) -> None:
+    detect(environment).check()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"HOROVOD_RANK": "1"}, "HOROVOD_RANK and HOROVOD_SIZE must be .* received '1' and None"),
+        (mpirun(2, 2), "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE must be .* received '2' and '2'"),
+        (mpich(0, 2) | {"PMI_RANK": "x"}, "PMI_RANK and PMI_SIZE must be .* received 'x' and '2'"),
+        (step(5), "SLURM's variables of this step do not fit together"),
+        (step(0, size=4), "SLURM's variables of this step do not fit together"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM's variables of this step do not fit together: 'SLURM_PROCID'"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(environment: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        detect(environment)
+
+
+def test_the_end_of_the_job_is_known_under_every_launcher() -> None:
+    for launcher in ({}, horovodrun(0, 1), mpirun(0, 1), step(0)):
+        environment = launcher | {"SLURM_JOB_END_TIME": "1800000000", "SLURM_JOB_ID": "7"}
+        found = detect(environment)
+        assert isinstance(found, Launch)
+        assert (found.end_time, found.job) == (1.8e9, "7")
+
+
+def test_lists_of_hosts_and_counts_are_read_as_slurm_writes_them() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    assert expand_hosts("n1") == ["n1"]
+    assert expand_hosts("a,n[08-10,12],gpu-[1-2]b") == ["a", "n08", "n09", "n10", "n12", "gpu-1b", "gpu-2b"]
+    assert expand_hosts("r[1-2]n[3-4]") == ["r1n3", "r1n4", "r2n3", "r2n4"]
+
+
+def test_cross_ranks_count_the_hosts_that_have_this_local_rank() -> None:
+    places = [read_step(step(rank)) for rank in range(3)]
+    assert [(place.local_rank, place.local_size, place.cross) for place in places if place] == [
+        (0, 2, (0, 2)),
+        (1, 2, (0, 1)),
+        (0, 1, (1, 2)),
+    ]
