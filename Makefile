@@ -3,7 +3,7 @@ SHELL := /bin/bash
 # horovodrun and its ranks look for mpirun and python on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help install train test test-faults lint format clean
+.PHONY: help install train test test-faults test-cluster lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -22,6 +22,11 @@ test: install ## all tests
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
 	ROUNDS=$(or $(ROUNDS),25) python -m pytest -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed
+
+test-cluster: install ## every way to start, requeues and losses, on virtual hosts with a real SLURM; needs root, Debian
+	@tests/cluster/install_packages.sh
+	rm -f build/cluster.md
+	python -m pytest tests/cluster; code=$$?; [ ! -f build/cluster.md ] || cat build/cluster.md; exit $$code
 
 lint: install ## style and types, changing nothing
 	ruff check .

@@ -144,3 +144,23 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     finished = train(["prepare", "digits", "--out", folder])
     assert finished.returncode == 0, finished.text
     return folder
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Three virtual hosts of two CPUs under a real SLURM; see tests/cluster."""
+    from virtual_cluster import running, why_not
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with running(hosts=3, cpus=2) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def cluster_tables() -> Iterator[list[object]]:
+    """What the tests of the cluster have seen, for people: build/cluster.md."""
+    tables: list[object] = []
+    yield tables
+    (PROJECT / "build").mkdir(exist_ok=True)
+    (PROJECT / "build" / "cluster.md").write_text("\n".join(map(str, tables)))
