@@ -35,6 +35,7 @@ COMMANDS = {
     "predict": ("horovod_train.tools.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
     "export": ("horovod_train.tools.export", "a .keras file or SavedModel that needs none of this to load"),
     "explain": ("horovod_train.tools.explain", "what happened to a run, and what to do next"),
+    "slurm": ("horovod_train.tools.slurm", "print a batch script for a config, ready for sbatch"),
     "bench": ("horovod_train.tools.bench", "measure how fast records are read and gradients exchanged"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""

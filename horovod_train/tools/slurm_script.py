@@ -1,0 +1,133 @@
+"""The text of a SLURM batch script that starts a run, is asked in time to save, and puts itself in the queue again.
+
+Does not choose the numbers in it; see slurm.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of SLURM, and how the ranks are started."""
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    cpus_per_task: int
+    time: str
+    notice_s: int
+    """Seconds before the end of the job at which it is asked to save."""
+
+    launch: str = "srun"
+    run: str = "python"
+    """The interpreter, or a container's command line that ends with it."""
+
+    partition: str | None = None
+    account: str | None = None
+
+
+def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder: str | None, venv: str) -> str:
+    """The script. head: its first comment.
+
+    words: what follows `python -m horovod_train.main`; None: what follows the script's name in the call of sbatch.
+    folder: where to run; None: where sbatch was called. venv: the virtual environment; its folder.
+    """
+    asked = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.tasks_per_node,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_task,
+        "time": job.time,
+        "partition": job.partition,
+        "account": job.account,
+        "output": "slurm-%x-%j.out",
+        "open-mode": "append",
+        "export": "NONE",
+        "signal": f"B:USR1@{job.notice_s}",
+    }
+    lines = ["#!/bin/bash", *(f"# {line}".rstrip() for line in head)]
+    lines += [f"#SBATCH --{name}={value}" for name, value in asked.items() if value is not None]
+    lines += ["#SBATCH --requeue", ""]
+    given = "" if words is None else f"set -- {shlex.join(words)}\n"
+    where = '"$SLURM_SUBMIT_DIR"' if folder is None else shlex.quote(folder)
+    body = _BODY.replace("@LAUNCH@", job.launch).replace("@RUN@", shlex.quote(job.run)).replace("@WORDS@\n", given)
+    return "\n".join(lines) + body.replace("@FOLDER@", where).replace("@VENV@", venv)
+
+
+_BODY = r"""
+# How the ranks are started:
+#   srun        ranks find each other over TCP; needs neither ssh nor MPI
+#   srun-pmix   over MPI, where SLURM and the MPI that Horovod was built with both have PMIx
+#   mpirun      over MPI; Open MPI's, inside the job, without ssh
+#   horovodrun  over ssh between the job's hosts. It passes no signal on: such a run saves at the end of its time only
+LAUNCH=@LAUNCH@
+# What runs on each rank. In a container: RUN='apptainer exec --nv horovod_train.sif python'
+RUN=@RUN@
+MAX_RESTARTS=100
+@WORDS@
+set -u
+cd @FOLDER@ || exit
+# shellcheck disable=SC1091
+source "${VENV:-@VENV@}/bin/activate" || exit
+# --export=NONE kept the submitting shell out of this one; the ranks get this one's environment.
+export SLURM_EXPORT_ENV=ALL
+# srun does not take it from sbatch any more (SLURM 22.05).
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+# For job arrays: seed=%a --output-dir runs/sweep-%a
+set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-0}}"
+
+hosts() { srun --mpi=none hostname | sort | uniq -c | awk '{ printf "%s%s:%s", sep, $2, $1; sep = "," }'; }
+case $LAUNCH in
+    # The ranks end each other when one fails, with the exit code that says why; --wait is for what cannot be expected.
+    srun) start=(srun --mpi=none --kill-on-bad-exit=0 --wait=60) ;;
+    srun-pmix) start=(srun --mpi=pmix --kill-on-bad-exit=0 --wait=60) ;;
+    mpirun) start=(mpirun --bind-to none -np "$SLURM_NTASKS") ;;
+    horovodrun) start=(horovodrun --gloo -np "$SLURM_NTASKS" -H "$(hosts)") ;;
+    *) echo "LAUNCH must be srun, srun-pmix, mpirun or horovodrun; received $LAUNCH" >&2; exit 2 ;;
+esac
+
+# SLURM sends this shell USR1 before the end of the job's time, and TERM before a preemption: the ranks are to save and
+# to end with 75.
+asked=0 ranks=
+# shellcheck disable=SC2317  # a trap calls it
+pass_on() {
+    asked=1
+    if [[ $LAUNCH != horovodrun && -n $ranks ]]; then kill -USR1 "$ranks" 2> /dev/null; fi
+}
+trap pass_on USR1 TERM
+read -ra run <<< "$RUN"
+"${start[@]}" "${run[@]}" -m horovod_train.main "$@" &
+ranks=$!
+until # a signal ends a wait early
+    wait "$ranks"
+    code=$?
+    ((code <= 128)) || ! kill -0 "$ranks" 2> /dev/null
+do :; done
+wait "$ranks"
+code=$?
+
+again() {
+    if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
+        echo "not put in the queue again: it has been $MAX_RESTARTS times"
+    elif scontrol -o show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then # neither cancelled nor preempted
+        echo "put in the queue again: $1"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+}
+answers() { timeout 60 srun --mpi=none --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 true; }
+case $code in
+    0 | 2 | 86) ;; # done; or it would only come to the same again
+    # 75: stopped on request, and saved. In the first minute, and not by us: a STOP file, which would do it again.
+    75) if ((asked || SECONDS > 60)); then again "exit code 75"; fi ;;
+    *) if ((asked)) || ! answers; then again "exit code $code, asked to stop or a host does not answer"; fi ;;
+esac
+exit "$code"
+"""

@@ -1,0 +1,93 @@
+"""The batch scripts: what is asked of SLURM, what is said of it, and mistakes. They are run in tests/cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horovod_train.main import main
+from horovod_train.tools.slurm import shipped
+
+PROJECT = Path(__file__).parent.parent.parent
+CONFIG = PROJECT / "configs" / "digits_convnet.yaml"
+SHIPPED = [(0, 1), (0, 2), (4, 1), (4, 2)]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    assert main(["slurm", "--config", str(CONFIG), *words]) == 0
+    said = capsys.readouterr()
+    return said.out, said.err
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), SHIPPED)
+def test_shipped_scripts_are_the_commands_own(gpus: int, nodes: int) -> None:
+    """To make them anew after a change: write shipped(…) to its file."""
+    name = f"{'gpu' if gpus else 'cpu'}_node{'s' if nodes > 1 else ''}.sbatch"
+    assert (PROJECT / "scripts" / "slurm" / name).read_text() == shipped(gpus, nodes)
+    checked = subprocess.run(["bash", "-n"], input=shipped(gpus, nodes), text=True, capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    script, said = printed(capsys, "--nodes", "4", "--gpus-per-node", "8", "--time", "04:00:00")
+    for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=04:00:00", "--signal=B:USR1@300"):
+        assert f"#SBATCH {line}\n" in script
+    assert f"set -- --config {CONFIG} --output-dir runs/digits_convnet\n" in script
+    assert "LAUNCH=srun\n" in script
+    assert "ranks: 4 host(s) × 8 = 32, each with a GPU" in said
+    assert "batch: 64 records over all ranks, 2 on each" in said
+
+
+def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--tasks-per-node",
+        "4",
+        "--time",
+        "00:20:00",
+        "--partition",
+        "short",
+        "--container",
+        "apptainer exec a.sif",
+    ]
+    script, _ = printed(capsys, *words, "train.epochs=3", "--launch", "mpirun")
+    assert "gpus" not in script
+    assert "#SBATCH --partition=short\n" in script
+    assert "#SBATCH --signal=B:USR1@120\n" in script
+    assert "RUN='apptainer exec a.sif python'\n" in script
+    assert "LAUNCH=mpirun\n" in script
+    assert " train.epochs=3 " in script
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--time", "4h"], "--time must be [D-]HH:MM:SS; received '4h'."),
+        (["--time", "01:00:00", "--nodes", "100"], "data.global_batch_size must be at least the number of ranks (100)"),
+        (["--time", "01:00:00", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node must be at most"),
+        (["--time", "01:00:00", "trian.epochs=3"], "command line: trian: unknown key"),
+    ],
+)
+def test_mistakes_are_named_before_a_job_waits_for_hours(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert main(["slurm", "--config", str(CONFIG), *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {expected}")
+    assert said.out == ""
+
+
+def test_a_login_node_needs_no_tensorflow() -> None:
+    script = (
+        "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = sys.modules['horovod'] = None\n"
+        "from horovod_train.main import main\n"
+        f"sys.exit(main(['slurm', '--config', {str(CONFIG)!r}, '--time', '01:00:00']))"
+    )
+    started = time.monotonic()
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("#!/bin/bash\n")
+    assert time.monotonic() - started < 2
