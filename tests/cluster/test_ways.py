@@ -112,6 +112,32 @@ def test_a_killed_rank_ends_the_job_soon_and_leaves_nothing(
     assert not [rank for host in cluster.hosts for rank in cluster.ranks(host)]
 
 
+def test_a_cut_link_ends_the_ranks_on_both_sides_of_it(
+    cluster: VirtualCluster, config: Path, tmp_path: Path, killed: Table
+) -> None:
+    """Nobody closes a connection: silence is all there is. The job itself ends when SLURM reaches the host again."""
+    limits = ["watch.warn_after_s=3", "watch.stop_after_s=8", "train.max_steps=10000000"]
+    words = [*TRAIN, "--config", str(config), "--output-dir", str(tmp_path / "run"), *limits]
+    job = submit(cluster, asked_for((1, 1)), tmp_path / "out", script=f"srun {shlex.join(words)}")
+    job.wait_until_said("train step 10 ")
+    ranks = [rank for host in cluster.hosts for rank in cluster.ranks(host)]
+    began = time.monotonic()
+    cluster.cut("n2")
+    try:
+        _, left = psutil.wait_procs(ranks, timeout=60)
+        gone_s = time.monotonic() - began
+    finally:
+        cluster.mend("n2")
+    state, exit_code = job.wait(60)
+    said = "rank 1 (n2) has not been heard of" in job.said()
+    sentence = "rank 1 (n2) has not been heard of" if said else "-"
+    killed.add("srun, link of n2 cut", sentence, gone_s, "when mended", f"{state}, exit code {exit_code}")
+    assert not left
+    assert said, job.said()
+    assert (state, exit_code) == ("FAILED", 87)
+    job.wait_until(cluster.is_idle, "all hosts idle")
+
+
 def test_plain_srun_needs_neither_ssh_nor_mpirun(cluster: VirtualCluster, config: Path, tmp_path: Path) -> None:
     """Each rank runs where both are hidden: an empty file lies over every one of them."""
     hidden = [BIN / "mpirun", BIN / "orterun", BIN / "orted", BIN / "horovodrun", "/usr/bin/ssh", "/usr/bin/scp"]
