@@ -122,11 +122,13 @@ again() {
         scontrol requeue "$SLURM_JOB_ID"
     fi
 }
+# A preemption with grace time is told to the ranks alone.
+preempted() { scontrol -o show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }
 answers() { timeout 60 srun --mpi=none --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 true; }
 case $code in
     0 | 2 | 86) ;; # done; or it would only come to the same again
     # 75: stopped on request, and saved. In the first minute, and not by us: a STOP file, which would do it again.
-    75) if ((asked || SECONDS > 60)); then again "exit code 75"; fi ;;
+    75) if ((asked || SECONDS > 60)) || preempted; then again "exit code 75"; fi ;;
     *) if ((asked)) || ! answers; then again "exit code $code, asked to stop or a host does not answer"; fi ;;
 esac
 exit "$code"
