@@ -47,7 +47,7 @@ def meeting(step: Step) -> Iterator[None]:
     """
     if step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
-    until = time.monotonic() + float(os.environ.get("HOROVOD_START_TIMEOUT", ARRIVE_WITHIN_S))
+    until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
     server = _open_server(step) if step.rank == 0 else None
     try:
         address = _address_of(step.nodes[0])
@@ -56,7 +56,8 @@ def meeting(step: Step) -> Iterator[None]:
         else:
             port = server.server_address[1]
             _wait_for_all(server, step, until)
-        os.environ.setdefault("HOROVOD_GLOO_IFACE", _interface(step))
+        if "HOROVOD_GLOO_IFACE" not in os.environ:
+            os.environ["HOROVOD_GLOO_IFACE"] = _interface(step)
         with _environment(_horovod_variables(step, address, port)):
             yield
     finally:
@@ -68,6 +69,13 @@ def meeting(step: Step) -> Iterator[None]:
 def candidate_ports(name: str) -> list[int]:
     """The ports that root tries, the same on every rank of a step and others for every step."""
     return random.Random(name).sample(PORTS, PORTS_TRIED)
+
+
+def _arrive_within_s(said: str | None) -> float:
+    try:
+        return ARRIVE_WITHIN_S if said is None else float(said)
+    except ValueError as error:
+        raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {said!r}.") from error
 
 
 def _open_server(step: Step) -> RendezvousHTTPServer:
@@ -150,7 +158,10 @@ def _interface(step: Step) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing: it asks the routing table
         own = probe.getsockname()[0]
-    return next(name for name, found in psutil.net_if_addrs().items() if own in [entry.address for entry in found])
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in [found.address for found in addresses]:
+            return str(name)
+    raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
 
 
 def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
