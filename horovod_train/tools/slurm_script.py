@@ -75,8 +75,14 @@ MAX_RESTARTS=100
 @WORDS@
 set -u
 cd @FOLDER@ || exit
-# shellcheck disable=SC1091
-source "${VENV:-@VENV@}/bin/activate" || exit
+venv=${VENV:-@VENV@}
+if [[ -e $venv/bin/activate ]]; then
+    # shellcheck disable=SC1091
+    source "$venv/bin/activate"
+elif [[ $RUN == python ]]; then
+    echo "no virtual environment at $venv: make install, or sbatch --export=VENV=/path …" >&2
+    exit 2
+fi
 # --export=NONE kept the submitting shell out of this one; the ranks get this one's environment.
 export SLURM_EXPORT_ENV=ALL
 # srun does not take it from sbatch any more (SLURM 22.05).
