@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import horovod.tensorflow as hvd
 
@@ -34,7 +36,9 @@ def initialise(started_by: launch.Launch) -> set[int]:
     if not started_by.uses_mpi:
         hvd.init()
         return mine
-    from mpi4py import MPI
+    speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
+    with _survivor(_MPI_FAILED) if speaks else nullcontext():
+        from mpi4py import MPI
 
     hvd.init(comm=MPI.COMM_WORLD)
     # mpirun may have bound each rank to cores of its own.
@@ -46,6 +50,21 @@ def initialise(started_by: launch.Launch) -> set[int]:
             "MPI=system make install builds Horovod with the one on PATH."
         )
     return set().union(*neighbours.allgather(mine))
+
+
+_MPI_FAILED = (
+    "error: the MPI that Horovod was built with did not start under srun --mpi=pmix; what it says is above. Start with "
+    "srun --mpi=none, which needs no MPI."
+)
+
+
+@contextmanager
+def _survivor(last_words: str) -> Iterator[None]:
+    """Says last_words if this process ends inside the block: Open MPI ends it where it finds no PMIx that it knows."""
+    script = 'read -r done || echo "$1" >&2'
+    heir = subprocess.Popen(["sh", "-c", script, "sh", last_words], stdin=subprocess.PIPE)
+    yield
+    heir.communicate(b"done\n")
 
 
 def check_place(started_by: launch.Launch) -> None:
