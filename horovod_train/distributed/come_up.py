@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -37,7 +38,9 @@ def initialise(started_by: launch.Launch) -> set[int]:
         hvd.init()
         return mine
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
-    with _survivor(_MPI_FAILED) if speaks else nullcontext():
+    with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
+        # Said by check_place, once and with what to do.
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment")
         from mpi4py import MPI
 
     hvd.init(comm=MPI.COMM_WORLD)

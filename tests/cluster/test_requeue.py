@@ -19,11 +19,11 @@ CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
 model: user_models:long_run
 loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
-optimizer: {{name: adam, options: {{use_ema: true}}}}
+optimizer: adam
 lr_schedule: {{base_lr: 0.01, decay: {{name: cosine}}}}
 deterministic: true
 device: {{intra_op_threads: 1, inter_op_threads: 1}}
-train: {{epochs: 40, steps_per_call: 5}}
+train: {{epochs: 40, steps_per_call: 5, ema_decay: 0.99}}
 log: {{every_steps: 15, tensorboard: false}}
 checkpoint: {{every_steps: 30, every_epochs: null}}
 """
