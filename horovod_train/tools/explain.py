@@ -217,7 +217,7 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
         "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
         "mpirun": ["mpirun", "-np", size, *hosts],
         "srun": ["srun", "--mpi=none", "-n", size],
-        "srun-pmix": ["srun", "--mpi=pmix", "-K1", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
     }.get(launcher, [launcher, "-n", size])
 
 

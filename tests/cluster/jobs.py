@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 WAYS: dict[str, str] = {
     "srun": "srun --mpi=none",
-    "srun-pmix": "srun --mpi=pmix -K1",
+    "srun-pmix": "srun --mpi=pmix",
     "mpirun": "mpirun --bind-to none",
     "horovodrun-gloo": "horovodrun --gloo -np {np} -H {hosts}",
     "horovodrun-mpi": "horovodrun --mpi -np {np} -H {hosts}",

@@ -100,6 +100,14 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     assert "mpirun -np 3 python" in found.next
 
 
+def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
+    for launcher, line in {"srun": "srun --mpi=none -n 3", "srun-pmix": "srun --mpi=pmix -n 3"}.items():
+        (tmp_path / launcher).mkdir()
+        run = Run(tmp_path / launcher, 3, launcher)
+        run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")
+        assert f"{line} python -m horovod_train.main" in explain(tmp_path / launcher).next
+
+
 def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
     run = Run(tmp_path, 3, "srun")
     sentence = "rank 1 (node0) has not been heard of for 31 s, last in compute at step 469; 2 ranks wait for it"
@@ -108,7 +116,7 @@ def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.rank, found.silent) == ("stalled", 1, [1])
     assert found.what == f"stalled: {sentence}"
-    assert "srun -n 3 python" in found.next
+    assert "srun --mpi=none -n 3 python" in found.next
 
 
 def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
