@@ -23,11 +23,11 @@ optimizer: adam
 lr_schedule: {{base_lr: 0.01, decay: {{name: cosine}}}}
 deterministic: true
 device: {{intra_op_threads: 1, inter_op_threads: 1}}
-train: {{epochs: 40, steps_per_call: 5, ema_decay: 0.99}}
-log: {{every_steps: 15, tensorboard: false}}
-checkpoint: {{every_steps: 30, every_epochs: null}}
+train: {{epochs: 120, steps_per_call: 5, ema_decay: 0.99}}
+log: {{every_steps: 45, tensorboard: false}}
+checkpoint: {{every_steps: 450, every_epochs: null}}
 """
-STEPS = 600
+STEPS = 1800
 EXPORT = f"VENV={sys.prefix},PYTHONPATH={PROJECT / 'tests'},TF_CPP_MIN_LOG_LEVEL=3,OMPI_ALLOW_RUN_AS_ROOT=1"
 EXPORT += ",OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 TWO_HOSTS = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=00:10:00")
