@@ -13,7 +13,7 @@ from keras.optimizers import schedules as keras_schedules
 from horovod_train.config import Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.lars import LARS
-from horovod_train.lookup import call, choose, choose_keras, load_function
+from horovod_train.lookup import call, choose_keras, load_function
 from horovod_train.schedules import Horizon, build_formula, scaled_lr, warm_up
 
 Schedule = Any

@@ -25,9 +25,10 @@ from horovod_train.config import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.pipeline import Batch  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
 from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
+from horovod_train.losses import build_loss  # noqa: E402
 from horovod_train.metrics import Accumulator  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
-from horovod_train.objective import Objective, build_loss  # noqa: E402
+from horovod_train.objective import Objective  # noqa: E402
 from horovod_train.state import TrainState  # noqa: E402
 from horovod_train.step import TrainStep  # noqa: E402
 from horovod_train.synchronization import EveryStep  # noqa: E402

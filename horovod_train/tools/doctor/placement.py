@@ -12,7 +12,6 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from horovod_train.distributed.device import Device
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.probe import mpi_place, scheduler_tasks, visible_gpus
 from horovod_train.tools.doctor.finding import Finding, fail, ok, warning
@@ -69,16 +68,11 @@ def check_hosts(group: WorkerGroup) -> Finding:
     return ok("hosts", text, {"ranks_by_host": dict(spread)})
 
 
-def gpu_keys(device: Device) -> tuple[str, ...]:
-    """The host's names for the GPUs that a rank computes on; none on CPU."""
-    return () if device.shared_key is None else (device.shared_key,)
-
-
 def check_devices(group: WorkerGroup) -> Finding:
     """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
     listed = list_gpus()
     seen = len(tf.config.list_physical_devices("GPU"))
-    mine = tuple(gpu_uuid(key, visible_gpus(), listed) for key in gpu_keys(group.devices[group.rank]))
+    mine = tuple(gpu_uuid(key, visible_gpus(), listed) for key in group.devices[group.rank].gpu_keys)
     return judge_devices(group.gather((group.hosts[group.rank], mine, len(listed), seen)))
 
 

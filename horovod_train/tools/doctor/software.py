@@ -13,7 +13,6 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.probe import horovod_build
 from horovod_train.errors import RanksDisagree
 from horovod_train.tools.doctor.finding import Finding, fail, ok, warning
-from horovod_train.tools.doctor.placement import gpu_keys
 
 PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "mpi4py")
 
@@ -53,7 +52,7 @@ def check_build(group: WorkerGroup) -> Finding:
     text = f"Horovod built with {', '.join(build.built)}; ranks meet over {build.controller}"
     text += f" and exchange gradients over {build.exchange}"
     facts = {"built": list(build.built), "controller": build.controller, "exchange": build.exchange}
-    computes_on_gpu = any(map(gpu_keys, group.devices))
+    computes_on_gpu = any(device.gpu_keys for device in group.devices)
     if computes_on_gpu and build.exchange != "NCCL":
         mend = "HOROVOD_GPU_OPERATIONS=NCCL make install builds it to exchange between GPUs."
         return warning("horovod", f"{text}, although ranks compute on GPUs", mend, facts)
