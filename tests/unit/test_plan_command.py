@@ -26,7 +26,7 @@ from horovod_train.data.plan import Plan
 from horovod_train.data.records import open_records
 from horovod_train.data.share import epoch_shares
 from horovod_train.errors import UserError
-from horovod_train.objective import build_loss
+from horovod_train.losses import build_loss
 from horovod_train.optim import build_optimizer
 from horovod_train.schedules import Horizon, build_formula
 from horovod_train.tools import plan

@@ -20,8 +20,9 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective, build_loss
+from horovod_train.objective import Objective
 from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.state import MovingAverages, TrainState
 from horovod_train.step import TrainStep

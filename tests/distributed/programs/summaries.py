@@ -16,8 +16,9 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import as_tf_variable, start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.objective import Objective, build_loss
+from horovod_train.objective import Objective
 from horovod_train.state import TrainState
 from horovod_train.step import TrainStep
 from horovod_train.summaries import Summaries, find_layers

@@ -18,8 +18,9 @@ from horovod_train.config import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed import DistributedOptimizer, start, synchronise_batch_norm
 from horovod_train.errors import UserError
+from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective, build_loss
+from horovod_train.objective import Objective
 from horovod_train.state import TrainState
 from horovod_train.step import TrainStep
 
