@@ -10,6 +10,7 @@ import importlib
 
 KINDS = {
     "input": ("horovod_train.tools.bench_input", "reading, parsing and batching, on one rank"),
+    "synchronization": ("horovod_train.tools.bench_synchronization", "ways of when to exchange: speed and result"),
     "exchange": ("horovod_train.tools.bench_exchange", "ways for the ranks of this host to exchange gradients"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
