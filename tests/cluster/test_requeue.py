@@ -23,11 +23,11 @@ optimizer: adam
 lr_schedule: {{base_lr: 0.01, decay: {{name: cosine}}}}
 deterministic: true
 device: {{intra_op_threads: 1, inter_op_threads: 1}}
-train: {{epochs: 120, steps_per_call: 5, ema_decay: 0.99}}
+train: {{epochs: 80, steps_per_call: 5, ema_decay: 0.99}}
 log: {{every_steps: 45, tensorboard: false}}
-checkpoint: {{every_steps: 450, every_epochs: null}}
+checkpoint: {{every_steps: 150, every_epochs: null}}
 """
-STEPS = 1800
+STEPS = 1200
 EXPORT = f"VENV={sys.prefix},PYTHONPATH={PROJECT / 'tests'},TF_CPP_MIN_LOG_LEVEL=3,OMPI_ALLOW_RUN_AS_ROOT=1"
 EXPORT += ",OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
 TWO_HOSTS = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=00:10:00")
@@ -163,7 +163,7 @@ def test_a_lost_host_is_replaced_and_the_weights_are_the_same(
     """The host is switched off: nobody there says goodbye, and SLURM learns of it after SlurmdTimeout."""
     with running(hosts=3, cpus=2, slurmd_timeout_s=10) as cluster:
         job = submit_shipped(cluster, config, tmp_path, ["--nodelist=n1"])
-        job.wait_until_said("train step 45 ")
+        job.wait_until_said("train step 180 ")  # after a checkpoint: there is nobody to save now
         before, began = ranks(cluster), time.monotonic()
         cluster.lose("n2")
         _, left = psutil.wait_procs(before, timeout=90)
