@@ -21,11 +21,11 @@ FUSION_BYTES = 128 << 20
 
 SLOTS = {
     "adadelta": 2, "adafactor": 1, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "ftrl": 2, "lamb": 2, "lion": 1,
-    "nadam": 2, "rmsprop": 1, "sgd": 0,
+    "lars": 1, "nadam": 2, "rmsprop": 1, "sgd": 0,
 }  # fmt: skip
-"""Keras optimizer → values that it keeps for each parameter, without options."""
+"""Optimizer → values that it keeps for each parameter, without options."""
 
-_OPTIONS = ("amsgrad", "centered", "momentum")
+_OPTIONS = {"adam": ["amsgrad"], "adamw": ["amsgrad"], "rmsprop": ["centered", "momentum"], "sgd": ["momentum"]}
 """Options that add one more where they are given and not 0."""
 
 
@@ -47,9 +47,10 @@ def parse_count(text: str) -> int:
 
 
 def slots(optimizer: Spec) -> int | None:
-    """Values that the optimizer keeps for each parameter; None for one that is not Keras'."""
-    kept = SLOTS.get(optimizer.name.replace("_", "").lower())
-    return None if kept is None else kept + sum(bool(optimizer.options.get(name)) for name in _OPTIONS)
+    """Values that the optimizer keeps for each parameter; None for a user's own."""
+    name = optimizer.name.replace("_", "").lower()
+    kept = SLOTS.get(name)
+    return None if kept is None else kept + sum(bool(optimizer.options.get(more)) for more in _OPTIONS.get(name, []))
 
 
 def beside_slots(config: Config) -> int:

@@ -210,6 +210,24 @@ def test_verdict_on_keras_losses_is_that_of_training(loss: Spec) -> None:
     assert is_good == (not list(wrong_names(Config(loss=loss))))
 
 
+ON_TOP_OF = {"s2_async_mlp": "s1_mlp", "s4_namespaces": "s1_mlp", "s5_digits": "s5_mnist_mlp"}
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_names_in_the_configs_that_are_shipped_are_found(path: Path) -> None:
+    below = [path.with_stem(ON_TOP_OF[path.stem])] if path.stem in ON_TOP_OF else []
+    config, _ = load([str(file) for file in [*below, path]])
+    assert list(wrong_names(config)) == []
+
+
+def test_a_loss_for_each_output_is_looked_at() -> None:
+    wrong = {"name": "huber", "options": {"d": 1}}
+    options = {"digit": {"name": "huber", "weight": 2.0}, "other": "hubert", "third": wrong}
+    said = list(wrong_names(Config(loss=Spec("per_output", options))))
+    keys = [sentence.partition(":")[0] for sentence in said]
+    assert keys == ["loss.options.other.name", "loss.options.third.options"]
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -217,6 +235,7 @@ def test_verdict_on_keras_losses_is_that_of_training(loss: Spec) -> None:
         Spec("sgd", {"momentum": 0.9, "nesterof": True}),
         Spec("AdamW", {"beta_1": 0.8, "weight_decay": 0.1, "clipvalue": 1.0}),
         Spec("lion", {"rho": 0.9}),
+        Spec("lars", {"trust_coefficient": 0.002}),
         Spec("adem"),
         *(Spec(name) for name in SLOTS),
     ],
