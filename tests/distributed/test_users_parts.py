@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +53,32 @@ def run(folder: Path, words: list[Any], **ranks: Any) -> None:
     assert finished.returncode == 0, finished.text
 
 
+@pytest.fixture(scope="module")
+def learned(documented: Path) -> Callable[[str], Path]:
+    """Name of an example → the directory of its run. Each is trained once."""
+
+    @functools.cache
+    def train_once(name: str) -> Path:
+        ranks: dict[str, Any] = {"launcher": "mpirun", "np": 2} if name == "homes" else {}
+        run(documented, ["--config", f"{name}.yaml", "--output-dir", name, "log.tensorboard=false"], **ranks)
+        return documented / name
+
+    return train_once
+
+
 def test_every_example_of_the_docs_is_tried(documented: Path) -> None:
     assert sorted(path.stem for path in documented.glob("*.yaml")) == sorted(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_of_the_docs_learn(documented: Path, name: str) -> None:
-    ranks = {"launcher": "mpirun", "np": 2} if name == "homes" else {}
-    run(documented, ["--config", f"{name}.yaml", "--output-dir", name, "log.tensorboard=false"], **ranks)
-    rows = metrics_of(documented / name, "eval")
+def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -> None:
+    rows = metrics_of(learned(name), "eval")
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}[name] in rows[-1]
 
 
-def test_several_outputs_are_predicted_by_name(documented: Path) -> None:
-    run(documented, ["predict", "homes", "--out", "homes_out.npz"], launcher="mpirun", np=2)
+def test_several_outputs_are_predicted_by_name(documented: Path, learned: Callable[[str], Path]) -> None:
+    run(documented, ["predict", learned("homes"), "--out", "homes_out.npz"], launcher="mpirun", np=2)
     with np.load(documented / "homes_out.npz") as found:
         assert {name: found[name].shape for name in found.files} == {
             "record": (64,),
@@ -74,8 +87,8 @@ def test_several_outputs_are_predicted_by_name(documented: Path) -> None:
         }
 
 
-def test_averages_that_were_not_kept_are_missed(documented: Path) -> None:
-    words = ["evaluate", "homes", "--weights", "ema"]
+def test_averages_that_were_not_kept_are_missed(documented: Path, learned: Callable[[str], Path]) -> None:
+    words = ["evaluate", learned("tagging"), "--weights", "ema"]
     finished = train(words, cwd=documented, environment=environment(documented))
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()
