@@ -18,7 +18,7 @@ data/digits/dataset.json: | install
 	python -m horovod_train.main prepare digits --out data/digits
 
 test: install ## all tests, two files at a time
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
 	ROUNDS=$(or $(ROUNDS),25) python -m pytest -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed
