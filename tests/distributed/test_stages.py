@@ -121,10 +121,13 @@ def uncut_run(mlp_samples: list[str], tmp_path_factory: pytest.TempPathFactory) 
 def products(stdout: str) -> set[tuple[str, str]]:
     """(layer and pass, device) of each matrix product of the training loop, as TensorFlow's placer put it."""
     line = re.compile(
-        r"(?P<tape>gradient_tape/)?while/mlp\w*/(?P<layer>hidden1|out_layer)\w*/MatMul\S*: "
-        r"\(MatMul\): \S*device:(?P<device>\w+:\d+)"
+        r"^(?P<path>\S*/)(?P<layer>hidden1|out_layer)\w*/MatMul\S*: \(MatMul\): \S*device:(?P<device>\w+:\d+)", re.M
     )
-    return {(f"{m['layer']} {'backward' if m['tape'] else 'forward'}", m["device"]) for m in line.finditer(stdout)}
+
+    def name(match: re.Match[str]) -> str:
+        return f"{match['layer']} {'backward' if 'gradient_tape/' in match['path'] else 'forward'}"
+
+    return {(name(match), match["device"]) for match in line.finditer(stdout)}
 
 
 def test_s3_runs_its_stages_on_different_devices_of_every_rank(cut_run: tuple[Finished, Path]) -> None:
