@@ -172,8 +172,8 @@ def _origin(path: str, origins: Origins) -> str | None:
 
 def _fail(path: str, origins: Origins, problem: str) -> typing.NoReturn:
     section = path.rpartition(".")[0]
-    near = tuple(f"{name}." for name in (path, section) if name)
-    inside = (known for known in origins if known.startswith(near))
+    near = [f"{name}." for name in (path, section) if name]
+    inside = (known for prefix in near for known in origins if known.startswith(prefix))
     where = _origin(path, origins) or origins.get(next(inside, ""))
     raise UserError(f"{where}: {path}: {problem}" if where else f"{path}: {problem}")
 

@@ -100,6 +100,14 @@ def test_more_ranks_than_records_in_a_batch_are_refused(least: str) -> None:
         resolve(load([least])[0], 9)
 
 
+def test_a_rule_broken_by_a_mapping_points_at_it_and_not_at_its_neighbours(least: str, tmp_path: Path) -> None:
+    earlier, later = tmp_path / "earlier.yaml", tmp_path / "later.yaml"
+    earlier.write_text("log: {every_steps: 10}\n")
+    later.write_text("log:\n  activations: {y_hidden: hidden1}\n")
+    with pytest.raises(UserError, match=r"later.yaml:2: log.activations: needs log.histograms_every_steps"):
+        load([least, str(earlier), str(later)])
+
+
 def test_every_setting_has_a_line_of_documentation() -> None:
     import dataclasses
 
