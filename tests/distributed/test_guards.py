@@ -24,3 +24,11 @@ def test_without_the_broadcast_ranks_hold_different_weights_and_the_check_sees_i
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["answers"]["all on"] == 1
     assert root["answers"]["broadcast"] == 2
+
+
+def test_late_and_local_exchange_go_on_where_they_were(rank_facts: RankFacts) -> None:
+    root, _ = rank_facts("unguarded", "mpirun", 2)
+    for whole, parts in root["modes"].values():
+        assert whole == parts
+    whole, parts = root["stale without what is pending"]
+    assert whole != parts

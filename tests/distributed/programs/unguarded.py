@@ -75,9 +75,10 @@ def write_records(folder: Path) -> None:
             writer.write(example.SerializeToString())
 
 
-def run(run_dir: Path, max_steps: int) -> int:
+def run(run_dir: Path, max_steps: int, *words: str) -> int:
     keras.utils.clear_session()  # names as in a process of its own
-    return main.main(["--config", str(OUT / "c.yaml"), f"train.max_steps={max_steps}", "--output-dir", str(run_dir)])
+    words = (*words, f"train.max_steps={max_steps}", "--output-dir", str(run_dir))
+    return main.main(["--config", str(OUT / "c.yaml"), *words])
 
 
 def ending(run_dir: Path) -> str:
@@ -130,6 +131,24 @@ for name, switch_off in GUARDS.items():
     facts["answers"][name] = max(answers)
     if RANK == 0:
         facts["ends"][name] = ending(run_dir)
+
+
+def resumed(name: str, *words: str, losing: str = "") -> tuple[str, str]:
+    """How a run ends that is not stopped, and how one that is stopped after 9 steps and loses some variables."""
+    whole, parts = OUT / f"{name} whole", OUT / f"{name} parts"
+    codes = [run(whole, 20, *words), run(parts, 9, *words)]
+    with Patch.context() as patch:
+        if losing:
+            _lose(patch, losing)
+        codes.append(run(parts, 20, *words))
+    assert codes == [0, 0, 0], codes
+    return (ending(whole), ending(parts)) if RANK == 0 else ("", "")
+
+
+stale = "train.synchronization=stale"
+local = ["train.synchronization=local", "train.average_every_steps=3"]
+facts["modes"] = {"stale": resumed("stale", stale), "local": resumed("local", *local)}
+facts["stale without what is pending"] = resumed("lossy", stale, losing="exchange/")
 if RANK == 0:
     facts["whole"] = ending(OUT / "whole")
 leave(RANK, facts)
