@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import yaml
 
-from horovod_train.config import Config, Seconds, Spec, broken_rules
+from horovod_train.config import Config, Seconds, Spec
+from horovod_train.config_rules import broken_rules
 from horovod_train.errors import UserError
 
 Origins = dict[str, str]

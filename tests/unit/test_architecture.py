@@ -26,6 +26,7 @@ LAYERS = [
     {"distributed", "data", "models", "optim", "checkpoint_files", "run_files", "board", "losses"},
     {"schedules"},
     {"lookup", "config_yaml", "rank_story", "lars", "stages"},
+    {"config_rules"},
     {"config"},
     {"errors", "quiet", "rank_log"},
 ]

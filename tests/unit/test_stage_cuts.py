@@ -5,7 +5,8 @@ from __future__ import annotations
 import keras
 import pytest
 
-from horovod_train.config import Config, DeviceConfig, TrainConfig, broken_rules
+from horovod_train.config import Config, DeviceConfig, TrainConfig
+from horovod_train.config_rules import broken_rules
 from horovod_train.errors import UserError
 from horovod_train.stages import cut_into_stages
 
