@@ -1,9 +1,13 @@
-"""The tests can fail: each guard of a resume is switched off, and what the tests compare comes out different."""
+"""The tests can fail: guards are switched off one by one, and what the tests look at comes out different."""
 
 from __future__ import annotations
 
+import math
+import sys
+from pathlib import Path
+
 import pytest
-from conftest import RankFacts
+from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of, run_process
 
 
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
@@ -32,3 +36,44 @@ def test_late_and_local_exchange_go_on_where_they_were(rank_facts: RankFacts) ->
         assert whole == parts
     whole, parts = root["stale without what is pending"]
     assert whole != parts
+
+
+UNGUARDED = """
+import sys
+from horovod_train import leaving, main, quiet
+quiet.load_tensorflow()
+import tensorflow as tf
+from horovod_train import step
+{patch}
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+def unguarded(patch: str, launcher: str, np: int, *words: str | Path) -> Finished:
+    command = [*launcher_command(launcher, np), sys.executable, "-c", UNGUARDED.format(patch=patch)]
+    return run_process([*command, *map(str, words)])
+
+
+@pytest.fixture(scope="session")
+def words(digits: Path) -> list[str]:
+    loss = "loss={name: sparse_categorical_crossentropy, options: {from_logits: true}}"
+    data = [f"data.train={digits}/train", "data.global_batch_size=96", loss, "log.tensorboard=false"]
+    return ["--config", str(PROJECT / "configs" / "digits_convnet.yaml"), *data, "data.augment=[]"]
+
+
+def test_without_the_look_at_gradients_a_nan_spoils_the_weights_and_the_run_ends_as_if_well(
+    words: list[str], tmp_path: Path
+) -> None:
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 0, what: nan}}"
+    short = ["train.max_steps=12", "eval.every_epochs=null", model, "--output-dir", tmp_path]
+    finished = unguarded("step._are_finite = lambda gradients: tf.constant(True)", "none", 1, *words, *short)
+    assert finished.returncode == 0, finished.text
+    assert math.isnan(metrics_of(tmp_path, "train")[-1]["loss"])
+
+
+def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()  # only root looks for it
+    patch = "leaving.Leaving.vote = lambda self: next(iter(self._reasons()), None)"
+    limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=20"]
+    finished = unguarded(patch, "mpirun", 2, *words, *limits, "--output-dir", tmp_path)
+    assert finished.returncode not in (0, 75), finished.text
