@@ -26,7 +26,7 @@ test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 
 test-cluster: install ## every way to start, requeues and losses, on virtual hosts with a real SLURM; needs root, Debian
 	@tests/cluster/install_packages.sh
 	rm -f build/cluster.md
-	python -m pytest tests/cluster; code=$$?; [ ! -f build/cluster.md ] || cat build/cluster.md; exit $$code
+	python -m pytest $(PYTEST_WORDS) tests/cluster; code=$$?; [ ! -f build/cluster.md ] || cat build/cluster.md; exit $$code
 
 lint: install ## style and types, changing nothing
 	ruff check .

@@ -80,7 +80,10 @@ def undisturbed(cluster: VirtualCluster, config: Path, tmp_path_factory: pytest.
     return sha
 
 
-@pytest.mark.parametrize("launch", ["srun", "srun-pmix", "mpirun"])
+@pytest.mark.parametrize(
+    "launch",
+    ["srun", pytest.param("srun-pmix", marks=pytest.mark.long), pytest.param("mpirun", marks=pytest.mark.long)],
+)
 def test_a_job_whose_time_runs_out_saves_and_goes_on_to_the_same_weights(
     cluster: VirtualCluster, config: Path, tmp_path: Path, undisturbed: str, table: Table, launch: str
 ) -> None:
@@ -120,6 +123,7 @@ def test_a_preempted_job_saves_and_goes_on_to_the_same_weights(
     assert sha == undisturbed
 
 
+@pytest.mark.long
 def test_a_cancelled_job_stays_cancelled(cluster: VirtualCluster, config: Path, tmp_path: Path) -> None:
     """The negative of the above: what the user ends does not come again."""
     job = submit_shipped(cluster, config, tmp_path)
@@ -131,6 +135,7 @@ def test_a_cancelled_job_stays_cancelled(cluster: VirtualCluster, config: Path, 
     assert (job.state(), cluster.job(job.number)["Restarts"]) == ("CANCELLED", "0")
 
 
+@pytest.mark.long
 def test_a_stop_file_does_not_send_a_job_round_in_circles(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
@@ -141,6 +146,7 @@ def test_a_stop_file_does_not_send_a_job_round_in_circles(
     assert "in the queue again" not in job.said()
 
 
+@pytest.mark.long
 def test_tasks_of_a_job_array_have_run_directories_of_their_own(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
@@ -157,6 +163,7 @@ def test_tasks_of_a_job_array_have_run_directories_of_their_own(
     assert found[0]["weights_sha256"] != found[1]["weights_sha256"]
 
 
+@pytest.mark.long
 def test_a_lost_host_is_replaced_and_the_weights_are_the_same(
     config: Path, tmp_path: Path, undisturbed: str, table: Table
 ) -> None:

@@ -26,6 +26,7 @@ train: {{max_steps: 30}}
 log: {{every_steps: 10, tensorboard: false}}
 """
 LAYOUTS: list[Layout] = [(2,), (1, 1), (2, 1), (1, 1, 1)]
+SHORT: list[Layout] = [(1, 1), (2, 1)]
 EXCHANGE = {"srun": "gloo", "horovodrun-gloo": "gloo", "srun-pmix": "MPI", "mpirun": "MPI", "horovodrun-mpi": "MPI"}
 LAUNCHER = {"horovodrun-gloo": "horovodrun", "horovodrun-mpi": "mpirun"}
 
@@ -59,7 +60,11 @@ def results() -> dict[tuple[int, str], dict[str, str]]:
     return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(map(str, layout)))
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[] if layout in SHORT else pytest.mark.long) for layout in LAYOUTS],
+    ids=lambda layout: "+".join(map(str, layout)),
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ways_end_with_equal_weights(
     cluster: VirtualCluster,
@@ -88,7 +93,7 @@ def test_all_ways_end_with_equal_weights(
     assert len(set(same.values())) == 1, same
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "srun" else pytest.mark.long) for way in WAYS])
 def test_a_killed_rank_ends_the_job_soon_and_leaves_nothing(
     cluster: VirtualCluster, config: Path, tmp_path: Path, killed: Table, way: str
 ) -> None:
@@ -182,6 +187,7 @@ def test_processes_that_would_not_find_each_other_write_nothing(
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
 
 
+@pytest.mark.long
 def test_an_mpi_that_does_not_know_the_pmix_of_slurm_is_named(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
