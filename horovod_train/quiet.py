@@ -1,7 +1,8 @@
-"""Loads TensorFlow without the lines that every start prints and nobody can act on. Hides nothing else."""
+"""Loads TensorFlow and Keras without what nobody needs: the lines that every start prints, and scikit-learn."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -15,12 +16,29 @@ _NO_DRIVER = re.compile(r".*failed call to cuInit")
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow and lets it look for GPUs, which is when it prints."""
+    """Imports TensorFlow and Keras and lets TensorFlow look for GPUs, which is when it prints."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with _without_noise():
+    with _without_noise(), _without_scikit_learn():
         import tensorflow as tf
 
+        importlib.import_module("keras")
         tf.config.list_physical_devices("GPU")
+
+
+@contextmanager
+def _without_scikit_learn() -> Iterator[None]:
+    """Keras imports it where it finds it, for wrappers of its own alone: a quarter of a rank's start.
+
+    Whoever imports it afterwards gets it.
+    """
+    if "sklearn" in sys.modules:
+        yield
+        return
+    sys.modules["sklearn"] = None  # type: ignore[assignment]  # an import of it now fails
+    try:
+        yield
+    finally:
+        del sys.modules["sklearn"]
 
 
 @contextmanager
