@@ -3,7 +3,10 @@ SHELL := /bin/bash
 # horovodrun and its ranks look for mpirun and python on PATH.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help install train test test-faults test-cluster lint format clean
+# Two at a time, since ranks mostly wait while they start; the long files first.
+TEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help install train test test-all test-faults test-cluster lint format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -17,8 +20,11 @@ train: install data/digits/dataset.json ## train a small convnet on handwritten 
 data/digits/dataset.json: | install
 	python -m horovod_train.main prepare digits --out data/digits
 
-test: install ## all tests, two files at a time
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: install ## the tests, two files at a time
+	$(TEST) -m "not long"
+
+test-all: install ## and those that are one more of a kind
+	$(TEST)
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
 	ROUNDS=$(or $(ROUNDS),25) python -m pytest -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed

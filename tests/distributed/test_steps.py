@@ -17,6 +17,7 @@ WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
         "momentum",
         "adam",
         "lamb",
+        "lars",
         "clipped",
         "accumulated",
         "jit",

@@ -84,6 +84,7 @@ print(*model.predict(x, verbose=0).ravel())
     assert [float(word) for word in finished.stdout.split()] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_at_one_and_at_two_ranks(digits: Path, tmp_path: Path) -> None:
     """Through the command line, over an epoch whose last batch is partial; there plain BatchNorm is off by 1e-3.
 

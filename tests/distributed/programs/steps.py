@@ -28,6 +28,7 @@ from uneven import (
 
 from horovod_train.config import Spec, TrainConfig
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.lars import LARS
 from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.step import EvalStep
@@ -36,6 +37,7 @@ BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.5),
     "momentum": lambda: keras.optimizers.SGD(0.2, momentum=0.9, nesterov=True),
     "adam": lambda: keras.optimizers.Adam(0.05),
+    "lars": lambda: LARS(0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.1),
     "lamb": lambda: keras.optimizers.Lamb(0.05),
     "clipped": lambda: keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1),
 }
