@@ -105,7 +105,7 @@ def test_named_at_once(here: Path, name: str) -> None:
     (line,) = stderr.splitlines()
     assert line.startswith("error: ")
     assert expected.format(here=here) in line
-    assert seconds < 2
+    assert seconds < 4  # below 2 on a machine of its own; TensorFlow alone would take more than 4 beside other tests
 
 
 @pytest.mark.parametrize("name", WITH_TENSORFLOW)
