@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras import layers
 
@@ -88,7 +89,14 @@ class Slow(layers.Layer):
         self.marker, self.seconds = marker, seconds
 
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        return x if training else tf.ensure_shape(tf.numpy_function(self._wait, [x], tf.float32), x.shape)
+        if training:  # so that a run does not come to its evaluation between two votes
+            return x + tf.ensure_shape(tf.numpy_function(self._pause, [], tf.float32, stateful=True), ())
+        return tf.ensure_shape(tf.numpy_function(self._wait, [x], tf.float32), x.shape)
+
+    @staticmethod
+    def _pause() -> Any:
+        time.sleep(0.02)
+        return np.float32(0.0)
 
     def _wait(self, x: Any) -> Any:
         Path(self.marker).touch()
