@@ -101,7 +101,6 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: 0.1}}}}"
     common = [slow, "deterministic=true", "eval.every_steps=150"]
     expected = undisturbed(config, tmp_path / "whole", np, *common)
-    marker.unlink()
 
     def step() -> int:
         rows = metrics_of(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
@@ -118,6 +117,7 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     }
     for name, moment in moments.items():
         log = tmp_path / f"{name}.log"
+        marker.unlink(missing_ok=True)
         job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
         job.wait_until(moment(job), name)
         sent = time.monotonic()
