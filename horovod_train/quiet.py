@@ -1,4 +1,4 @@
-"""Loads TensorFlow and Keras without what nobody needs: the lines that every start prints, and scikit-learn."""
+"""Loads TensorFlow and Keras without what no rank needs: lines that every start prints, and two libraries."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 _NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
+_SPARED = ("sklearn", "matplotlib")
+"""What Keras imports where it finds it, for wrappers and plots of its own alone: a third of a rank's start."""
 _NO_DRIVER = re.compile(r".*failed call to cuInit")
 
 
 def load_tensorflow() -> None:
     """Imports TensorFlow and Keras and lets TensorFlow look for GPUs, which is when it prints."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with _without_noise(), _without_scikit_learn():
+    with _without_noise(), _without(_SPARED):
         import tensorflow as tf
 
         importlib.import_module("keras")
@@ -26,19 +28,15 @@ def load_tensorflow() -> None:
 
 
 @contextmanager
-def _without_scikit_learn() -> Iterator[None]:
-    """Keras imports it where it finds it, for wrappers of its own alone: a quarter of a rank's start.
-
-    Whoever imports it afterwards gets it.
-    """
-    if "sklearn" in sys.modules:
-        yield
-        return
-    sys.modules["sklearn"] = None  # type: ignore[assignment]  # an import of it now fails
+def _without(names: Iterable[str]) -> Iterator[None]:
+    """Imports of these fail. Whoever imports them afterwards gets them."""
+    absent = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: an import of it fails
     try:
         yield
     finally:
-        del sys.modules["sklearn"]
+        for name in absent:
+            del sys.modules[name]
 
 
 @contextmanager
