@@ -57,7 +57,7 @@ def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[
             records = next(batches)
         return train_step.train_on(records)
 
-    traced = tf.function(one_step).get_concrete_function(tf.data.IteratorSpec(batch))
+    traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
     model = train_step.state.model
     return fold(
         show_branches(traced.graph.as_graph_def()),

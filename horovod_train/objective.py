@@ -29,7 +29,7 @@ def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch:
         seen.add({"loss": tf.reduce_sum(loss(records.targets, outputs))}, records.targets, outputs, records.weights)
 
     try:
-        tf.function(forward).get_concrete_function(batch)
+        tf.function(forward, autograph=False).get_concrete_function(batch)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
         reason = " ".join(str(error).split())
@@ -70,7 +70,9 @@ class Objective:
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.size, self.accumulate_steps = size, accumulate_steps
         self.l2 = l2
-        self._pass = tf.function(self._forward_backward, jit_compile=True) if jit_compile else self._forward_backward
+        self._pass = self._forward_backward
+        if jit_compile:
+            self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
 
     def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], tf.Tensor]:
         """In the compiled step: this rank's gradients, and its part of the global mean loss times `size` (float32).
@@ -81,20 +83,25 @@ class Objective:
             passed = self._pass(batch)
             _note(seen, batch, passed)
             return passed.gradients, self._share(passed.loss_sum, batch)
-        totals = [tf.zeros(variable.shape, variable.dtype) for variable in self.model.trainable_variables]
-        loss_sum = tf.constant(0.0)
 
-        def part(value: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             length = value.shape[0] // self.accumulate_steps
             return value[index * length : (index + 1) * length]
 
-        for index in tf.range(self.accumulate_steps):
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)  # a forward pass may exchange too
-            rows = tf.nest.map_structure(lambda value, at=index: part(value, at), batch._replace(count=()))
+        def one_part(index: tf.Tensor, totals: list[tf.Tensor], loss_sum: tf.Tensor) -> tuple[Any, ...]:
+            rows = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
             rows = rows._replace(count=batch.count)
             passed = self._pass(rows)
             _note(seen, rows, passed)
-            totals, loss_sum = _add(totals, passed.gradients), loss_sum + passed.loss_sum
+            return index + 1, _add(totals, passed.gradients), loss_sum + passed.loss_sum
+
+        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in self.model.trainable_variables]
+        _, totals, loss_sum = tf.while_loop(
+            lambda index, *_: index < self.accumulate_steps,
+            one_part,
+            (0, zeros, 0.0),
+            parallel_iterations=1,  # a forward pass may exchange too
+        )
         return totals, self._share(loss_sum, batch)
 
     def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:

@@ -39,10 +39,10 @@ class Outputs:
     def __init__(self, model: keras.Model, batch: Batch, where: str) -> None:
         """batch: its tf.TensorSpecs. Raises UserError where the model does not take it or gives no row a record."""
         self._model = model
-        self._run = tf.function(self._run_steps)
+        self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
         try:
-            found = tf.function(self._forward).get_concrete_function(batch).structured_outputs
+            found = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = " ".join(str(error).split())
@@ -64,13 +64,15 @@ class Outputs:
         return ids.numpy(), {name: values.numpy() for name, values in found.items()}
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        ids = tf.TensorArray(tf.int64, size=steps)
-        found = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
-        for at in tf.range(steps):
+        def one_step(at: tf.Tensor, ids: tf.TensorArray, found: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
             batch = next(batches)
-            ids = ids.write(at, batch.ids)
             outputs = self._forward(batch)
             found = {name: array.write(at, outputs[name]) for name, array in found.items()}
+            return at + 1, ids.write(at, batch.ids), found
+
+        ids = tf.TensorArray(tf.int64, size=steps)
+        found = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
+        _, ids, found = tf.while_loop(lambda at, *_: at < steps, one_step, (0, ids, found))
         return ids.concat(), {name: array.concat() for name, array in found.items()}
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:

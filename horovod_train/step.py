@@ -61,7 +61,7 @@ class TrainStep:
             tf.Variable(value, trainable=False) for value in (0, 0, False, 0.0)
         )
         self.place = Place(state.step)
-        self._run = tf.function(self._run_steps)
+        self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
         """Trains on the next `steps` batches, in one compiled call; on fewer if gradients are not finite any more.
@@ -85,17 +85,19 @@ class TrainStep:
         )
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
-        done, goes_on = tf.constant(0), tf.constant(True)
-        while goes_on and done < steps:
-            # One after the other, or two exchanges of one name could be under way.
-            tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+        def has_more(done: tf.Tensor, goes_on: tf.Tensor, _: tf.TensorArray) -> tf.Tensor:
+            return tf.logical_and(goes_on, done < steps)
+
+        def one_step(done: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
             with tf.name_scope("input_data"), tf.control_dependencies([self.place.enter("input")]):
                 batch = next(batches)
             with self.placement():
                 goes_on = self.train_on(batch)
-            ids = ids.write(done, batch.ids)
-            done += 1
+            return done + 1, goes_on, ids.write(done, batch.ids)
+
+        ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
+        # One after the other, or two exchanges of one name could be under way.
+        done, goes_on, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
         return done, goes_on, ids.stack()
 
     def train_on(self, batch: Batch) -> tf.Tensor:
@@ -126,14 +128,18 @@ class TrainStep:
             optimizer.apply_combined(gradients, variables)
             self.state.averages.update(self.state.step)
             return tf.constant(False)
-        if _are_finite(gradients):
+
+        def update() -> tf.Tensor:
             optimizer.apply_combined(gradients, variables)
             self.state.averages.update(self.state.step)
-            self.skipped_in_a_row.assign(0)
-        else:
+            return tf.constant(0)
+
+        def skip() -> tf.Tensor:
             self.is_cause.assign(tf.logical_not(_are_finite(own)))
             self.skipped.assign_add(1)
-            self.skipped_in_a_row.assign_add(1)
+            return self.skipped_in_a_row + 1
+
+        self.skipped_in_a_row.assign(tf.cond(_are_finite(gradients), update, skip))
         return self.skipped_in_a_row > self.max_skips_in_a_row
 
     def _set_dropout_seeds(self) -> None:
@@ -149,18 +155,21 @@ class EvalStep:
 
     def __init__(self, model: keras.Model, loss: LossFunction, seen: Accumulator) -> None:
         self.model, self.loss, self.seen = model, loss, seen
-        self._run = tf.function(self._run_steps)
+        self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> None:
         """Evaluates the next `steps` batches, in one compiled call."""
         self._run(batches, tf.constant(steps, tf.int32))
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
-        for _ in tf.range(steps):
+        def one_step(done: tf.Tensor) -> list[tf.Tensor]:
             batch = next(batches)
             outputs = self.model(batch.inputs, training=False)
             loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
             self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
+            return [done + 1]
+
+        tf.while_loop(lambda done: done < steps, one_step, [0])
 
 
 def _present(gradients: Sequence[Any]) -> list[tf.Tensor]:

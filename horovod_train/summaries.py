@@ -30,7 +30,7 @@ class Summaries:
         self.group, self.train_step, self._read = group, train_step, read
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
-        self._run = tf.function(self._gradients_and_outputs)
+        self._run = tf.function(self._gradients_and_outputs, autograph=False)
 
     def compute(self) -> dict[str, tf.Tensor]:
         """Collective: what each histogram counts, of any shape, by name: `hidden1/kernel`, `gradients/hidden1/kernel`.

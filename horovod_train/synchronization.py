@@ -108,7 +108,7 @@ class Local(EveryStep):
         self.apart = tf.Variable(0.0, trainable=False)
         """float32: the square of this rank's distance from the mean, when it was last taken."""
         self.variables = {"settled_step": self.settled}
-        self._average_now = tf.function(self._average)
+        self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
         return list(own)
@@ -116,11 +116,13 @@ class Local(EveryStep):
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # A rank that has failed keeps its weights, and the others learn of it when they meet.
         self.failed.assign(tf.logical_or(self.failed, failed))
-        if step % self.every == 0:
+
+        def meet() -> tf.Tensor:
             self._average()
             self.settled.assign(step)
             return self.group.sum_in_step(tf.cast(self.failed, tf.float32), "local.failed") > 0
-        return tf.constant(False)
+
+        return tf.cond(tf.equal(step % self.every, 0), meet, lambda: tf.constant(False))
 
     def settle(self, step: int) -> None:
         if int(self.settled) != step:

@@ -103,6 +103,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...]) -> list[A
 
 def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
     """A user's function(image [h, w, c], seed int32 [2], **options) → image, for the tf.random.stateless_ functions."""
+    function = tf.function(function)  # with AutoGraph, as in tf.data.Dataset.map
 
     def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         seeds = tf.cast(draws * 2**24, tf.int32)

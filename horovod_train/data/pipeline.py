@@ -72,7 +72,7 @@ class Pipeline:
             cache=config.cache == "memory",
         )
         self._failure: Exception | None = None
-        self._finish = tf.function(self._finish_rows)  # so that it is traced once, not for every pass
+        self._finish = tf.function(self._finish_rows, autograph=False)  # so that it is traced once, not for every pass
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.num_records = plan.num_records
@@ -161,7 +161,8 @@ class Pipeline:
 
     def _dataset(self, queue: tf.queue.QueueBase, segments: int | None) -> tf.data.Dataset:
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if segments is None else segments)
-        data = data.map(lambda _: _with_shapes(queue.dequeue(), self._shapes)).prefetch(1)
+        dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
+        data = data.map(dequeue).prefetch(1)
         if self._finisher.by_step:
             data = data.unbatch().map(self._finish, num_parallel_calls=tf.data.AUTOTUNE)
         else:

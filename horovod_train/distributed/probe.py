@@ -92,7 +92,7 @@ def measure_allreduce(group: WorkerGroup, sizes: Sequence[int], seconds: float) 
 
 def _measure(group: WorkerGroup, size: int, seconds: float) -> Speed:
     values = tf.ones([max(1, size // 4)])
-    exchange = tf.function(lambda: hvd.allreduce(values, op=hvd.Sum, name=f"probe.{size}"))
+    exchange = tf.function(lambda: hvd.allreduce(values, op=hvd.Sum, name=f"probe.{size}"), autograph=False)
     horovod_s = _median_seconds(group, lambda: exchange().numpy(), seconds)
     mpi_s = None
     if mpi_place(group) is not None:

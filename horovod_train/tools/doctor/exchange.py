@@ -60,7 +60,7 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
     rng = np.random.default_rng(group.rank)
     inputs, targets = (tf.constant(rng.normal(size=(8, width)), tf.float32) for width in (5, 2))
 
-    @tf.function
+    @tf.function(autograph=False)
     def step() -> None:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(inputs, training=True) - targets))
