@@ -40,8 +40,9 @@ _SCOPE = "horovod_train"
 def meeting(step: Step) -> Iterator[None]:
     """Collective: what Horovod must find in its environment, and a server to meet at, for as long as the block lasts.
 
-    All ranks must have initialised Horovod before root leaves the block. Only HOROVOD_GLOO_IFACE stays set: the watch
-    uses that interface too.
+    All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set: the watch uses
+    that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server stays, and its address: the ranks of a process
+    set meet there as well.
 
     Raises UserError where ranks cannot meet as they were started, RunError where some do not come.
     """
@@ -49,6 +50,7 @@ def meeting(step: Step) -> Iterator[None]:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
     server = _open_server(step) if step.rank == 0 else None
+    stays = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
     try:
         address = _address_of(step.nodes[0])
         if server is None:
@@ -58,10 +60,13 @@ def meeting(step: Step) -> Iterator[None]:
             _wait_for_all(server, step, until)
         if "HOROVOD_GLOO_IFACE" not in os.environ:
             os.environ["HOROVOD_GLOO_IFACE"] = _interface(step)
-        with _environment(_horovod_variables(step, address, port)):
+        variables = _horovod_variables(step, address, port)
+        with _environment(variables):
             yield
+        if stays:
+            os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
     finally:
-        if server is not None:
+        if server is not None and not stays:
             server.shutdown()
             server.server_close()
 
