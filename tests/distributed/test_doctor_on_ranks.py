@@ -89,7 +89,7 @@ def test_alone_it_examines_the_machine() -> None:
 
 @pytest.fixture(scope="module")
 def doctored(rank_facts: RankFacts) -> dict[str, list[str]]:
-    facts = rank_facts("doctored", "horovodrun", 2)
+    facts = rank_facts("doctored", "srun", 2)
     levels = [{name: level for name, (level, _) in rank["found"].items()} for rank in facts]
     assert levels[0] == levels[1]  # all ranks come to one verdict
     assert facts[0]["left"] == []
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_found_wrong(doctored: dict[str, list[str]], name: str,
 
 
 def test_settings_that_are_shown_are_those_that_horovod_finds(rank_facts: RankFacts) -> None:
-    for facts in rank_facts("doctored", "horovodrun", 2):
+    for facts in rank_facts("doctored", "srun", 2):
         assert facts["settings"]
         assert all(shown == set_ for shown, set_ in facts["settings"].values())
 

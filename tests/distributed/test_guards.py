@@ -74,6 +74,6 @@ def test_without_the_look_at_gradients_a_nan_spoils_the_weights_and_the_run_ends
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()  # only root looks for it
     patch = "leaving.Leaving.vote = lambda self: next(iter(self._reasons()), None)"
-    limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=20"]
+    limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=12"]
     finished = unguarded(patch, "mpirun", 2, *words, *limits, "--output-dir", tmp_path)
     assert finished.returncode == 87, finished.text

@@ -83,7 +83,7 @@ def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("launcher", "np_"), [("horovodrun", 2), ("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "np_"), [("srun", 2), ("mpirun", 3)])
 def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, launcher: str, np_: int) -> None:
     *_, last = metrics_of(run_dir, "eval")
     words = [run_dir, "eval.batch_size_per_rank=7"]
@@ -107,7 +107,7 @@ def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None
     assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
 
 
-@pytest.mark.parametrize(("launcher", "np_", "suffix"), [("horovodrun", 2, "npz"), ("mpirun", 3, "csv")])
+@pytest.mark.parametrize(("launcher", "np_", "suffix"), [("srun", 2, "npz"), ("mpirun", 3, "csv")])
 def test_predictions_are_in_record_order_at_any_number_of_ranks(
     run_dir: Path, predicted: np.ndarray, tmp_path: Path, launcher: str, np_: int, suffix: str
 ) -> None:

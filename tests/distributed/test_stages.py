@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, metrics_of, run_process, summary_of, train
 
-WAYS = [("none", 1), ("horovodrun", 2)]
+WAYS = [("none", 1), ("srun", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -108,7 +108,7 @@ def run_s3(
 def cut_run(mlp_samples: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """S3 on two ranks, with the device of every operation."""
     run_dir = tmp_path_factory.mktemp("s3") / "cut"
-    return run_s3(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="horovodrun", np=2)
+    return run_s3(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="srun", np=2)
 
 
 @pytest.fixture(scope="session")

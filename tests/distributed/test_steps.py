@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import RankFacts
 
-WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
+WAYS = [("none", 1), pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 4)]
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)

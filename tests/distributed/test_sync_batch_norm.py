@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import RankFacts, metrics_of, run_process, train
 
-WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
+WAYS = [("none", 1), pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 3)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -100,7 +100,7 @@ train: {{max_steps: 17, sync_batch_norm: true}}
 log: {{every_steps: 1, tensorboard: false}}
 """)
     losses = []
-    for np, launcher in ((1, "none"), (2, "horovodrun")):
+    for np, launcher in ((1, "none"), (2, "srun")):
         run_dir = tmp_path / f"np{np}"
         finished = train(["--config", tmp_path / "run.yaml", "--output-dir", run_dir], launcher=launcher, np=np)
         assert finished.returncode == 0, finished.text
