@@ -74,6 +74,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         compression=exchange.compression,
         sparse_as_dense=exchange.sparse_as_dense,
         predivide=exchange.predivide,
+        deterministic=config.deterministic,
     )
     # Both always, so that switching one on does not make a checkpoint another run's.
     best = Best("best", config.checkpoint.best or Watched())
@@ -122,7 +123,7 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
     if config.train.sync_batch_norm:
-        synchronise_batch_norm(model)
+        synchronise_batch_norm(model, deterministic=config.deterministic)
     model = cut_into_stages(model, config.device.cut_before, devices)
     lines = stage_lines(model)
     if len(lines) < config.device.per_rank:

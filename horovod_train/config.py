@@ -171,7 +171,9 @@ class Config:
     seed: int = setting(1, "of initial weights, dropout and data order", minimum=0)
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting("float32", "Keras dtype policy")
     jit_compile: bool = setting(False, "compile forward and backward pass by XLA; the exchange stays outside")
-    deterministic: bool = setting(False, "bit-equal runs: deterministic ops, no fusion of exchanged tensors")
+    deterministic: bool = setting(
+        False, "bit-equal runs: deterministic ops, and one order in which ranks' numbers are added"
+    )
     data: DataConfig = DataConfig()
     model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
     loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output")

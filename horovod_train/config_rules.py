@@ -51,8 +51,8 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
         stages = len(config.device.cut_before) + 1
         yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
-    if config.deterministic and config.horovod.fusion_threshold_mb:
-        yield "horovod.fusion_threshold_mb", "must be left out with deterministic: true, which sets it to 0."
+    if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
+        yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
 
 
 def _broken_log_rules(log: LogConfig) -> Iterator[tuple[str, str]]:

@@ -55,8 +55,8 @@ def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[s
         yield "HOROVOD_CYCLE_TIME", (str(config.cycle_time_ms), "horovod.cycle_time_ms")
     if config.fusion_threshold_mb is not None:
         yield "HOROVOD_FUSION_THRESHOLD", (str(int(config.fusion_threshold_mb * 2**20)), "horovod.fusion_threshold_mb")
-    if deterministic:
-        # Which tensors are fused, and so the order of additions from 3 ranks on, depends on timing.
+    if deterministic and config.op == "adasum":
+        # Which tensors are fused, and so the order of additions, depends on timing. Other sums have an order of ours.
         yield "HOROVOD_FUSION_THRESHOLD", ("0", "deterministic: true")
 
 

@@ -22,6 +22,7 @@ import tensorflow as tf
 from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed import come_up, defaults, device, launch
 from horovod_train.distributed.heartbeat import Heartbeat
+from horovod_train.distributed.sums import sum_in_order
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ class WorkerGroup:
     devices: tuple[device.Device, ...]
     settings: tuple[defaults.Setting, ...] = ()
     """What Horovod and MPI found in this rank's environment."""
+    deterministic: bool = False
+    """Whether sums over ranks are the same to the bit in each run and over each library that exchanges."""
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
     """What this rank is doing, for those who watch over it; all meetings here are its phase `exchange`."""
 
@@ -60,18 +63,20 @@ class WorkerGroup:
         packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
         # At least one element: an empty exchange would be no meeting.
         with self.heartbeat.phase("exchange"):
-            total = hvd.allreduce(tf.constant(np.append(packed, 0.0)), op=hvd.Sum, name="group.sum").numpy()
+            total = self.sum_in_step(tf.constant(np.append(packed, 0.0)), "group.sum").numpy()
         ends = np.cumsum([part.size for part in parts])
         pieces = np.split(total[:-1], ends[:-1]) if parts else []
         return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
     def sum_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Collective: the sum over all ranks, inside a compiled step. name: unique among the exchanges under way."""
+        if self.deterministic:
+            return sum_in_order(value, name)
         return hvd.allreduce(value, op=hvd.Sum, name=name)
 
     def average_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Collective: the mean over all ranks, as `sum_in_step`."""
-        return hvd.allreduce(tf.convert_to_tensor(value), op=hvd.Average, name=name)
+        return self.sum_in_step(tf.convert_to_tensor(value), name) / self.size
 
     def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Collective: element-wise means over all ranks, in float64. Shapes as in `sum`."""
@@ -185,6 +190,7 @@ def start(
         hosts=tuple(host for host, _ in facts),
         devices=tuple(found for _, found in facts),
         settings=tuple(settings),
+        deterministic=deterministic,
     )
     with group.together():
         _check_devices(group)

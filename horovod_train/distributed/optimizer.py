@@ -13,6 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from horovod_train.distributed.sums import combine_bf16, sum_in_order
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -33,6 +34,7 @@ def DistributedOptimizer(
     process_set: hvd.ProcessSet | None = None,
     sparse_as_dense: bool = False,
     predivide: float = 1.0,
+    deterministic: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes `optimizer` combine its gradients over all ranks before it does anything else with them.
 
@@ -47,6 +49,8 @@ def DistributedOptimizer(
     sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
     predivide: with op "average", what dense gradients are divided by before they are added up; the sum is divided by
     size / predivide. So that half-precision sums over many ranks neither overflow nor vanish.
+    deterministic: dense gradients are added in an order of our own, which gives the same bits in each run and over
+    each library that exchanges; needs an exchange more for each. op "adasum" has its own order.
 
     Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
     backward pass. A gradient that is None must be None on every rank.
@@ -63,7 +67,7 @@ def DistributedOptimizer(
             "DistributedOptimizer: mixed_float16 needs DistributedOptimizer(LossScaleOptimizer(optimizer)); "
             f"received {type(optimizer).__name__}."
         )
-    exchange = build_exchange(op, compression, process_set, sparse_as_dense, predivide)
+    exchange = build_exchange(op, compression, process_set, sparse_as_dense, predivide, deterministic)
     base = type(optimizer)
 
     class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
@@ -92,6 +96,7 @@ def build_exchange(
     process_set: hvd.ProcessSet | None = None,
     sparse_as_dense: bool = False,
     predivide: float = 1.0,
+    deterministic: bool = False,
 ) -> Exchange:
     """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
@@ -110,9 +115,12 @@ def build_exchange(
 
     def exchange_dense(gradient: tf.Tensor, name: str) -> tf.Tensor:
         if compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
-            return _combine_bf16(gradient, name, op, ranks)
+            return combine_bf16(gradient, name, ranks, divisor=ranks.size() if op == "average" else 1)
         wire = tf.cast(gradient, tf.float16) if compression == "fp16" else gradient
-        if predivide == 1.0:
+        if deterministic and op != "adasum":
+            after = predivide / ranks.size() if op == "average" else 1.0
+            combined = sum_in_order(wire / predivide, name, ranks) * after
+        elif predivide == 1.0:
             combined = hvd.allreduce(wire, op=OPS[op], name=name, process_set=ranks)
         else:
             after = predivide / ranks.size()
@@ -133,27 +141,6 @@ def build_exchange(
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
     return exchange
-
-
-def _combine_bf16(gradient: tf.Tensor, name: str, op: str, ranks: hvd.ProcessSet) -> tf.Tensor:
-    """Average or sum with bfloat16 on the wire and float32 additions.
-
-    Horovod 0.28.1 cannot add bfloat16. So each rank is sent its slice by the others as 16-bit words, adds them up,
-    and sends the result round: the two halves of a ring-allreduce, at half the bytes of float32.
-    """
-    size = ranks.size()
-    flat = tf.reshape(gradient, [-1])
-    length = tf.size(flat)
-    slice_length = -(-length // size)
-    padded = tf.pad(flat, [[0, slice_length * size - length]])
-    words = tf.bitcast(tf.cast(padded, tf.bfloat16), tf.uint16)
-    slices = hvd.alltoall(words, name=f"{name}.scatter", process_set=ranks)
-    mine = tf.reduce_sum(tf.cast(tf.bitcast(tf.reshape(slices, [size, -1]), tf.bfloat16), tf.float32), axis=0)
-    if op == "average":
-        mine = mine / size
-    words = hvd.allgather(tf.bitcast(tf.cast(mine, tf.bfloat16), tf.uint16), name=f"{name}.gather", process_set=ranks)
-    combined = tf.cast(tf.bitcast(words, tf.bfloat16), gradient.dtype)
-    return tf.reshape(combined[:length], tf.shape(gradient))
 
 
 def _check_adasum(compression: str) -> None:

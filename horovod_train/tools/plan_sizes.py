@@ -90,7 +90,7 @@ def memory(config: Config, size: Size, shuffle_bytes: int) -> dict[str, int]:
     kept = slots(config.optimizer)
     weights = (size.parameters or 0) * _FLOAT32
     fusion_mb = config.horovod.fusion_threshold_mb
-    fusion = 0 if config.deterministic else FUSION_BYTES if fusion_mb is None else int(fusion_mb * 2**20)
+    fusion = FUSION_BYTES if fusion_mb is None else int(fusion_mb * 2**20)
     known = {"weights": weights, "gradients": weights, "slots": weights * (2 if kept is None else kept)}
     known["averages and the like"] = weights * beside_slots(config)
     return {**(known if size.parameters else {}), "exchange": fusion, "shuffle": shuffle_bytes}

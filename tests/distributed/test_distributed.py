@@ -11,7 +11,7 @@ from conftest import RankFacts, run_process
 WAYS = [("none", 1), ("horovodrun", 2), ("mpirun", 4)]
 SEVERAL = [(launcher, np) for launcher, np in WAYS if np > 1]
 # Four ranks that wait for one another in many small calls of model.fit take minutes on two cores.
-IN_MODEL_FIT = [("horovodrun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)]
+IN_MODEL_FIT = [("srun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -42,6 +42,16 @@ def test_exchanged_gradients_are_the_mean_to_the_precision_of_the_wire(
         assert errors["bf16"] < 2e-2
         # The narrow forms did travel: a wire of float32 would leave no error at all.
         assert min(errors["fp16"], errors["bf16"]) > 1e-6
+
+
+def test_sums_in_the_order_of_ranks_are_the_same_to_the_bit_over_gloo_and_mpi(rank_facts: RankFacts) -> None:
+    over = {launcher: rank_facts("collectives", launcher, 4) for launcher in ("mpirun", "srun")}
+    assert [facts[0]["exchange"] for facts in over.values()] == ["MPI", "gloo"]
+    facts = [*over["mpirun"], *over["srun"]]
+    for name, bits in facts[0]["bits"].items():
+        assert {other["bits"][name] for other in facts} == {bits}, name
+    assert max(other["in_order_error"] for other in facts) < 1e-6
+    assert len({other["bits_of_allreduce"] for other in facts}) == 2  # each adds in an order of its own
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+from typing import Any
+
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
@@ -11,6 +16,7 @@ from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed import agreement
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import FailedElsewhere, RanksDisagree, UserError
 
 group = start(HorovodConfig(), DeviceConfig(), environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
@@ -53,6 +59,33 @@ gathered = build_exchange("average", "none")(rows, "sparse")
 dense = build_exchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")
 facts["sparse_stays_sparse"] = isinstance(gathered, tf.IndexedSlices)
 facts["sparse_equals_dense"] = rel_error(tf.convert_to_tensor(gathered), dense)
+
+
+def sha(values: Any) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
+
+
+# The same bits whatever exchanges; an odd length, so that the slices of the ranks are filled up.
+values = np.random.default_rng(100 + rank).normal(size=1001).astype(np.float32)
+in_order = dataclasses.replace(group, deterministic=True)
+everywhere = {
+    name: build_exchange(deterministic=True, **options)(tf.constant(values), f"in_order.{name}")
+    for name, options in {
+        "average": {"op": "average", "compression": "none"},
+        "sum": {"op": "sum", "compression": "none"},
+        "fp16": {"op": "average", "compression": "fp16"},
+        "predivided": {"op": "average", "compression": "none", "predivide": 4.0},
+    }.items()
+}
+everywhere["in a step"] = in_order.average_in_step(tf.constant(values), "in_order.step")
+everywhere["of the group"] = in_order.sum([values / 3.0])[0]
+layer = keras.layers.BatchNormalization(momentum=0.0)
+synchronise_batch_norm(keras.Sequential([keras.Input((7,)), layer]), deterministic=True)
+layer(values.reshape(143, 7), training=True)
+everywhere["batch norm"] = tf.stack([layer.moving_mean.value, layer.moving_variance.value])
+facts["bits"] = {name: sha(np.asarray(found)) for name, found in everywhere.items()}
+facts["bits_of_allreduce"] = sha(build_exchange("sum", "none")(tf.constant(values), "allreduce").numpy())
+facts["in_order_error"] = rel_error(everywhere["sum"], group.sum([values])[0])
 
 agreement.check(group, {"weight": "same"}, "now")
 try:
