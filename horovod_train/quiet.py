@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -20,7 +21,7 @@ _NO_DRIVER = re.compile(r".*failed call to cuInit")
 def load_tensorflow() -> None:
     """Imports TensorFlow and Keras and lets TensorFlow look for GPUs, which is when it prints."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with _without_noise(), _without(_SPARED):
+    with _without_noise(), _without(_SPARED), _without_collecting_garbage():
         import tensorflow as tf
 
         importlib.import_module("keras")
@@ -37,6 +38,19 @@ def _without(names: Iterable[str]) -> Iterator[None]:
     finally:
         for name in absent:
             del sys.modules[name]
+
+
+@contextmanager
+def _without_collecting_garbage() -> Iterator[None]:
+    """What an import makes stays: looking through it for garbage, again and again, is a fifth of the time it takes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
