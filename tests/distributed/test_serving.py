@@ -83,7 +83,7 @@ def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("launcher", "np_"), [("srun", 2), ("mpirun", 3)])
+@pytest.mark.parametrize(("launcher", "np_"), [pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 3)])
 def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, launcher: str, np_: int) -> None:
     *_, last = metrics_of(run_dir, "eval")
     words = [run_dir, "eval.batch_size_per_rank=7"]

@@ -108,7 +108,7 @@ def run_s3(
 def cut_run(mlp_samples: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """S3 on two ranks, with the device of every operation."""
     run_dir = tmp_path_factory.mktemp("s3") / "cut"
-    return run_s3(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="srun", np=2)
+    return run_s3(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="horovodrun", np=2)
 
 
 @pytest.fixture(scope="session")

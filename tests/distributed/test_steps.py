@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from conftest import RankFacts
 
-WAYS = [("none", 1), pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 4)]
+WAYS = [
+    pytest.param("none", 1, marks=pytest.mark.long),
+    pytest.param("srun", 2, marks=pytest.mark.long),
+    ("mpirun", 3),
+    pytest.param("mpirun", 4, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 from conftest import RankFacts, metrics_of, run_process, train
 
-WAYS = [("none", 1), pytest.param("srun", 2, marks=pytest.mark.long), ("mpirun", 3)]
+WAYS = [
+    pytest.param("none", 1, marks=pytest.mark.long),
+    pytest.param("srun", 2, marks=pytest.mark.long),
+    ("mpirun", 3),
+]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

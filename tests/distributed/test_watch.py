@@ -120,11 +120,13 @@ def plain(line: str) -> str:
 
 
 def our_lines(job: Job) -> list[str]:
-    return [plain(line) for line in job.said if re.search(r"(^|:)(warning|error|stopped): ", line)]
+    """horovodrun may put the end of a line after another that Horovod writes at the same moment on another rank."""
+    said = [re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+: E .*", "", line) for line in job.said]
+    return [plain(line) for line in said if re.search(r"(^|:)(warning|error|stopped): ", line)]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "np", "victim", "exit_code"), [("horovodrun", 4, 2, 1), ("mpirun", 3, 0, 87)], ids=["a rank", "root"]
+    ("launcher", "np", "victim", "exit_code"), [("horovodrun", 3, 2, 1), ("mpirun", 3, 0, 87)], ids=["a rank", "root"]
 )
 def test_a_frozen_rank_is_named_and_all_end(
     tmp_path: Path, launcher: str, np: int, victim: int, exit_code: int
@@ -187,7 +189,10 @@ def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) 
         assert [story.end and story.end["phase"] for story in job.stories.values()] == ["exchange", "input", "exchange"]
 
 
-@pytest.mark.parametrize(("launcher", "np", "victim"), [("horovodrun", 3, 1), ("mpirun", 3, 1), ("none", 1, 0)])
+@pytest.mark.parametrize(
+    ("launcher", "np", "victim"),
+    [pytest.param("horovodrun", 3, 1, marks=pytest.mark.long), ("mpirun", 3, 1), ("none", 1, 0)],
+)
 def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher: str, np: int, victim: int) -> None:
     """At np=3 one of the others hears of it from Horovod; the last is busy elsewhere, and has to be ended."""
     with watched(tmp_path, launcher, np, victim, "raise") as job:
