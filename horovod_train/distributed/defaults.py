@@ -24,7 +24,7 @@ class Setting(NamedTuple):
     why: str = ""
 
 
-CYCLE_MS = {"MPI": "1", "gloo": "2.5", "alone": "0.5"}
+CYCLE_MS = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
 
