@@ -12,6 +12,7 @@ WAYS = [
     pytest.param("none", 1, marks=pytest.mark.long),
     pytest.param("srun", 2, marks=pytest.mark.long),
     ("mpirun", 3),
+    pytest.param("mpirun", 4, marks=pytest.mark.long),
 ]
 
 
