@@ -124,10 +124,6 @@ class TrainStep:
     def _apply(self, gradients: Sequence[Any], own: Sequence[Any]) -> tf.Tensor:
         """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long."""
         optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
-        if not self.looks_for_overflow:
-            optimizer.apply_combined(gradients, variables)
-            self.state.averages.update(self.state.step)
-            return tf.constant(False)
 
         def update() -> tf.Tensor:
             optimizer.apply_combined(gradients, variables)
@@ -139,6 +135,9 @@ class TrainStep:
             self.skipped.assign_add(1)
             return self.skipped_in_a_row + 1
 
+        if not self.looks_for_overflow:
+            update()
+            return tf.constant(False)
         self.skipped_in_a_row.assign(tf.cond(_are_finite(gradients), update, skip))
         return self.skipped_in_a_row > self.max_skips_in_a_row
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed import come_up, defaults, device, launch
 from horovod_train.distributed.heartbeat import Heartbeat
-from horovod_train.distributed.sums import sum_in_order
+from horovod_train.distributed.sums import sum_over_ranks
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class WorkerGroup:
     settings: tuple[defaults.Setting, ...] = ()
     """What Horovod and MPI found in this rank's environment."""
     deterministic: bool = False
-    """Whether sums over ranks are the same to the bit in each run and over each library that exchanges."""
+    """Whether sums over ranks are the same to the bit in each run, over gloo and over MPI."""
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
     """What this rank is doing, for those who watch over it; all meetings here are its phase `exchange`."""
 
@@ -70,9 +70,7 @@ class WorkerGroup:
 
     def sum_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Collective: the sum over all ranks, inside a compiled step. name: unique among the exchanges under way."""
-        if self.deterministic:
-            return sum_in_order(value, name)
-        return hvd.allreduce(value, op=hvd.Sum, name=name)
+        return sum_over_ranks(value, name, deterministic=self.deterministic)
 
     def average_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Collective: the mean over all ranks, as `sum_in_step`."""

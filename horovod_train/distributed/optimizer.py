@@ -49,8 +49,8 @@ def DistributedOptimizer(
     sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
     predivide: with op "average", what dense gradients are divided by before they are added up; the sum is divided by
     size / predivide. So that half-precision sums over many ranks neither overflow nor vanish.
-    deterministic: dense gradients are added in an order of our own, which gives the same bits in each run and over
-    each library that exchanges; needs an exchange more for each. op "adasum" has its own order.
+    deterministic: dense gradients are added in an order of our own, which gives the same bits in each run, over
+    gloo and over MPI; needs an exchange more for each. op "adasum" has its own order.
 
     Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
     backward pass. A gradient that is None must be None on every rank.

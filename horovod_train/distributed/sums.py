@@ -1,6 +1,6 @@
-"""Exchanges that Horovod has no one call for: each rank adds up one slice of all ranks' numbers and sends it round.
+"""Sums over the ranks, by Horovod's allreduce or put together here: each rank adds up one slice and sends it round.
 
-The two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at the same number of bytes: 2 (n - 1) / n of the
+The latter are the two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at the same number of bytes: 2 (n - 1) / n of the
 tensor for each of n ranks.
 """
 
@@ -12,8 +12,13 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 
+def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.Tensor:
+    """Collective: the sum, of the same shape and dtype. deterministic: as sum_in_order adds, not as Horovod does."""
+    return sum_in_order(values, name) if deterministic else hvd.allreduce(values, op=hvd.Sum, name=name)
+
+
 def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.global_process_set) -> tf.Tensor:
-    """Collective: the sum over the ranks, of the same shape and dtype; to the same bits over gloo, MPI and NCCL.
+    """Collective: the sum over the ranks, of the same shape and dtype; to the same bits over gloo and MPI.
 
     What an allreduce gives depends from three ranks on on the order in which the library adds, and that on what else
     it exchanges at the time. name: unique among the exchanges under way.

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import sum_in_order
+from horovod_train.distributed.sums import sum_over_ranks
 from horovod_train.errors import UserError
 
 SumOverRanks = Callable[[tf.Tensor, str], tf.Tensor]
@@ -41,7 +41,7 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
     if not layers:
         raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
     for number, layer in enumerate(layers):
-        _synchronise(layer, f"sync_batch_norm.{number}", sum_in_order if deterministic else _sum)
+        _synchronise(layer, f"sync_batch_norm.{number}", partial(sum_over_ranks, deterministic=deterministic))
     return model
 
 
@@ -70,11 +70,7 @@ def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
                 yield from _layers(inner, seen)
 
 
-def _sum(values: tf.Tensor, name: str) -> tf.Tensor:
-    return hvd.allreduce(values, op=hvd.Sum, name=name)
-
-
-def _synchronise(layer: keras.layers.BatchNormalization, name: str, sum_over_ranks: SumOverRanks) -> None:
+def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_ranks: SumOverRanks) -> None:
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
@@ -96,7 +92,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, sum_over_ran
             x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
             axis = self.axis % len(x.shape)
             normal, mean, variance = _normalise(
-                x, _position_weights(x, axis, mask, layer.path), axis, self.epsilon, exchange_name(), sum_over_ranks
+                x, _position_weights(x, axis, mask, layer.path), axis, self.epsilon, exchange_name(), total_over_ranks
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
                 kept = tf.cast(average, x.dtype) * self.momentum
@@ -129,7 +125,7 @@ def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tenso
 
 
 def _normalise(
-    x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, sum_over_ranks: SumOverRanks
+    x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, total_over_ranks: SumOverRanks
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """(x − mean) / √(variance + epsilon), mean, variance; both of all ranks' positions that weigh 1, biased.
 
@@ -152,7 +148,7 @@ def _normalise(
         wide_count, wide_mean = tf.cast(own_count, tf.float64), tf.cast(own_mean, tf.float64)
         sums = [wide_count, wide_count * wide_mean, own_squares + wide_count * wide_mean**2]
         packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
-        packed = sum_over_ranks(packed, f"{name}.forward")
+        packed = total_over_ranks(packed, f"{name}.forward")
         count, first, second = tf.split(packed, [1, channels, channels])
         count = tf.maximum(count[0], 1.0)  # a mask may leave nothing
         wide_mean = first / count
@@ -165,7 +161,7 @@ def _normalise(
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
             """The statistics only feed moving averages, so no gradient comes from them."""
             sums = tf.stack([total(upstream), total(upstream * normal)])
-            along_mean, along_variance = tf.unstack(sum_over_ranks(sums, f"{name}.backward"))
+            along_mean, along_variance = tf.unstack(total_over_ranks(sums, f"{name}.backward"))
             return inverse * (upstream - weights / count * (along_mean + normal * along_variance))
 
         return (normal, mean, variance), backward
