@@ -1,7 +1,7 @@
 """Sums over the ranks, by Horovod's allreduce or put together here: each rank adds up one slice and sends it round.
 
-The latter are the two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at the same number of bytes: 2 (n - 1) / n of the
-tensor for each of n ranks.
+The latter are the two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at the same number of bytes:
+2 (n - 1) / n of the tensor for each of n ranks.
 """
 
 from __future__ import annotations
