@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from horovod_train.distributed.local import Way, mpi_problem, run_ranks
 from horovod_train.errors import RunError, UserError
+from horovod_train.tools.screen import open_screen
 
 CEILING = "no exchange"
 SYSTEMS = {
@@ -121,7 +121,7 @@ def _measure(name: str, contender: Contender, ranks: int, systems: list[str], se
 
 
 def _show(system: str, ranks: int, rates: dict[str, list[float]]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_screen()
     console.print(f"{SYSTEMS[system]}; {ranks} ranks", markup=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("", "records/s", "slowest", "fastest", "of the ceiling"):

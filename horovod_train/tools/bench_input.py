@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from horovod_train import quiet
@@ -19,6 +18,7 @@ from horovod_train.config import Config, DataConfig
 from horovod_train.config_yaml import load
 from horovod_train.data.records import Records, open_records
 from horovod_train.errors import UserError
+from horovod_train.tools.screen import open_screen
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -92,7 +92,7 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
 
 
 def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_screen()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("", "records/s", "slowest", "fastest", "MB/s", "ratio"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)

@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from horovod_train.distributed.local import best_way, run_ranks
 from horovod_train.errors import RunError, UserError
+from horovod_train.tools.screen import open_screen
 
 WAYS = {
     "every_step": ["train.synchronization=every_step", "train.average_every_steps=null"],
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, summaries in found.items():
         speed = _speed(summaries)
         table.add_row(name, f"{speed:,.0f}", f"{speed / base:.2f}", _figures(summaries))
-    Console(soft_wrap=True, highlight=False).print(table)
+    open_screen().print(table)
     return 0
 
 

@@ -24,6 +24,7 @@ from horovod_train.data.files import record_folders
 from horovod_train.data.records import build_plan, find_records, open_records
 from horovod_train.data.share import epoch_shares
 from horovod_train.errors import UserError
+from horovod_train.tools.screen import open_screen
 
 if TYPE_CHECKING:
     from horovod_train.data.check import FeatureSummary, Report
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_screen()
     if arguments.audit:
         return _show_audit(console, audit(arguments.audit))
     configs = _configs(arguments)

@@ -13,7 +13,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.markup import escape
 
 from horovod_train.config_yaml import load, parse_seconds
@@ -21,6 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.tools.plan_facts import Facts, check_positive, collect
 from horovod_train.tools.plan_names import wrong_names
 from horovod_train.tools.plan_paths import wrong_paths
+from horovod_train.tools.screen import open_screen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(facts: Facts | None, notes: Sequence[str], faults: Sequence[str]) -> None:
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_screen()
     if facts is not None:
         for name, line in _lines(facts):
             console.print(f"[bold]{name:<17}[/]{escape(line)}")

@@ -45,6 +45,7 @@ def test_every_check_gives_one_line_and_nothing_fails(visit: Visit) -> None:
         lines = [line for line in finished.stdout.splitlines() if check["text"] in line]
         assert len(lines) == 1, check
         assert check["level"] in lines[0]
+    assert "\x1b" not in finished.stdout  # no colours in a file, though mpirun gives its ranks a terminal
 
 
 def test_what_the_ranks_use_is_told(visit: Visit) -> None:

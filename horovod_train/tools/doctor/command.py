@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from horovod_train import quiet
 from horovod_train.config import Config
 from horovod_train.config_yaml import load
+from horovod_train.distributed import launch
 from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.tools.doctor.finding import Finding, fail
+from horovod_train.tools.screen import open_screen
 
 COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
 ROOT_SPEAKS_FIRST_S = 2.0
@@ -51,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[Finding], bool]:
-    from horovod_train.distributed import launch
     from horovod_train.distributed.group import start
     from horovod_train.distributed.judge import Limits
     from horovod_train.distributed.watch import stall_environment
@@ -117,7 +116,7 @@ def _show(findings: Sequence[Finding], to: str | None) -> None:
             print(text, flush=True)
             return
         Path(to).write_text(text + "\n", encoding="utf-8")
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_screen(launched=launch.detect().launcher != "none")
     for finding in findings:
         console.print(f"[{COLOURS[finding.level]}]{finding.level:<8}[/]", end="")
         console.print(f"{finding.name:<16}{finding.text}{_advice(finding)}", markup=False)
