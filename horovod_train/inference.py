@@ -51,7 +51,8 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         group = trained.group
         with group.together():
             pipeline = open_split(_with_batch(config, group.size), group, training=False)
-            loss, seen = build_loss(config.loss), Accumulator(["loss"], build_metrics(config.metrics))
+            loss = build_loss(config.loss)
+            seen = Accumulator(loss.names, build_metrics(config.metrics))
             check_fits(trained.model, loss, seen, pipeline.element_spec, "data.eval")
         step = EvalStep(trained.model, loss, seen)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,7 @@ from horovod_train.errors import UserError
 from horovod_train.lookup import call, choose_keras
 
 LossFunction = Callable[[Any, Any], tf.Tensor]
+"""(targets, outputs) → float32 [batch]."""
 
 PER_OUTPUT = "per_output"
 _TERM_KEYS = ("name", "options", "target", "weight")
@@ -39,20 +40,37 @@ OWN: dict[str, Callable[..., tf.Tensor]] = {
 """Functions (targets, outputs, **options) → [batch, ...], as a user's."""
 
 
-def build_loss(spec: Spec) -> LossFunction:
-    """(targets, outputs) → float32 [batch], the loss of each record.
+class Loss:
+    """What each record adds to the loss: Σ weight · term(targets, outputs); and the terms themselves, without weights.
 
-    A Keras loss by name, one of ours, a user's function by package.module:function, or per_output: then options maps
-    outputs to such losses. Values [batch, ...] are averaged over what follows the batch. Raises UserError.
+    `names`: "loss", and of several outputs `<output>_loss`; all as in Keras' `fit`.
+    """
+
+    def __init__(self, terms: Mapping[str, tuple[float, LossFunction]]) -> None:
+        """terms: name → (weight, function); the single term of a loss without others is called "loss"."""
+        self._terms = terms
+        self.names = list({"loss": ..., **terms})
+
+    def __call__(self, targets: Any, outputs: Any) -> dict[str, tf.Tensor]:
+        """Float32 [batch] by name."""
+        values = {name: function(targets, outputs) for name, (_, function) in self._terms.items()}
+        return values | {"loss": tf.add_n([weight * values[name] for name, (weight, _) in self._terms.items()])}
+
+    def sums(self, targets: Any, outputs: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Float32 sums over a batch by name. weights: float32 [batch], of records."""
+        return {name: tf.reduce_sum(values * weights) for name, values in self(targets, outputs).items()}
+
+
+def build_loss(spec: Spec) -> Loss:
+    """A Keras loss by name, one of ours, a user's function by package.module:function, or one for each output.
+
+    The last is per_output, whose options map outputs to such losses. Values [batch, ...] are averaged over what follows
+    the batch. Raises UserError.
     """
     if spec.name == PER_OUTPUT:
-        return _build_sum(spec.options)
+        return _build_terms(spec.options)
     function = _build_function(spec, "loss")
-
-    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
-        return _per_record(function(targets, outputs), spec.name)
-
-    return loss_per_record
+    return Loss({"loss": (1.0, lambda targets, outputs: _per_record(function(targets, outputs), spec.name))})
 
 
 def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
@@ -74,30 +92,14 @@ def _per_record(values: Any, name: str) -> tf.Tensor:
     return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
 
 
-class _Term(NamedTuple):
-    output: str
-    target: str
-    weight: float
-    function: Callable[[Any, Any], Any]
-
-
-def _build_sum(options: Mapping[str, Any]) -> LossFunction:
-    """Σ weight · loss(targets[target], outputs[output]) over the outputs named."""
+def _build_terms(options: Mapping[str, Any]) -> Loss:
     if not options:
         raise UserError("loss.options: per_output needs a loss for each output, like {digit: {name: …, weight: 1.0}}.")
-    terms = [_build_term(output, value) for output, value in options.items()]
-
-    def loss_per_record(targets: Any, outputs: Any) -> tf.Tensor:
-        parts = []
-        for term in terms:
-            given = pick(targets, term.target, "target"), pick(outputs, term.output, "output")
-            parts.append(term.weight * _per_record(term.function(*given), term.output))
-        return tf.add_n(parts)
-
-    return loss_per_record
+    return Loss({f"{output}_loss": _build_term(output, value) for output, value in options.items()})
 
 
-def _build_term(output: str, value: Any) -> _Term:
+def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
+    """The weight, and the loss of targets[target] and outputs[output]."""
     where = f"loss.options.{output}"
     if isinstance(value, str):
         value = {"name": value}
@@ -108,8 +110,12 @@ def _build_term(output: str, value: Any) -> _Term:
     weight, options = value.get("weight", 1.0), value.get("options") or {}
     if not isinstance(weight, int | float) or not isinstance(options, Mapping):
         raise UserError(f"{where}: expected a number as weight and a mapping as options; received {value!r}.")
-    spec = Spec(value["name"], dict(options))
-    return _Term(output, value.get("target", output), float(weight), _build_function(spec, where))
+    function, target = _build_function(Spec(value["name"], dict(options)), where), value.get("target", output)
+
+    def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
+        return _per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
+
+    return float(weight), loss_of_output
 
 
 def pick(values: Any, name: str, kind: str) -> Any:

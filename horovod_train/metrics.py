@@ -25,12 +25,17 @@ class Accumulator:
     """
 
     def __init__(self, losses: Sequence[str], metrics: Sequence[Metric]) -> None:
+        """losses: the names of the sums that `add` is given. Raises UserError where two have one name."""
+        names = [metric.name for metric in metrics]
+        if len({*losses, *names}) != len(losses) + len(names):
+            also = ", ".join(losses)
+            raise UserError(f"metrics: names must differ, also from {also}; received {names}. Give a name in options.")
         self.metrics = list(metrics)
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
         self.sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in losses}
 
     def add(self, loss_sums: dict[str, tf.Tensor], targets: Any, outputs: Any, weights: tf.Tensor) -> None:
-        """In the compiled step: one batch. loss_sums: weighted sums over the batch; weights: float32 [batch]."""
+        """In the compiled step: one batch. loss_sums: weighted, over the batch; weights: float32 [batch]."""
         self.weight.assign_add(tf.reduce_sum(tf.cast(weights, tf.float64)))
         for name, value in loss_sums.items():
             self.sums[name].assign_add(tf.cast(value, tf.float64))
@@ -85,9 +90,6 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
         if target is not None and output is None:
             raise UserError(f"metrics: {spec.name}: target {target!r} needs an output beside it: which is compared?")
         metrics.append(metric if output is None else OfOutput(metric, output, target or output))
-    names = [metric.name for metric in metrics]
-    if len(set(names) | {"loss"}) != len(names) + 1:
-        raise UserError(f"metrics: names must differ, also from 'loss'; received {names}. Give a name in options.")
     return metrics
 
 

@@ -14,11 +14,11 @@ import tensorflow as tf
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
-from horovod_train.losses import LossFunction
+from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 
 
-def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch: Batch, where: str) -> None:
+def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> None:
     """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
     Raises UserError where the model does not take what the records hold.
@@ -26,7 +26,8 @@ def check_fits(model: keras.Model, loss: LossFunction, seen: Accumulator, batch:
 
     def forward(records: Batch) -> None:
         outputs = model(records.inputs, training=False)
-        seen.add({"loss": tf.reduce_sum(loss(records.targets, outputs))}, records.targets, outputs, records.weights)
+        losses = loss.sums(records.targets, outputs, records.weights)
+        seen.add(losses, records.targets, outputs, records.weights)
 
     try:
         tf.function(forward, autograph=False).get_concrete_function(batch)
@@ -42,8 +43,8 @@ class Passed(NamedTuple):
     gradients: list[Any]
     """One for each trainable variable: a tensor, IndexedSlices, or None where it has no part in the loss."""
     outputs: Any
-    loss_sum: tf.Tensor
-    """float32: the sum of the losses of this rank's records, penalties left out."""
+    losses: dict[str, tf.Tensor]
+    """float32: sums over this rank's records, penalties left out; see Loss.names."""
     penalty: tf.Tensor
     """float32: what regularisation adds to the mean loss."""
 
@@ -59,7 +60,7 @@ class Objective:
         self,
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
-        loss: LossFunction,
+        loss: Loss,
         *,
         size: int,
         accumulate_steps: int = 1,
@@ -82,7 +83,7 @@ class Objective:
         if self.accumulate_steps == 1:
             passed = self._pass(batch)
             _note(seen, batch, passed)
-            return passed.gradients, self._share(passed.loss_sum, batch)
+            return passed.gradients, self._share(passed.losses["loss"], batch)
 
         def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             length = value.shape[0] // self.accumulate_steps
@@ -93,7 +94,7 @@ class Objective:
             rows = rows._replace(count=batch.count)
             passed = self._pass(rows)
             _note(seen, rows, passed)
-            return index + 1, _add(totals, passed.gradients), loss_sum + passed.loss_sum
+            return index + 1, _add(totals, passed.gradients), loss_sum + passed.losses["loss"]
 
         zeros = [tf.zeros(variable.shape, variable.dtype) for variable in self.model.trainable_variables]
         _, totals, loss_sum = tf.while_loop(
@@ -110,21 +111,21 @@ class Objective:
 
     def _forward_backward(self, batch: Batch) -> Passed:
         with tf.GradientTape() as tape:
-            outputs, loss_sum, penalty, total = self.forward(batch, parts=self.accumulate_steps)
+            outputs, losses, penalty, total = self.forward(batch, parts=self.accumulate_steps)
             scaled = self.optimizer.scale_loss(total)
-        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, loss_sum, penalty)
+        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
-    def forward(self, batch: Batch, *, parts: int = 1) -> tuple[Any, tf.Tensor, tf.Tensor, tf.Tensor]:
-        """A forward pass in training: outputs, loss_sum and penalty as in Passed, and what is differentiated (float32).
+    def forward(self, batch: Batch, *, parts: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+        """A forward pass in training: outputs, losses and penalty as in Passed, and what is differentiated (float32).
 
         parts: of how many such passes the gradients are added up.
         """
         with rows_that_count(batch.weights):
             outputs = self.model(batch.inputs, training=True)
         with tf.name_scope("loss_function"):
-            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
+            losses = self.loss.sums(batch.targets, outputs, batch.weights)
             penalty = self._penalty()
-            return outputs, loss_sum, penalty, self._share(loss_sum, batch) + penalty / parts
+            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / parts
 
     def _penalty(self) -> tf.Tensor:
         parts = [tf.cast(value, tf.float32) for value in self.model.losses]
@@ -137,7 +138,7 @@ class Objective:
 def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
     # The same for every record, so that its mean over records is itself.
     penalty_sum = passed.penalty * tf.reduce_sum(batch.weights)
-    seen.add({"loss": passed.loss_sum, "penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
+    seen.add(passed.losses | {"penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
 
 
 def _add(totals: Sequence[tf.Tensor], gradients: Sequence[Any]) -> list[tf.Tensor]:

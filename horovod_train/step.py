@@ -18,7 +18,7 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.place import Place
 from horovod_train.errors import DivergedError
-from horovod_train.losses import LossFunction
+from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective
 from horovod_train.state import TrainState
@@ -152,7 +152,7 @@ class TrainStep:
 class EvalStep:
     """Adds the loss and metrics of batches to `seen`."""
 
-    def __init__(self, model: keras.Model, loss: LossFunction, seen: Accumulator) -> None:
+    def __init__(self, model: keras.Model, loss: Loss, seen: Accumulator) -> None:
         self.model, self.loss, self.seen = model, loss, seen
         self._run = tf.function(self._run_steps, autograph=False)
 
@@ -164,8 +164,8 @@ class EvalStep:
         def one_step(done: tf.Tensor) -> list[tf.Tensor]:
             batch = next(batches)
             outputs = self.model(batch.inputs, training=False)
-            loss_sum = tf.reduce_sum(self.loss(batch.targets, outputs) * batch.weights)
-            self.seen.add({"loss": loss_sum}, batch.targets, outputs, batch.weights)
+            losses = self.loss.sums(batch.targets, outputs, batch.weights)
+            self.seen.add(losses, batch.targets, outputs, batch.weights)
             return [done + 1]
 
         tf.while_loop(lambda done: done < steps, one_step, [0])

@@ -74,6 +74,8 @@ def test_every_example_of_the_docs_is_tried(documented: Path) -> None:
 def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -> None:
     rows = metrics_of(learned(name), "eval")
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    if name == "homes":
+        assert rows[-1]["loss"] == pytest.approx(0.5 * rows[-1]["price_loss"] + rows[-1]["sold_loss"], rel=1e-5)
     assert {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}[name] in rows[-1]
 
 

@@ -10,7 +10,7 @@ import user_models  # noqa: F401  found by its name below
 from horovod_train.config import Config, LrScheduleConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.losses import build_loss
-from horovod_train.metrics import build_metrics
+from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
 from horovod_train.optim import build_optimizer
 from horovod_train.schedules import Horizon
@@ -47,7 +47,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; near it:"),
     "unknown metric": (lambda: build_metrics([Spec("acuracy")]), "metrics: Keras has no 'acuracy'; near it: Accuracy"),
-    "same name": (lambda: build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})]), "metrics: names must differ"),
+    "same name": (
+        lambda: Accumulator([], build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})])),
+        "metrics: names must differ",
+    ),
 }
 
 

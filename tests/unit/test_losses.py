@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod_train.config import MetricSpec, Spec
 from horovod_train.errors import UserError
 from horovod_train.losses import build_loss
-from horovod_train.metrics import build_metrics
+from horovod_train.metrics import Accumulator, build_metrics
 
 LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)
@@ -18,19 +18,26 @@ ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits":
 
 
 def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
-    ours = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2}))(LABELS, LOGITS)
+    loss = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2}))
+    ours = loss(LABELS, LOGITS)["loss"]
     keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2, reduction="none")
     assert np.allclose(ours, keras_loss(tf.one_hot(LABELS, 5), LOGITS), atol=1e-6)
-    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)
+    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)["loss"]
     assert not np.allclose(ours, plain, atol=1e-2)
 
 
 def test_losses_of_several_outputs_add_up_by_their_weights() -> None:
     terms = {"one": {**ENTROPY, "weight": 0.25}, "other": {**ENTROPY, "target": "one"}}
     outputs = {"one": LOGITS, "other": -LOGITS}
-    found = build_loss(Spec("per_output", terms))({"one": LABELS}, outputs)
-    alone = build_loss(Spec(**ENTROPY))
-    assert np.allclose(found, 0.25 * alone(LABELS, LOGITS) + alone(LABELS, -LOGITS), atol=1e-6)
+    loss, alone = build_loss(Spec("per_output", terms)), build_loss(Spec(**ENTROPY))
+    one, other = alone(LABELS, LOGITS)["loss"], alone(LABELS, -LOGITS)["loss"]
+    found = loss({"one": LABELS}, outputs)
+    assert loss.names == ["loss", "one_loss", "other_loss"] == sorted(found)
+    assert np.allclose(found["loss"], 0.25 * one + other, atol=1e-6)
+    assert np.array_equal(found["one_loss"], one)
+    assert np.array_equal(found["other_loss"], other)
+    weights = np.arange(6, dtype=np.float32)
+    assert np.allclose(loss.sums({"one": LABELS}, outputs, weights)["one_loss"], np.sum(one * weights))
 
 
 def test_a_metric_looks_at_its_own_output() -> None:
@@ -79,3 +86,10 @@ def test_an_output_that_is_not_there_is_named() -> None:
 def test_a_target_without_an_output_is_refused() -> None:
     with pytest.raises(UserError, match="needs an output beside it"):
         build_metrics([MetricSpec("accuracy", {}, target="label")])
+
+
+def test_a_metric_may_not_take_the_name_of_an_outputs_loss() -> None:
+    loss = build_loss(Spec("per_output", {"one": ENTROPY}))
+    metrics = build_metrics([MetricSpec("accuracy", {"name": "one_loss"}, output="one")])
+    with pytest.raises(UserError, match="metrics: names must differ, also from loss, one_loss; received"):
+        Accumulator(loss.names, metrics)
