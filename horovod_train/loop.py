@@ -65,6 +65,8 @@ def train(
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
         asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
+    if state.synchronization.has_failed():
+        raise train_step.divergence(group)
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
     return asked or ended or late or DONE, bool(asked)

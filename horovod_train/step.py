@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,9 +22,24 @@ from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective
 from horovod_train.state import TrainState
+from horovod_train.synchronization import Exchanged
 
 DRAWS_PER_STEP = 1 << 10
 """Room in a dropout seed's counter for the draws of one step; a layer draws once or twice."""
+
+MAX_OVERFLOWS_IN_A_ROW = 50
+"""Updates that a loss scale may leave out one after the other: halved 50 times, it is 1e-11 where it began at 2^15."""
+
+
+class Failure(NamedTuple):
+    """Where a rank's numbers stopped being finite for good."""
+
+    step: tf.Variable
+    """int64; 0 where they have not."""
+    is_cause: tf.Variable
+    """bool: by its own gradients, not by those of others."""
+    loss: tf.Variable
+    """float32."""
 
 
 class TrainStep:
@@ -47,19 +62,21 @@ class TrainStep:
         placement: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """max_skips_in_a_row: updates with a non-finite gradient that are left out before `run` ends; 0: the first.
+        A LossScaleOptimizer leaves out MAX_OVERFLOWS_IN_A_ROW at least: they are how it finds its scale.
 
         count_over_ranks: how many records all ranks hold in the step of a batch.
         placement: the scope in which an update is traced; for a model in stages, see stages.follow_inputs.
         """
         self.count_over_ranks, self.placement = count_over_ranks, placement
         self.state, self.objective, self.seen = state, objective, seen
-        self.max_skips_in_a_row = max_skips_in_a_row
+        self.scales_loss = isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
+        self.max_skips_in_a_row = max(max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW if self.scales_loss else 0)
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
-        # A LossScaleOptimizer looks for overflows itself: they are how it finds its scale.
-        self.looks_for_overflow = not isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
-        self.skipped, self.skipped_in_a_row, self.is_cause, self.last_loss = (
-            tf.Variable(value, trainable=False) for value in (0, 0, False, 0.0)
+        self.skipped, self.skipped_in_a_row, self.last_loss = (
+            tf.Variable(value, trainable=False) for value in (0, 0, 0.0)
         )
+        nothing = (tf.constant(0, tf.int64), False, 0.0)
+        self.failure = Failure(*(tf.Variable(value, trainable=False) for value in nothing))
         self.place = Place(state.step)
         self._run = tf.function(self._run_steps, autograph=False)
 
@@ -73,14 +90,15 @@ class TrainStep:
 
     def divergence(self, group: WorkerGroup) -> DivergedError:
         """Collective: why `run` ended early, with the ranks where the numbers stopped being finite."""
-        facts = group.gather((bool(self.is_cause), float(self.last_loss)))
-        causes = [rank for rank, (is_cause, _) in enumerate(facts) if is_cause] or list(range(group.size))
-        loss = facts[causes[0]][1]
+        facts = group.gather(tuple(fact.numpy().item() for fact in self.failure))
+        failed = [rank for rank, (step, _, _) in enumerate(facts) if step]
+        causes = [rank for rank in failed if facts[rank][1]] or failed
+        step, _, loss = facts[causes[0]]
         shown = "NaN" if math.isnan(loss) else f"{loss:g}"
         ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
         tried = f", after {self.max_skips_in_a_row} skipped updates in a row" if self.max_skips_in_a_row else ""
         return DivergedError(
-            f"Model diverged with loss = {shown} at step {int(self.state.step)}: gradients are not finite on {ranks}"
+            f"Model diverged with loss = {shown} at step {step}: loss or gradients are not finite on {ranks}"
             f"{tried}. The weights are those before that step; lower lr_schedule.base_lr, or see train.non_finite."
         )
 
@@ -107,39 +125,68 @@ class TrainStep:
             batch = batch._replace(count=self.count_over_ranks(batch))
         self.place.enter("compute", after=batch.count)
         # The same scope on all ranks: Horovod takes part of an exchange's name from it.
-        with tf.name_scope("rank"):
+        with tf.name_scope("rank"), self._without_poison():
             own, share = self.objective.gradients(batch, self.seen)
+            losses = (share, self.last_loss.read_value())
             self.last_loss.assign(share)
             self.state.note_loss(share)
         with tf.name_scope("exchange"):
             self.place.enter("exchange", after=own)
-            gradients = self.state.synchronization.exchange(own, tf.identity(self.state.step))
-        with tf.control_dependencies(_present(gradients)):  # a step counts once it has been exchanged
+            exchanged = self.state.synchronization.exchange(_spoilt_by(share, own), tf.identity(self.state.step))
+        with tf.control_dependencies(_present(exchanged.gradients)):  # a step counts once it has been exchanged
             self.state.step.assign_add(1)
         with tf.name_scope("update_parameters"):
-            failed = self._apply(gradients, own)
+            failed = self._apply(exchanged, losses[self.state.synchronization.delay])
         with tf.name_scope("exchange"):
             return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
 
-    def _apply(self, gradients: Sequence[Any], own: Sequence[Any]) -> tf.Tensor:
-        """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long."""
-        optimizer, variables = self.state.optimizer, self.state.model.trainable_variables
+    def _apply(self, exchanged: Exchanged, loss: tf.Tensor) -> tf.Tensor:
+        """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long.
+
+        loss: of the step that the gradients are of.
+        """
+        gradients, variables = exchanged.gradients, self.state.model.trainable_variables
+        if self.scales_loss:  # leaves out by itself what is not finite, and lowers its scale
+            self.state.optimizer.apply_combined(gradients, variables)
 
         def update() -> tf.Tensor:
-            optimizer.apply_combined(gradients, variables)
+            if not self.scales_loss:
+                self.state.optimizer.apply_combined(gradients, variables)
             self.state.averages.update(self.state.step)
             return tf.constant(0)
 
         def skip() -> tf.Tensor:
-            self.is_cause.assign(tf.logical_not(_are_finite(own)))
             self.skipped.assign_add(1)
+            is_first = tf.logical_and(self.skipped_in_a_row >= self.max_skips_in_a_row, self.failure.step == 0)
+            tf.cond(is_first, note_failure, lambda: None)
             return self.skipped_in_a_row + 1
 
-        if not self.looks_for_overflow:
-            update()
-            return tf.constant(False)
+        def note_failure() -> None:
+            self.failure.step.assign(self.state.step - self.state.synchronization.delay)
+            self.failure.is_cause.assign(tf.logical_not(_are_finite(exchanged.own)))
+            self.failure.loss.assign(loss)
+
         self.skipped_in_a_row.assign(tf.cond(_are_finite(gradients), update, skip))
         return self.skipped_in_a_row > self.max_skips_in_a_row
+
+    @contextmanager
+    def _without_poison(self) -> Iterator[None]:
+        """In the compiled step: takes back this rank's statistics if in the block they stop being finite.
+
+        A moving average that has once been NaN stays NaN, while training, which does not read it, goes on.
+        """
+        if not self.max_skips_in_a_row:
+            yield  # the run ends with the first such step
+            return
+        statistics = self.state.statistics
+        before = [variable.read_value() for variable in statistics]
+        yield
+
+        def take_back() -> None:
+            for variable, value in zip(statistics, before, strict=True):
+                variable.assign(value)
+
+        tf.cond(_are_finite(statistics), lambda: None, take_back)
 
     def _set_dropout_seeds(self) -> None:
         """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""
@@ -171,6 +218,24 @@ class EvalStep:
         tf.while_loop(lambda done: done < steps, one_step, [0])
 
 
+def _spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
+    """The gradients; not finite where the loss is not, so that all ranks learn of it by the exchange that there is.
+
+    loss: float32 scalar. Zero times the loss is added to the smallest gradient, which costs least.
+    """
+    spoilt = list(own)
+    present = [index for index, gradient in enumerate(own) if gradient is not None]
+    if present:
+        least = min(present, key=lambda index: own[index].shape.num_elements() or math.inf)
+        gradient = own[least]
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values + tf.cast(0.0 * loss, gradient.values.dtype)
+            spoilt[least] = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        else:
+            spoilt[least] = gradient + tf.cast(0.0 * loss, gradient.dtype)
+    return spoilt
+
+
 def _present(gradients: Sequence[Any]) -> list[tf.Tensor]:
     """The values of those gradients that there are; of sparse ones, of the rows that they hold."""
     values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
@@ -178,7 +243,7 @@ def _present(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Whether no gradient holds a NaN or an infinity; by their squares, which read each number once.
+    """Whether none of them holds a NaN or an infinity; by their squares, which read each number once.
 
     A number past 1.8e19, whose square float32 cannot hold, counts as infinite.
     """

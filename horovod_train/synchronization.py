@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,20 +18,32 @@ from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.stages import variable_beside
 
 
+class Exchanged(NamedTuple):
+    """One for each trainable variable, or None."""
+
+    gradients: list[Any]
+    """To apply now."""
+    own: Sequence[Any]
+    """This rank's part in them."""
+
+
 class EveryStep:
     """Gradients are combined before they are applied: ranks hold the same weights after every step."""
+
+    delay = 0
+    """How many steps later the gradients of a step are applied."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
         self.variables: dict[str, tf.Variable] = {}
         """What a checkpoint must hold for this way to go on, by name; equal on all ranks once `settle` has been run."""
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         """Collective, in the compiled step: the gradients to apply now, given this rank's own.
 
         own: one for each trainable variable, or None; the same ones are None on every rank. step: int64, steps done.
         """
-        return list(self.optimizer.combine(own))
+        return Exchanged(list(self.optimizer.combine(own)), own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Collective, in the compiled step, after gradients were applied: whether the run must stop, on all ranks.
@@ -39,6 +51,10 @@ class EveryStep:
         failed: bool, whether this rank's gradients have not been finite for too long. step: with this one.
         """
         return failed  # read off combined gradients, so that ranks cannot differ
+
+    def has_failed(self) -> bool:
+        """Collective, between steps: whether a rank has failed since the ranks last met."""
+        return False
 
     def settle(self, step: int) -> None:
         """Collective, between steps: makes equal on all ranks what must be equal in a checkpoint."""
@@ -59,6 +75,8 @@ class Stale(EveryStep):
     Step 1 applies zeros; the last gradients of a run are never applied.
     """
 
+    delay = 1
+
     def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
         super().__init__(optimizer)
         self.pending = [
@@ -70,7 +88,7 @@ class Stale(EveryStep):
         self.variables = {f"pending/{path}": own for path, own in zip(paths, self.pending, strict=True)}
         self.variables["settled_step"] = self.settled
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         present = [index for index, gradient in enumerate(own) if gradient is not None]
         # Nothing here waits for `own`, so that it is computed meanwhile.
         before = [tf.convert_to_tensor(self.pending[index]) for index in present]
@@ -79,7 +97,7 @@ class Stale(EveryStep):
         for index, gradient in zip(present, late, strict=True):
             self.pending[index].assign(tf.convert_to_tensor(own[index]))
             combined[index] = gradient
-        return combined
+        return Exchanged(combined, before)
 
     def settle(self, step: int) -> None:
         if int(self.settled) != step:
@@ -110,8 +128,8 @@ class Local(EveryStep):
         self.variables = {"settled_step": self.settled}
         self._average_now = tf.function(self._average, autograph=False)
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
-        return list(own)
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(list(own), own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # A rank that has failed keeps its weights, and the others learn of it when they meet.
@@ -123,6 +141,9 @@ class Local(EveryStep):
             return self.group.sum_in_step(tf.cast(self.failed, tf.float32), "local.failed") > 0
 
         return tf.cond(tf.equal(step % self.every, 0), meet, lambda: tf.constant(False))
+
+    def has_failed(self) -> bool:
+        return bool(self.group.sum([bool(self.failed)])[0])
 
     def settle(self, step: int) -> None:
         if int(self.settled) != step:

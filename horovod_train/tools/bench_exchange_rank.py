@@ -31,7 +31,7 @@ from horovod_train.models import build_model  # noqa: E402
 from horovod_train.objective import Objective  # noqa: E402
 from horovod_train.state import TrainState  # noqa: E402
 from horovod_train.step import TrainStep  # noqa: E402
-from horovod_train.synchronization import EveryStep  # noqa: E402
+from horovod_train.synchronization import EveryStep, Exchanged  # noqa: E402
 
 WINDOWS = 5
 """Parts that the measured time is cut into; the median counts."""
@@ -66,8 +66,8 @@ def systems() -> dict[str, System]:
 class Alone(EveryStep):
     """Each rank applies its own gradients, and nobody meets."""
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> list[Any]:
-        return list(own)
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(list(own), own)
 
 
 def measure(group: WorkerGroup, system: System, seconds: float, *, alone: bool) -> float:

@@ -1,0 +1,108 @@
+"""Numbers that stop being finite on the last rank: at which step ranks stop, who is named, what is left unharmed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from facts import leave
+from uneven import LOSS, ROWS, group, rank, size
+
+from horovod_train.config import TrainConfig
+from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.losses import Loss, build_loss
+from horovod_train.metrics import Accumulator
+from horovod_train.objective import Objective
+from horovod_train.state import TrainState
+from horovod_train.step import TrainStep
+from horovod_train.synchronization import build_synchronization
+
+WEIRD = 2
+"""A label to which `jumpy` gives an infinite loss, and finite gradients."""
+
+STALE = TrainConfig(synchronization="stale")
+LOCAL = TrainConfig(synchronization="local", average_every_steps=4)
+
+
+def batches(bad: range, *, inputs: bool) -> Iterator[Batch]:
+    """Of the steps `bad` the last rank's hold a NaN in their inputs, or else WEIRD labels, which no others have."""
+    rng = np.random.default_rng(rank)
+    for step in range(1, 100):
+        is_bad = step in bad and rank == size - 1
+        x = rng.normal(size=(ROWS, 6)).astype(np.float32)
+        labels = np.full(ROWS, WEIRD) if is_bad and not inputs else (x.sum(axis=1) > 0).astype(int)
+        if is_bad and inputs:
+            x[0, 0] = np.nan
+        yield Batch(
+            inputs=tf.constant(x),
+            targets=tf.constant(labels, tf.int64),
+            weights=tf.ones(ROWS),
+            ids=tf.zeros(ROWS, tf.int64),
+            count=tf.constant(ROWS * size, tf.int64),
+        )
+
+
+def jumpy(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    plain = build_loss(LOSS)(targets, outputs)["loss"]
+    return plain + tf.where(targets == WEIRD, np.inf, 0.0)
+
+
+def train(
+    bad: range,
+    steps: int,
+    config: TrainConfig = TrainConfig(),  # noqa: B008  frozen
+    *,
+    max_skips: int = 0,
+    inputs: bool = True,
+    half: bool = False,
+) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    # A ReLU may make 0 of a NaN: the loss is finite then, the statistics before it are not.
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    plain = keras.optimizers.SGD(0.05)
+    optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(plain) if half else plain)
+    optimizer.build(model.trainable_variables)
+    state = TrainState(model, optimizer, synchronization=build_synchronization(config, group, model, optimizer, []))
+    loss = build_loss(LOSS) if inputs else Loss({"loss": (1.0, jumpy)})
+    step = TrainStep(
+        state,
+        Objective(model, optimizer, loss, size=size),
+        Accumulator(["loss", "penalty"], []),
+        rank=rank,
+        seed=1,
+        max_skips_in_a_row=max_skips,
+        count_over_ranks=lambda batch: batch.count,
+    )
+    spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, next(batches(bad, inputs=inputs)))
+    stream = tf.data.Dataset.from_generator(lambda: batches(bad, inputs=inputs), output_signature=spec)
+    done, goes_on, _ = step.run(iter(stream), steps)
+    failed = state.synchronization.has_failed()
+    return {
+        "done": done,
+        "goes_on": goes_on,
+        "why": str(step.divergence(group)) if failed or not goes_on else "",
+        "skipped": int(step.skipped),
+        "is_finite": all(np.all(np.isfinite(weight.numpy())) for weight in model.weights),
+        "moved": float(np.abs(model.non_trainable_weights[0].numpy()).max()),
+    }
+
+
+found = {
+    "every_step": train(range(3, 4), 6),
+    "loss_alone": train(range(3, 4), 6, inputs=False),
+    "stale": train(range(3, 4), 6, STALE),
+    "local": train(range(3, 4), 6, LOCAL),
+    "local_at_its_end": train(range(3, 4), 3, LOCAL),
+    "skip": train(range(3, 4), 6, max_skips=2),
+    "skip_stale": train(range(3, 4), 6, STALE, max_skips=2),
+    "skip_in_vain": train(range(3, 9), 9, max_skips=2),
+    "float16": train(range(3, 4), 6, half=True),
+    "float16_in_vain": train(range(3, 99), 80, half=True),
+}
+leave(rank, found)
+group.close()
