@@ -62,6 +62,7 @@ class CheckpointStore(NoStore):
     def find(self, resume: str) -> Checkpoint | None:
         """The checkpoint to start from: the newest whole one (auto), none (never), or the one at a path.
 
+        A run that began at this path and is started again, as by a requeue, goes on from its own newest whole one.
         auto sets damaged ones that are newer aside, under another name, and says so. Raises UserError for a path
         that holds no whole one, where all are damaged, and for "never" in a folder that holds some: they would be lost.
         """
@@ -70,11 +71,11 @@ class CheckpointStore(NoStore):
             if resume == "auto":
                 found = self._newest_whole()
             elif resume != "never":
-                found = open_checkpoint(resume, "checkpoint.resume")
+                found = self._newest_after(resume) or open_checkpoint(resume, "checkpoint.resume")
             elif self.checkpoints.steps():
                 raise UserError(
                     f"checkpoint.resume: never, but {folder} holds checkpoints, which the run would replace. "
-                    "Choose another --output-dir, or remove them."
+                    "Choose another --output-dir, remove them, or go on from them: --resume auto."
                 )
             else:
                 return None
@@ -144,6 +145,11 @@ class CheckpointStore(NoStore):
             self.checkpoints.remove(step for step in steps if step not in kept)
         except OSError as error:
             self._warn(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+
+    def _newest_after(self, path: str) -> Checkpoint | None:
+        """The newest whole one if it is of a run that began at `path`."""
+        found, _ = self.checkpoints.newest_whole()
+        return found if found and found.facts.config["checkpoint"]["resume"] == path else None
 
     def _newest_whole(self) -> Checkpoint | None:
         found, damaged = self.checkpoints.newest_whole()

@@ -190,13 +190,14 @@ class Config:
     watch: WatchConfig = WatchConfig()
 
 
-def resolve(config: Config, size: int) -> Config:
+def resolve(config: Config, size: int, batch_before: int | None = None) -> Config:
     """The config as `size` ranks run it: the global batch size filled in.
 
+    batch_before: that of a run that goes on, which batch_size_per_rank does not change.
     Raises UserError where some rank would have nothing to do.
     """
     data = config.data
-    batch = data.global_batch_size or (data.batch_size_per_rank or 0) * size
+    batch = data.global_batch_size or batch_before or (data.batch_size_per_rank or 0) * size
     if batch < size:
         raise UserError(
             f"data.global_batch_size must be at least the number of ranks ({size}); received {batch}. "

@@ -9,9 +9,8 @@ from typing import Any
 
 from horovod_train import loop
 from horovod_train.build import Parts
-from horovod_train.checkpoint import NoStore
 from horovod_train.checkpoint_files import Checkpoint, load
-from horovod_train.config import Config
+from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict
 from horovod_train.data.audit import AuditLog, NoAudit, Start
 from horovod_train.distributed.group import WorkerGroup
@@ -19,9 +18,28 @@ from horovod_train.errors import UserError
 from horovod_train.output import NoOutput
 
 
-def restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> dict[str, Any]:
-    """Gives root's state the values of the checkpoint to start from; returns the statistics of each rank in it."""
-    found = store.find(config.checkpoint.resume)
+def batch_of(found: Checkpoint | None) -> int | None:
+    """The global batch size of the run that wrote it."""
+    return found.facts.config["data"]["global_batch_size"] if found else None
+
+
+def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NoOutput) -> Config:
+    """The config as `size` ranks run it, with the global batch of before where it does not give one of its own.
+
+    So a run goes on as it was at any number of ranks. Raises UserError as `resolve` does.
+    """
+    resolved = resolve(config, size, batch_before)
+    alone = resolve(config, size).data.global_batch_size
+    if resolved.data.global_batch_size != alone:
+        per_rank = config.data.batch_size_per_rank
+        output.say(
+            f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
+        )
+    return resolved
+
+
+def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOutput) -> dict[str, Any]:
+    """Gives root's state the values of the checkpoint found; returns the statistics of each rank in it."""
     if found is None:
         output.say("starting from initial weights")
         return {}
@@ -37,13 +55,24 @@ def restore(config: Config, store: NoStore, parts: Parts, output: NoOutput) -> d
 
 
 def _check_position(parts: Parts, found: Checkpoint) -> None:
-    """A saved place inside an epoch means something only where the same order of records leads there."""
+    """A saved place inside an epoch means something only where the same order of records leads there.
+
+    And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
+    """
+    was = found.facts.config
     if found.facts.records and found.facts.data != parts.train.fingerprint:
-        was = found.facts.config
         raise UserError(
             f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
             f"Go on with the training files of then, seed {was['seed']}, data.global_batch_size "
             f"{was['data']['global_batch_size']} and the same data.shuffle… settings; or from the end of an epoch."
+        )
+    steps, epochs = found.facts.step, found.facts.epoch
+    if not found.facts.records and steps != epochs * parts.train.steps_per_epoch:
+        raise UserError(
+            f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
+            f"data.global_batch_size {parts.train.global_batch_size} of this config an epoch has "
+            f"{parts.train.steps_per_epoch} steps, and learning rates and the end are reckoned in steps. Go on with "
+            f"data.global_batch_size {was['data']['global_batch_size']} and the training files of then."
         )
 
 

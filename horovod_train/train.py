@@ -32,7 +32,7 @@ from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput, open_output
-from horovod_train.resume import open_audit, restore
+from horovod_train.resume import batch_of, open_audit, resolve_as_before, restore
 from horovod_train.stages import stage_lines
 
 START_AGAIN = 75
@@ -54,7 +54,7 @@ def run(config: Config) -> int:
         environment=_environment(config, limits),
     )
     with group.together():
-        config = resolve(config, group.size)
+        resolve(config, group.size)  # what is wrong is said before a file is written
         output = _open_output(config, group)
         lease = open_lease(output.directory, output.say, job=launch.detect().job)
         rank_log.make_folder(output.directory)
@@ -72,12 +72,17 @@ def _train(
     config: Config, group: WorkerGroup, output: NoOutput, lease: NoLease, leaving: Leaving, started: float
 ) -> int:
     """The run itself, once there is a group to run in, a place to write to and somebody who watches."""
-    _introduce(group, output, config)
     agreement.check(group, _facts(config), "at the start")
     with group.together():
-        parts = build_parts(config, group)
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
-        statistics = restore(config, store, parts, output)
+        found = store.find(config.checkpoint.resume)
+    batch_before = group.broadcast_object(batch_of(found))
+    with group.together():
+        config = resolve_as_before(config, group.size, batch_before, output)
+    _introduce(group, output, config)
+    with group.together():
+        parts = build_parts(config, group)
+        statistics = restore(config, found, parts, output)
     for line in stage_lines(parts.state.model) if config.device.per_rank > 1 else ():
         output.say(line)
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
@@ -123,10 +128,15 @@ def _train(
     with group.together():
         output.write_summary(summary)
     why = "" if ended == loop.DONE else f" ({ended})"
-    again = "; saved, start it again to go on" if asked else ""
+    again = f"; saved, start it again{_and_go_on(config)} to go on" if asked else ""
     output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     output.close()
     return START_AGAIN if asked else 0
+
+
+def _and_go_on(config: Config) -> str:
+    """What to add to the words of the start so that it goes on."""
+    return " with --resume auto" if config.checkpoint.resume == "never" else ""
 
 
 def _draw_graph(config: Config, group: WorkerGroup, parts: Parts, output: NoOutput) -> None:

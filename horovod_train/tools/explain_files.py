@@ -43,10 +43,10 @@ def last_step_in_metrics(run_dir: Path) -> int | None:
 
 
 def resumes_by_itself(run_dir: Path) -> bool:
-    """Whether the run's own config lets it go on from its newest checkpoint."""
+    """Whether the run, started again with its own config, goes on from its newest checkpoint."""
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-        return bool(config["checkpoint"]["resume"] == "auto")
+        return bool(config["checkpoint"]["resume"] != "never")
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return True
 

@@ -76,12 +76,19 @@ def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path, np: int
 
 
 def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, tmp_path: Path) -> None:
+    """With a batch per rank too: the global batch and the length of the run stay those of the first start."""
     run_dir = tmp_path / "run"
-    for np, max_steps in [(2, 20), (3, 37), (1, 45)]:
-        words = ["--config", config, "--output-dir", run_dir, f"train.max_steps={max_steps}"]
+    batch = ["data.global_batch_size=null", "data.batch_size_per_rank=48", "train.epochs=3"]
+    for np, max_steps in [(2, STEPS_PER_EPOCH), (3, 37), (1, "null")]:
+        words = ["--config", config, "--output-dir", run_dir, *batch, f"train.max_steps={max_steps}"]
         finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
         assert finished.returncode == 0, finished.text
+    assert "the global batch stays 96; data.batch_size_per_rank 48 would make it 48 here" in finished.stdout
+    assert summary_of(run_dir)["steps"] == 3 * STEPS_PER_EPOCH
     assert_once(consumed(run_dir), 3)
+    other = train(["--config", config, "--output-dir", run_dir, "data.global_batch_size=48", "train.epochs=4"])
+    assert other.returncode == 2
+    assert "its 45 steps were 3 epochs of 15; with the data and data.global_batch_size 48 of this" in other.stderr
     verified = train(["check-data", "--config", config, "--audit", run_dir])
     assert verified.returncode == 0, verified.text
 

@@ -116,6 +116,13 @@ def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
         assert row["learning_rate"] == again["learning_rate"]
         assert row["loss"] == again["loss"]
     assert summary_of(whole)["weights_sha256"] == summary_of(parts)["weights_sha256"]
+    branch = tmp_path / "branch"
+    for max_steps in (31, 40):  # the second time with the same words, as by a requeue
+        begun = ["--resume", parts / "checkpoints" / "step-000000022", "--output-dir", branch]
+        finished = train([*common, f"train.max_steps={max_steps}", *begun], launcher=launcher, np=np)
+        assert finished.returncode == 0, finished.text
+    assert f"resumed from {branch / 'checkpoints' / 'step-000000031'} at step 31" in finished.stdout
+    assert summary_of(whole)["weights_sha256"] == summary_of(branch)["weights_sha256"]
 
 
 def test_a_resume_without_the_optimizer_state_would_end_elsewhere(base_config: Path, tmp_path: Path) -> None:

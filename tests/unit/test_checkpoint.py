@@ -29,8 +29,11 @@ from horovod_train.errors import UserError
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
 
 
+CONFIG = {"seed": 1, "checkpoint": {"resume": "auto"}}
+
+
 def facts(step: int, best: Best | None = None) -> Facts:
-    return Facts(step=step, epoch=1, records=64, ranks=2, config={"seed": 1}, versions={"keras": "3"}, best=best)
+    return Facts(step=step, epoch=1, records=64, ranks=2, config=CONFIG, versions={"keras": "3"}, best=best)
 
 
 def arrays(step: int) -> dict[str, np.ndarray]:
@@ -266,6 +269,20 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path, path: str) -> N
     (tmp_path / "empty" / "file").touch()
     with pytest.raises(UserError, match=r"^--checkpoint: no checkpoint at .*; expected a run directory"):
         open_checkpoint(str(tmp_path / path), "--checkpoint")
+
+
+def test_a_run_that_began_at_a_path_goes_on_from_its_own_newest_when_it_is_started_again(run: Run) -> None:
+    path = str(run.save(2).place(2))
+    other = Run(run.directory.parent / "other")
+    assert (begun := other.store.find(path)) is not None
+    assert begun.folder == run.place(2)
+    own = dataclasses.replace(facts(5), config=CONFIG | {"checkpoint": {"resume": path}})
+    other.store.save(arrays(5), own)
+    other.store.wait()
+    assert (again := other.store.find(path)) is not None
+    assert again.folder == other.place(5)
+    assert (elsewhere := other.store.find(str(run.directory))) is not None  # other words mean another course
+    assert elsewhere.folder == run.place(2)
 
 
 def test_never_refuses_a_folder_that_holds_some(run: Run) -> None:
