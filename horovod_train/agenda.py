@@ -138,8 +138,7 @@ def build_hooks(
         due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
     due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state, log))]
     if config.checkpoint.every_minutes is not None:
-        # Root's clock decides, and is asked often enough for minutes.
-        due += [every(10 * per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
+        due += [every(per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
     due += [every(config.checkpoint.every_steps, save)]
     due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
     # A run that goes on just before such a step has still to begin.

@@ -49,10 +49,20 @@ class EarlyStopping:
     def update(self, step: int, values: Mapping[str, float]) -> str | None:
         """Takes the values of an evaluation, the same on all ranks; why to end, or None."""
         self.best.update(step, values)
-        name, value, target = self.config.metric, values[self.config.metric], self.config.target
+        return self.reached(values[self.config.metric]) or self.ended()
+
+    def reached(self, value: float) -> str | None:
+        """Why a value is reason to end, or None."""
+        name, target = self.config.metric, self.config.target
         if target is not None and self.best.sign * (value - target) >= 0:
             return f"target reached: {name} {value:.6g}"
-        waited = int(self.best.evaluations_since)
+        return None
+
+    def ended(self) -> str | None:
+        """Why the evaluations so far are reason to end, as they still are when such a run is started again; or None."""
+        if reached := self.reached(float(self.best.value)):
+            return reached
+        name, waited = self.config.metric, int(self.best.evaluations_since)
         if self.config.patience is not None and waited >= self.config.patience:
             best = f"{float(self.best.value):.6g} at step {int(self.best.step)}"
             return f"early stopping: {name} has not been better than {best} for {waited} evaluations"

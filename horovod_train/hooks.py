@@ -20,7 +20,7 @@ from horovod_train.data.audit import NoAudit
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import agreement
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.leaving import Leaving
+from horovod_train.leaving import Leaving, Pace
 from horovod_train.output import NoOutput
 from horovod_train.state import TrainState
 from horovod_train.step import EvalStep, TrainStep
@@ -96,6 +96,11 @@ class Stopwatch:
             self.seconds, self._lap = self.seconds + now - self._lap, now
         return self.seconds, self.steps, self.records
 
+    def s_per_step(self) -> float:
+        """The mean so far; 0 as long as nothing has been measured."""
+        seconds, steps, _ = self.read()
+        return seconds / steps if steps else 0.0
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         self.read()
@@ -118,7 +123,7 @@ class LogTraining:
         self.group, self.output, self.state = group, output, state
         self.pipeline, self.train_step, self.watch = pipeline, train_step, watch
         self.last_read: tuple[float, int, int] = (0.0, 0, 0)
-        self.newest: dict[str, float] = {}
+        self.last_step = int(state.step)
         self.more: dict[str, float] = {}
         """Figures of others for the next line, such as how long saving has held up training."""
 
@@ -127,6 +132,9 @@ class LogTraining:
         self.more[name] = self.more.get(name, 0.0) + seconds
 
     def __call__(self, step: int) -> None:
+        if step == self.last_step:
+            return  # nothing to tell since
+        self.last_step = step
         values = self.train_step.seen.result(self.group)
         values["loss_average"] = self.state.average_loss(self.group)
         if not values["penalty"]:
@@ -145,7 +153,6 @@ class LogTraining:
         if bad := int(self.group.sum([self.pipeline.skipped])[0]):
             values["skipped_records"] = bad
         values, self.more = values | self.more, {}
-        self.newest = values
         self.output.append_metrics("train", step, int(self.state.epoch), values)
 
 
@@ -169,7 +176,6 @@ class Evaluate:
         self.eval_step, self.watch, self.leaving, self.steps_per_call = eval_step, watch, leaving, steps_per_call
         self.watchers: list[Callable[[int, Mapping[str, float]], str | None]] = []
         """Told (step, values) after each evaluation; what they return ends the run."""
-        self.newest: dict[str, float] = {}
 
     def is_done(self, step: int) -> bool:
         return int(self.evaluated) == step
@@ -182,18 +188,19 @@ class Evaluate:
             own = self.state.average_statistics(self.group)
             with self.state.averages.in_place():
                 reason = self._run_all()
-            self.newest = self.eval_step.seen.result(self.group)
+            values = self.eval_step.seen.result(self.group)
             self.state.set_statistics(own)
         if reason:
             return reason
         self.evaluated.assign(step)
-        self.output.append_metrics("eval", step, int(self.state.epoch), self.newest)
-        reasons = [watcher(step, self.newest) for watcher in self.watchers]
+        self.output.append_metrics("eval", step, int(self.state.epoch), values)
+        reasons = [watcher(step, values) for watcher in self.watchers]
         return next((reason for reason in reasons if reason), None)
 
     def _run_all(self) -> str | None:
         batches = iter(self.pipeline.batches(epoch=0, epochs=1))
         left = self.pipeline.steps_per_epoch
+        self.leaving.pace.start_anew()
         while left:
             steps = min(left, self.steps_per_call)
             self.group.heartbeat.phase("evaluate")  # each call is progress
@@ -259,15 +266,19 @@ class Save:
 
 
 class EveryMinutes:
-    """Runs an action when root's clock says so: every rank asks root, at steps that come often enough."""
+    """Runs an action when root's clock says so: after a call, about once a second, every rank asks root."""
 
     def __init__(self, group: WorkerGroup, minutes: float, action: Action) -> None:
         self.group, self.seconds, self.action = group, 60 * minutes, action
-        self.last = time.monotonic()
+        self.last, self.pace = time.monotonic(), Pace()
 
     def __call__(self, step: int) -> str | None:
-        is_due = self.group.sum([self.group.is_root and time.monotonic() - self.last >= self.seconds])[0] > 0
-        if not is_due:
+        if not self.pace.is_due():
+            return None
+        is_over = self.group.is_root and time.monotonic() - self.last >= self.seconds
+        over, seconds = self.group.sum([float(is_over), self.pace.since()])
+        self.pace.met(float(seconds) / self.group.size)
+        if not over:
             return None
         self.last = time.monotonic()
         return self.action(step)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +20,36 @@ from horovod_train.lease import NoLease
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE = "STOP"
+STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
+FIRST_SAVE_S = 60.0
+"""Kept before the deadline while no save has been measured; or a tenth of the time there is, if that is less."""
+
+
+class Pace:
+    """Picks, on all ranks the same, the calls after which to meet: about one a second, whatever a call takes."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._calls, self._calls_between = 0, 1
+
+    def is_due(self) -> bool:
+        """After each compiled call."""
+        self._calls += 1
+        return self._calls >= self._calls_between
+
+    def since(self) -> float:
+        """Seconds since the ranks last met, on this one."""
+        return time.monotonic() - self._last
+
+    def met(self, mean_seconds: float) -> None:
+        """mean_seconds: of `since` over the ranks, so that all come to the same."""
+        self._calls_between = max(1, int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
+        self._last, self._calls = time.monotonic(), 0
+
+    def start_anew(self) -> None:
+        """Before calls of another kind, which may take longer: the first of them is due."""
+        self._calls, self._calls_between = 0, 1
 
 
 class Leaving:
@@ -31,20 +62,23 @@ class Leaving:
     def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NoLease) -> None:
         self.group, self.deadline, self.lease = group, deadline, lease
         self.stop_file = run_dir / STOP_FILE if run_dir else None
-        self.seconds_in_hand = 0.0
+        left = 0.0 if deadline is None else max(0.0, deadline - time.time())
+        self.seconds_in_hand = min(FIRST_SAVE_S, left / 10)
         """How long before the deadline to leave: what saving takes; see `keep_in_hand`."""
+        self.ahead_s = 0.0
+        """How long it may take from here to a step at which the run can be left, and is asked whether to."""
         self.last_write_s: Callable[[], float] = lambda: 0.0
         """How long the last save took in the background: it may have ended long after it began."""
         self._received: set[int] = set()
-        self._last_vote = time.monotonic()
-        self._calls_between_votes, self._calls = 1, 0
+        self.pace = Pace()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Signals become reasons instead of ending the process; a second SIGINT ends it at once."""
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
-            yield
+            with _end_at_second_sigint():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -56,35 +90,53 @@ class Leaving:
     def vote(self) -> str | None:
         """Collective: why the run must stop now, or None; the same answer on all ranks."""
         own = self._reasons()
-        counts = self.group.sum([[float(reason in own) for reason in _ALL], time.monotonic() - self._last_vote])
-        self._last_vote, calls, self._calls = time.monotonic(), self._calls, 0
-        # How often is decided on a mean, so that all ranks vote after the same call.
-        mean_seconds = float(counts[1]) / self.group.size
-        self._calls_between_votes = max(1, int(calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
+        counts = self.group.sum([[float(reason in own) for reason in _ALL], self.pace.since()])
+        self.pace.met(float(counts[1]) / self.group.size)
         agreed = [reason for reason, count in zip(_ALL, counts[0], strict=True) if count]
         return agreed[0] if agreed else None
 
     def vote_now_and_then(self) -> str | None:
         """Collective: after each compiled call. Votes about once a second, whatever a call takes."""
-        self._calls += 1
-        return self.vote() if self._calls >= self._calls_between_votes else None
+        return self.vote() if self.pace.is_due() else None
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in self._received}
         self.keep_in_hand(self.last_write_s())
-        if self.deadline is not None and time.time() + self.seconds_in_hand >= self.deadline:
+        needed = self.seconds_in_hand + self.ahead_s + SECONDS_BETWEEN_VOTES
+        if self.deadline is not None and time.time() + needed >= self.deadline:
             reasons.add(_WALLTIME)
         if self.stop_file is not None and os.path.exists(self.stop_file):  # False too where the disk has gone
-            reasons.add(_STOP_FILE)
+            reasons.add(STOP_FILE_REASON)
         if self.lease.lost:
             reasons.add(_LEASE)
         return reasons
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and signal.SIGINT in self._received:
-            os._exit(128 + signal.SIGINT)
         self._received.add(number)
 
 
-_WALLTIME, _STOP_FILE, _LEASE = "walltime", f"{STOP_FILE} file", "another run has taken the run directory"
-_ALL = (*(number.name for number in SIGNALS), _WALLTIME, _STOP_FILE, _LEASE)
+@contextmanager
+def _end_at_second_sigint() -> Iterator[None]:
+    """By a thread, which Python tells of signals at once; a handler waits until a compiled call has come back."""
+    numbers, told = socket.socketpair()
+    told.setblocking(False)
+
+    def listen() -> None:
+        received = b""
+        while received.count(signal.SIGINT) < 2:
+            if not (number := numbers.recv(1)):
+                return
+            received += number
+        os._exit(128 + signal.SIGINT)
+
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=listen, name="second SIGINT", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()
+
+
+_WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
+_ALL = (*(number.name for number in SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE)

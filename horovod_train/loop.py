@@ -34,19 +34,21 @@ def train(
     steps_per_call: int,
     watch: Stopwatch,
     used: Used,
+    ended: str | None = None,
 ) -> tuple[str, bool]:
     """Trains until `last_step`; a call never runs past a step at which a hook is due.
 
+    ended: why a run that goes on has already come to its end, if it has.
     Returns why it ended and whether it was asked to: then it can be started again.
     Raises DivergedError, on all ranks, where gradients are not finite any more.
     """
     step, first = int(state.step), position(state, pipeline)
     epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
     batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
-    asked, ended = leaving.vote(), None
+    asked = leaving.vote()
     group.heartbeat.phase("compile")
     group.heartbeat.probe = train_step.place
-    if step and not asked:
+    if step and not asked and not ended:
         # What the run was asked to leave in the midst of, such as an evaluation, comes first.
         ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
         asked = leaving.vote() if ended else None
@@ -62,6 +64,7 @@ def train(
         step += done
         if not goes_on:
             raise train_step.divergence(group)
+        leaving.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
         asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
@@ -69,6 +72,8 @@ def train(
         raise train_step.divergence(group)
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
+    if late:  # it may be an evaluation that was asked to end
+        asked = asked or leaving.vote()
     return asked or ended or late or DONE, bool(asked)
 
 

@@ -36,6 +36,10 @@ def check_writable(directory: str) -> Path:
     return path
 
 
+_ABOUT = ("step", "epoch", "split", "seconds")
+"""What a line of metrics begins with: where it is from."""
+
+
 class NoOutput:
     """What every rank but root has: nothing is written, nothing is shown."""
 
@@ -61,6 +65,10 @@ class NoOutput:
 
     def stop_profile(self, step: int) -> None: ...
 
+    def last_metrics(self, split: str) -> Mapping[str, float]:
+        """The values of the last line of metrics of a split, also from before a resume; empty where there is none."""
+        return {}
+
     def write_summary(self, summary: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
@@ -72,6 +80,7 @@ class RunOutput(NoOutput):
     def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
         self.directory = directory
         self.started = time.time()
+        self._last: dict[str, Mapping[str, float]] = {}
         self._metrics = Lines(directory / "metrics.jsonl", self.say)
         self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
         self._console = Console(force_terminal=bar or None, highlight=False, soft_wrap=True)
@@ -90,6 +99,11 @@ class RunOutput(NoOutput):
     def rewind(self, step: int) -> None:
         """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
         self._metrics.keep(lambda line: _step_of(line) <= step)
+        for row in map(json.loads, self._metrics.read()):
+            self._last[row["split"]] = {name: value for name, value in row.items() if name not in _ABOUT}
+
+    def last_metrics(self, split: str) -> Mapping[str, float]:
+        return self._last.get(split, {})
 
     def start_progress(self, step: int, last_step: int) -> None:
         if self._bar is not None:
@@ -105,6 +119,7 @@ class RunOutput(NoOutput):
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
         self._metrics.append(json.dumps(row))
+        self._last[split] = values
         self.show_progress(step)
         if self._tensorboard is not None:
             self._tensorboard.add_scalars(split, step, values)

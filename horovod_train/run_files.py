@@ -49,6 +49,10 @@ class Lines:
             self._say(f"{self.path} can be written again; {len(self._held)} lines caught up.")
         self._held, self._is_failing = [], False
 
+    def read(self) -> list[str]:
+        """The lines in the file. Raises OSError."""
+        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+
     def keep(self, is_kept: Callable[[str], bool]) -> None:
         """Takes back the lines that are not kept. Raises OSError."""
         if not self.path.exists():

@@ -30,7 +30,7 @@ from horovod_train.errors import RunError
 from horovod_train.graph import draw_step
 from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
-from horovod_train.leaving import Leaving
+from horovod_train.leaving import STOP_FILE_REASON, Leaving
 from horovod_train.output import NoOutput, open_output
 from horovod_train.resume import batch_of, open_audit, resolve_as_before, restore
 from horovod_train.stages import stage_lines
@@ -112,6 +112,7 @@ def _train(
             steps_per_call=config.train.steps_per_call,
             watch=clock,
             used=audit.append,
+            ended=parts.early_stopping.ended(),
         )
     except tf.errors.OpError as error:
         raise parts.train.explain(error) or error from error
@@ -124,19 +125,20 @@ def _train(
     if failure:
         raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(config, group, parts, clock, started) | {"ended": ended}
-    summary |= {"train": actions.log.newest, "eval": actions.evaluate.newest if actions.evaluate else {}}
+    summary |= {split: output.last_metrics(split) for split in ("train", "eval")}
     with group.together():
         output.write_summary(summary)
     why = "" if ended == loop.DONE else f" ({ended})"
-    again = f"; saved, start it again{_and_go_on(config)} to go on" if asked else ""
+    again = f"; saved, start it again{_and_go_on(config, ended)} to go on" if asked else ""
     output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     output.close()
     return START_AGAIN if asked else 0
 
 
-def _and_go_on(config: Config) -> str:
-    """What to add to the words of the start so that it goes on."""
-    return " with --resume auto" if config.checkpoint.resume == "never" else ""
+def _and_go_on(config: Config, ended: str) -> str:
+    """What must be otherwise at the next start, or it would not go on."""
+    never = " with --resume auto" if config.checkpoint.resume == "never" else ""
+    return f"{never} without that file" if ended == STOP_FILE_REASON else never
 
 
 def _draw_graph(config: Config, group: WorkerGroup, parts: Parts, output: NoOutput) -> None:

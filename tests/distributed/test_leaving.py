@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -130,6 +131,9 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     assert finished.returncode == 0, finished.text
     assert summary_of(run_dir)["weights_sha256"] == expected
     assert [row["step"] for row in metrics_of(run_dir, "eval")] == [150, 300]
+    rows = metrics_of(run_dir, "train")
+    assert len({row["step"] for row in rows}) == len(rows)
+    assert all(math.isfinite(row["loss"]) for row in rows)
 
 
 @pytest.mark.parametrize("np", [2, 3] if "ROUNDS" in os.environ else [3])
@@ -205,15 +209,39 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     (tmp_path / "a" / "STOP").touch()
     stopped = train(["--config", config, "--output-dir", tmp_path / "a"])
     assert stopped.returncode == 75, stopped.text
+    assert "(STOP file); saved, start it again without that file to go on" in stopped.stdout
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
+    assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
     timed = train(
-        ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:08", "train.epochs=100000"]
+        ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:12", "train.epochs=100000"]
     )
     assert timed.returncode == 75, timed.text
     summary = summary_of(tmp_path / "b")
     assert summary["ended"] == "walltime"
-    assert summary["seconds"] < 20
+    assert summary["seconds"] < 12  # before any save could be measured, a part of the time is kept for it
     assert summary["steps"] > 0
+
+
+def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigint_ends_a_stuck_call(
+    config: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "evaluating"
+    slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: SECONDS}}}}"
+    short = ["train.max_steps=5", "train.steps_per_call=1", "eval.batch_size_per_rank=24"]
+    words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), *short]
+    job = Job("none", 1, [*words, slow.replace("SECONDS", "0.2")], tmp_path / "log")
+    job.wait_until(marker.exists, "the evaluation")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 75, job.log.read_text()
+    assert summary_of(tmp_path / "run")["eval"] == {}
+    marker.unlink()
+    stuck = Job("none", 1, [*words, slow.replace("SECONDS", "60")], tmp_path / "log")
+    stuck.wait_until(marker.exists, "the evaluation")
+    stuck.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stuck.process.wait(1)
+    stuck.process.send_signal(signal.SIGINT)
+    assert stuck.wait(10) == 130
 
 
 def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:
@@ -223,6 +251,12 @@ def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) 
     summary = summary_of(tmp_path / "patience")
     assert summary["epochs"] == 3
     assert summary["ended"].startswith("early stopping: loss has not been better than")
+    again = train([*words, "--output-dir", tmp_path / "patience"])
+    assert again.returncode == 0, again.text
+    same = summary_of(tmp_path / "patience")
+    for name in ("epochs", "ended", "train", "eval", "weights_sha256"):
+        assert same[name] == summary[name]
+    assert summary["eval"]["loss"] > 0
     words = ["--config", config, "eval.every_epochs=1", "early_stopping={metric: accuracy, mode: max, target: 0.5}"]
     best = "checkpoint.best={metric: accuracy, mode: max}"
     finished = train([*words, best, "--output-dir", tmp_path / "target"])
