@@ -58,12 +58,14 @@ def rank_environment() -> dict[str, str]:
 
 def launcher_command(launcher: str, np: int) -> list[str]:
     """The words before `python …` that start `np` ranks on this host."""
+    as_srun = [sys.executable, str(PROJECT / "tests" / "as_srun.py"), str(np)]
     return {
         "none": [],
         "horovodrun": ["horovodrun", "--gloo", "-np", str(np)],
         "horovodrun-default": ["horovodrun", "-np", str(np)],
         "mpirun": ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(np)],
-        "srun": [sys.executable, str(PROJECT / "tests" / "as_srun.py"), str(np), "--"],
+        "srun": [*as_srun, "--"],
+        "srun-bound": [*as_srun, "bound", "--"],
     }[launcher]
 
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import horovod.tensorflow as hvd
 
-from horovod_train.distributed import launch
+from horovod_train.distributed import launch, shelf
 from horovod_train.errors import FailedElsewhere, UserError
 
 
@@ -29,14 +29,17 @@ def meeting(started_by: launch.Launch) -> AbstractContextManager[None]:
 
 
 def initialise(started_by: launch.Launch) -> set[int]:
-    """Starts Horovod; returns the cores that the ranks of this host may use."""
+    """Collective: starts Horovod; returns the cores that the ranks of this host may use together.
+
+    A launcher may have bound each rank to cores of its own. TensorFlow must not start yet, so it carries no word here.
+    """
     mine = os.sched_getaffinity(0)
     if started_by.launcher == "none":
         # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     if not started_by.uses_mpi:
         hvd.init()
-        return mine
+        return shelf.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
     with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
         # Said by check_place, once and with what to do.
@@ -44,7 +47,6 @@ def initialise(started_by: launch.Launch) -> set[int]:
         from mpi4py import MPI
 
     hvd.init(comm=MPI.COMM_WORLD)
-    # mpirun may have bound each rank to cores of its own.
     neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     if (neighbours.rank, neighbours.size) != (hvd.local_rank(), hvd.local_size()):
         raise UserError(

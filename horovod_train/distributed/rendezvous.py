@@ -6,7 +6,6 @@ Nobody starts Horovod before all have come, since Horovod itself waits for HOROV
 
 from __future__ import annotations
 
-import http.client
 import os
 import random
 import re
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 import psutil
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from horovod_train.distributed import shelf
 from horovod_train.distributed.slurm_step import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
@@ -27,13 +27,9 @@ ARRIVE_WITHIN_S = 300.0
 """How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise. Long,
 because hundreds of ranks may load TensorFlow from one file server."""
 
-POLL_S = 0.05
 PORTS = range(20_000, 32_000)
 """Below those that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
-
-_SCOPE = "horovod_train"
-"""Our own shelf in the server's store: who has come, and that all have."""
 
 
 @contextmanager
@@ -87,8 +83,8 @@ def _open_server(step: Step) -> RendezvousHTTPServer:
     for port in candidate_ports(step.name):
         with suppress(OSError):
             server = RendezvousHTTPServer(("", port), RendezvousHandler, 0)
-            server.cache = {_SCOPE: {"step": step.name.encode()}}
-            threading.Thread(target=server.serve_forever, args=(POLL_S,), name="rendezvous", daemon=True).start()
+            server.cache = {shelf.NAME: {"step": step.name.encode()}}
+            threading.Thread(target=server.serve_forever, args=(shelf.POLL_S,), name="rendezvous", daemon=True).start()
             return server
     raise RunError(f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free on {socket.gethostname()}.")
 
@@ -98,16 +94,16 @@ def _wait_for_all(server: RendezvousHTTPServer, step: Step, until: float) -> Non
     awaited = set(range(1, step.size))
     while awaited:
         with server.cache_lock:
-            awaited -= {int(key) for key in server.cache[_SCOPE] if key.isdecimal()}
+            awaited -= {int(key) for key in server.cache[shelf.NAME] if key.isdecimal()}
         if awaited and time.monotonic() > until:
             names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
             raise RunError(
                 f"{len(awaited)} of {step.size} ranks have not come to {step.nodes[0]} in time: {names}. Their output "
                 "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
             )
-        time.sleep(POLL_S / 5 if awaited else 0)
+        time.sleep(shelf.POLL_S / 5 if awaited else 0)
     with server.cache_lock:
-        server.cache[_SCOPE]["all"] = b"here"
+        server.cache[shelf.NAME]["all"] = b"here"
 
 
 def _find_root(address: str, step: Step, until: float) -> int:
@@ -115,32 +111,19 @@ def _find_root(address: str, step: Step, until: float) -> int:
     port, ports = None, candidate_ports(step.name)
     while time.monotonic() < until:
         if port is None:
-            port = next((port for port in ports if _ask(address, port, "GET", "step") == step.name.encode()), None)
-            if port is not None and _ask(address, port, "PUT", str(step.rank)) is None:
+            name = step.name.encode()
+            port = next((port for port in ports if shelf.ask(address, port, "GET", "step") == name), None)
+            if port is not None and shelf.ask(address, port, "PUT", str(step.rank)) is None:
                 port = None
-        elif _ask(address, port, "GET", "all") is not None:
+        elif shelf.ask(address, port, "GET", "all") is not None:
             return port
-        time.sleep(POLL_S)
+        time.sleep(shelf.POLL_S)
     if port is None and step.rank == 1:
         raise UserError(
             f"rank 0 on {step.nodes[0]} ({address}) does not answer rank 1 on {step.nodes[step.node]} at port "
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts."
         )
     raise FailedElsewhere("rank 0 says which ranks have not come, or rank 1 that rank 0 has not")
-
-
-def _ask(address: str, port: int, method: str, key: str) -> bytes | None:
-    """What the server has under this key of our shelf; None where there is nothing, or nobody."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)
-    try:
-        connection.request(method, f"/{_SCOPE}/{key}", body=b"here" if method == "PUT" else None)
-        answer = connection.getresponse()
-        content = answer.read()
-        return content if answer.status == http.client.OK else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
 
 
 def _address_of(host: str) -> str:

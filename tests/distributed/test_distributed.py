@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["gather"] == [{"rank": other} for other in range(np)]
         assert facts["broadcast_object"] == "from 0"
         assert facts["broadcast"] == [0.0, 7.0]
+
+
+@pytest.mark.parametrize("launcher", ["srun", "srun-bound", pytest.param("horovodrun", marks=pytest.mark.long)])
+def test_ranks_share_the_cores_of_their_host_however_they_are_bound(rank_facts: RankFacts, launcher: str) -> None:
+    """Under srun with task/affinity each rank sees its own cores only, and they are not divided once more."""
+    here = sorted(os.sched_getaffinity(0))
+    facts = rank_facts("placed", launcher, 2)
+    bound = [here[:1], here[1:2] or here[:1]] if launcher == "srun-bound" else [here, here]
+    cores = len({core for mine in bound for core in mine})
+    assert [rank["bound"] for rank in facts] == bound
+    for rank in facts:
+        assert rank["found"] == f"0 GPU, {cores} cores for 2 ranks of this host"
+        assert rank["threads"] == max(1, cores // 2)
+        assert rank["doctor"] == "ok" or cores == 1
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

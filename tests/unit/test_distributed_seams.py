@@ -1,12 +1,17 @@
-"""The decisions that need no ranks: which GPU, how many threads."""
+"""The decisions that need no ranks: which GPU, how many threads of which cores."""
 
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from horovod_train.errors import UserError
+from horovod_train.distributed import shelf
+from horovod_train.errors import RunError, UserError
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,47 @@ def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expect
     from horovod_train.distributed.device import share_of_cores
 
     assert share_of_cores(cores, local_size) == expected
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousHTTPServer]:
+    """A rendezvous server, and the variables by which a launcher says where it is."""
+    started = RendezvousHTTPServer(("127.0.0.1", 0), RendezvousHandler, 0)
+    threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", str(started.server_address[1]))
+    yield started
+    started.shutdown()
+    started.server_close()
+
+
+def threads_of_host(bound: list[set[int]]) -> list[int]:
+    """What the ranks of a host that are bound to these cores choose, all at once."""
+    from horovod_train.distributed.device import share_of_cores
+
+    def choose(rank: int) -> int:
+        return share_of_cores(len(shelf.cores_of_host(bound[rank], rank, len(bound))), len(bound))
+
+    with ThreadPoolExecutor(len(bound)) as ranks:
+        return list(ranks.map(choose, range(len(bound))))
+
+
+def test_ranks_bound_to_cores_of_their_own_use_all_of_them(
+    server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
+    assert threads_of_host([set(range(8 * rank, 8 * rank + 8)) for rank in range(4)]) == [8] * 4
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "b")  # another host of the run: cores of the same numbers, but others
+    assert threads_of_host([set(range(16))] * 4) == [4] * 4
+
+
+def test_a_neighbour_that_says_nothing_is_named(server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "TOLD_WITHIN_S", 0.1)
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
+    with pytest.raises(RunError, match="local rank 1 on a has not said which cores it may use"):
+        shelf.cores_of_host({0}, 0, 2)
+
+
+def test_without_a_server_a_rank_knows_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
+    assert shelf.cores_of_host({0, 1}, 0, 2) == {0, 1}

@@ -20,6 +20,7 @@ from horovod_train.tools.doctor.placement import (
 )
 from horovod_train.tools.doctor.surroundings import Interface, judge_clocks, judge_file_system, judge_network
 
+ALL = {0, 1, 2, 3}
 GPUS = ["GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"]
 
 
@@ -90,14 +91,21 @@ def test_the_scheduler_is_asked_for_the_step_before_the_job() -> None:
 @pytest.mark.parametrize(
     ("rows", "level", "text"),
     [
-        ([("a", 2, 4, 4, math.inf), ("a", 2, 4, 4, math.inf)], "ok", "2 of 4 cores; 2 rank(s) on a host"),
-        ([("a", 2, 1, 4, math.inf)], "warning", "2 threads bound to 1 of 4 cores"),
-        ([("a", 4, 4, 4, math.inf)] * 2, "warning", "2 ranks with 8 threads share 4 cores"),
-        ([("a", 4, 4, 4, 1.5)], "warning", "share 1.5 cores"),
-        ([("a", 4, 4, 4, math.inf), ("b", 4, 4, 4, math.inf)], "ok", "1 rank(s) on a host"),
+        ([("a", 2, ALL, 4, math.inf), ("a", 2, ALL, 4, math.inf)], "ok", "2 of 4 cores; 2 rank(s) on a host"),
+        ([("a", 2, {0}, 4, math.inf)], "warning", "2 threads bound to 1 of 4 cores"),
+        ([("a", 4, ALL, 4, math.inf)] * 2, "warning", "2 ranks with 8 threads share 4 cores"),
+        ([("a", 4, ALL, 4, 1.5)], "warning", "share 1.5 cores"),
+        ([("a", 4, ALL, 4, math.inf), ("b", 4, ALL, 4, math.inf)], "ok", "1 rank(s) on a host"),
+        ([("a", 2, {0, 1}, 4, math.inf), ("a", 2, {2, 3}, 4, math.inf)], "ok", "2 of 4 cores"),  # each its own
+        ([("a", 1, {0, 1}, 4, math.inf), ("a", 1, {2, 3}, 4, math.inf)], "warning", "rank 0 (a) has 1 threads, though"),
+        ([("a", 1, ALL, 4, math.inf)], "warning", "its share of the host's cores is 4"),
+        ([("a", 1, ALL, 4, 1.0)], "ok", "1 of 1 cores"),  # the quota allows no more
+        ([("a", 1, {0}, 4, math.inf), ("b", 1, {0}, 4, math.inf)], "ok", "1 of 4 cores"),  # nor does the binding
     ],
 )
-def test_threads_have_cores_to_run_on(rows: list[tuple[str, int, int, int, float]], level: str, text: str) -> None:
+def test_threads_have_cores_to_run_on_and_leave_few_idle(
+    rows: list[tuple[str, int, set[int], int, float]], level: str, text: str
+) -> None:
     found = judge_threads(rows)
     assert (found.level, text in found.text) == (level, True), found
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import tensorflow as tf
@@ -135,26 +135,30 @@ def gpu_uuid(key: str, visible: str | None, listed: Sequence[str]) -> str:
 def check_threads(group: WorkerGroup) -> Finding:
     """Collective: the ranks' threads against the cores of their host, its quota and their binding."""
     mine = tf.config.threading.get_intra_op_parallelism_threads()
-    bound = len(os.sched_getaffinity(0))
+    bound = os.sched_getaffinity(0)
     rows = group.gather((group.hosts[group.rank], mine, bound, os.cpu_count() or 1, cpu_quota()))
     return judge_threads(rows)
 
 
-def judge_threads(rows: Sequence[tuple[str, int, int, int, float]]) -> Finding:
-    """rows: of each rank host, threads, cores that it is bound to, the host's cores, and its quota in cores."""
+def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Finding:
+    """rows: of each rank host, threads, the cores that it is bound to, how many the host has, and its quota of them."""
     per_host = Counter(host for host, *_ in rows)
     shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
     text = f"threads of a rank: {', '.join(shown)}; {max(per_host.values())} rank(s) on a host"
     facts = {"threads": [threads for _, threads, *_ in rows], "cores": [cores for _, _, _, cores, _ in rows]}
     for rank, (host, threads, bound, cores, quota) in enumerate(rows):
-        if threads > bound:
-            text = f"rank {rank} ({host}) has {threads} threads bound to {bound} of {cores} cores"
+        if threads > len(bound):
+            text = f"rank {rank} ({host}) has {threads} threads bound to {len(bound)} of {cores} cores"
             return warning("threads", text, "Start it with mpirun --bind-to none, or srun --cpus-per-task.", facts)
         together = sum(other for name, other, *_ in rows if name == host)
         available = min(cores, quota)
         if together > math.ceil(available):
             text = f"{host}: {per_host[host]} ranks with {together} threads share {available:g} cores"
             return warning("threads", text, "Start fewer ranks there, or ask for more cores.", facts)
+        share = min(quota, len(set().union(*(other for name, _, other, *_ in rows if name == host)))) / per_host[host]
+        if 2 * threads <= share:
+            text = f"rank {rank} ({host}) has {threads} threads, though its share of the host's cores is {share:g}"
+            return warning("threads", text, "Fine where it is meant; otherwise see device.intra_op_threads.", facts)
     return ok("threads", text, facts)
 
 

@@ -23,7 +23,6 @@ group = start(HorovodConfig(), DeviceConfig(), environment={"HOROVOD_DYNAMIC_PRO
 rank, size = group.rank, group.size
 everyone = range(size)
 facts: dict[str, object] = {"rank": rank, "size": size, "exchange": group.exchange, "launcher": group.launcher}
-facts["threads"] = tf.config.threading.get_intra_op_parallelism_threads()
 
 facts["sum"] = [part.tolist() for part in group.sum([rank + 1, [[1.0, rank], [2.0, 3.0]]])]
 facts["sum_counts_exactly"] = group.sum([2**53 - 1 if rank == 0 else 0])[0] == 2**53 - 1

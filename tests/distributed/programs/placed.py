@@ -1,0 +1,22 @@
+"""The cores that a rank is bound to, and what it makes of them."""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+from facts import leave
+
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.distributed.group import start
+from horovod_train.tools.doctor.placement import check_threads
+
+group = start(HorovodConfig(), DeviceConfig())
+facts = {
+    "bound": sorted(os.sched_getaffinity(0)),
+    "threads": tf.config.threading.get_intra_op_parallelism_threads(),
+    "found": group.devices[group.rank].found,
+    "doctor": check_threads(group).level,
+}
+leave(group.rank, facts)
+group.close()
