@@ -6,12 +6,12 @@ Does not start TensorFlow's runtime: everything here must happen before the firs
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
 
 from horovod_train.config import DeviceConfig
+from horovod_train.distributed.gpus import host_keys, list_gpus
 from horovod_train.errors import UserError
 
 
@@ -80,7 +80,7 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
         return Device(f"CPU{as_devices}, {config.intra_op_threads or threads} threads", found, (), logical)
     indices = [gpus.index(gpu) for gpu in mine]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    keys = tuple(_gpu_key(index, visible) for index in indices)
+    keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
     return Device(f"GPU {', '.join(map(str, indices))}", found, keys, logical)
 
 
@@ -91,9 +91,3 @@ def traced_memory_environment() -> dict[str, str]:
     """
     mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     return {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(mib)}
-
-
-def _gpu_key(index: int, visible: str | None) -> str:
-    """The host's name for the GPU that this process calls `index`."""
-    names: Sequence[str] = [name.strip() for name in visible.split(",")] if visible else []
-    return names[index] if index < len(names) else str(index)

@@ -191,7 +191,7 @@ def start(
         deterministic=deterministic,
     )
     with group.together():
-        _check_devices(group)
+        check_devices(group)
     return group
 
 
@@ -210,7 +210,8 @@ def is_connection_loss(error: BaseException) -> bool:
     return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
 
 
-def _check_devices(group: WorkerGroup) -> None:
+def check_devices(group: WorkerGroup) -> None:
+    """Raises UserError where ranks of one host have a GPU in common."""
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
         for key in found.gpu_keys:

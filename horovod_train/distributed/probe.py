@@ -78,10 +78,6 @@ def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | Non
     return environment.get("HOROVOD_GLOO_IFACE") or environment.get("NCCL_SOCKET_IFNAME")
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> str | None:
-    return environment.get("CUDA_VISIBLE_DEVICES")
-
-
 def measure_allreduce(group: WorkerGroup, sizes: Sequence[int], seconds: float) -> list[Speed]:
     """Collective: how long an allreduce takes, by bytes; on the device that the rank computes on.
 

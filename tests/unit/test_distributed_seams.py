@@ -1,16 +1,16 @@
-"""The decisions that need no ranks: which GPU, how many threads of which cores."""
+"""The decisions that need no ranks: which GPU and whose, how many threads of which cores."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from horovod_train.distributed import shelf
+from horovod_train.distributed import gpus, shelf
 from horovod_train.errors import RunError, UserError
 
 
@@ -48,6 +48,69 @@ def test_too_few_gpus_on_a_host_are_refused(gpu_count: int, local_size: int, per
 
     with pytest.raises(UserError, match=re.escape(message)):
         choose_gpus(gpu_count, 0, local_size, per_rank)
+
+
+GPUS = ["GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid"),
+    [
+        ("1", "GPU-bb"),
+        ("4", None),
+        ("GPU-cc", "GPU-cc"),
+        ("GPU-d", "GPU-dd"),  # CUDA takes the beginning of a UUID
+        ("GPU-", None),
+        ("MIG-7", None),
+    ],
+)
+def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
+    assert gpus.find_uuid(name, GPUS) == uuid
+
+
+def test_uuids_are_read_off_the_drivers_list() -> None:
+    assert gpus.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == ["GPU-aa", "GPU-bb"]
+    assert gpus.parse_gpus("No devices were found\n") == []
+
+
+Sight = tuple[Sequence[int], int, "str | None", Sequence[str]]
+"""What a rank sees: its GPUs by its own numbers, how many there are, CUDA_VISIBLE_DEVICES, the driver's list."""
+
+
+@pytest.mark.parametrize(
+    ("sights", "shared"),
+    [
+        # Each task sees its own GPU only, and calls it 0: with ConstrainDevices the driver lists no other.
+        ([([0], 1, "0", ["GPU-aa"]), ([0], 1, "0", ["GPU-bb"])], None),
+        ([([0], 1, "0", ["GPU-aa"]), ([0], 1, "0", ["GPU-aa"])], "GPU-aa"),
+        ([([0], 1, "0", []), ([0], 1, "0", [])], None),  # no UUIDs: nothing can be said
+        ([([0, 1], 2, None, []), ([0, 1], 2, None, [])], None),
+        # Each task's own is named by the host's number: the driver lists all.
+        ([([0], 1, "2", GPUS), ([0], 1, "3", GPUS)], None),
+        ([([0], 1, "2", GPUS), ([0], 1, "2", GPUS)], "GPU-cc"),
+        ([([0], 1, "MIG-7", GPUS), ([0], 1, "MIG-7", GPUS)], "MIG-7"),
+        ([([0], 1, "GPU-aa", []), ([0], 1, "GPU-aa", [])], "GPU-aa"),
+        # All see all.
+        ([([0], 4, None, GPUS), ([1], 4, None, GPUS)], None),
+        ([([0], 2, "2,3", GPUS), ([1], 2, "2,3", GPUS)], None),
+        ([([0], 2, "2,3", GPUS), ([1], 2, "3,2", GPUS)], "GPU-cc"),
+        ([([0, 1], 4, None, []), ([1, 2], 4, None, [])], "1"),
+    ],
+)
+def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], shared: str | None) -> None:
+    from horovod_train.distributed.device import Device
+    from horovod_train.distributed.group import WorkerGroup, check_devices
+
+    devices = [
+        Device("GPU", "", gpus.host_keys(mine, seen, rank, visible, listed), ("GPU:0",))
+        for rank, (mine, seen, visible, listed) in enumerate(sights)
+    ]
+    group = WorkerGroup(0, 2, 0, 2, "srun", "gloo", ("a", "a"), tuple(devices))
+    if shared is None:
+        check_devices(group)
+    else:
+        with pytest.raises(UserError, match=f"ranks 0 and 1 on a would both use GPU {shared}; expected one GPU"):
+            check_devices(group)
 
 
 @pytest.mark.parametrize(("cores", "local_size", "expected"), [(2, 1, 2), (2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
 import tensorflow as tf
 
+from horovod_train.distributed.gpus import list_gpus
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.probe import mpi_place, scheduler_tasks, visible_gpus
+from horovod_train.distributed.probe import mpi_place, scheduler_tasks
 from horovod_train.tools.doctor.finding import Finding, fail, ok, warning
 
 
@@ -70,10 +69,9 @@ def check_hosts(group: WorkerGroup) -> Finding:
 
 def check_devices(group: WorkerGroup) -> Finding:
     """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
-    listed = list_gpus()
+    mine = group.devices[group.rank].gpu_keys
     seen = len(tf.config.list_physical_devices("GPU"))
-    mine = tuple(gpu_uuid(key, visible_gpus(), listed) for key in group.devices[group.rank].gpu_keys)
-    return judge_devices(group.gather((group.hosts[group.rank], mine, len(listed), seen)))
+    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), seen)))
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Finding:
@@ -83,10 +81,10 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Find
         if not uuids and listed and not seen:
             mend = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
             return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", mend, facts)
-    holders: dict[str, int] = {}
+    holders: dict[tuple[str, str], int] = {}
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:
-            if (other := holders.setdefault(uuid, rank)) != rank:
+            if (other := holders.setdefault((host, uuid), rank)) != rank:
                 mend = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
                 return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", mend, facts)
     on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
@@ -104,32 +102,6 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Find
         text = f"{on_gpu} ranks, each with a GPU of its own; idle: {idle}"
         return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)
     return ok("devices", f"{on_gpu} ranks, each with a GPU of its own", facts)
-
-
-def list_gpus() -> list[str]:
-    """UUIDs of this host's GPUs in the driver's order; none without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    return parse_gpus(finished.stdout) if finished.returncode == 0 else []
-
-
-def parse_gpus(text: str) -> list[str]:
-    """nvidia-smi's lines `0, GPU-5a…` → UUIDs by index."""
-    rows = [line.split(",") for line in text.splitlines() if line.count(",") == 1]
-    return [uuid.strip() for _, uuid in sorted(rows, key=lambda row: int(row[0]))]
-
-
-def gpu_uuid(key: str, visible: str | None, listed: Sequence[str]) -> str:
-    """The UUID behind the host's name for a GPU: an index, or a UUID or the beginning of one.
-
-    visible: CUDA_VISIBLE_DEVICES, which may have said in UUIDs what the index counts in.
-    """
-    if key.isdigit() and int(key) < len(listed):
-        return listed[int(key)]
-    full = [uuid for uuid in listed if uuid.startswith(key)]
-    return full[0] if len(full) == 1 else f"{key} of {visible}" if visible else key
 
 
 def check_threads(group: WorkerGroup) -> Finding:
