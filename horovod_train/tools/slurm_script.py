@@ -120,16 +120,18 @@ do :; done
 wait "$ranks"
 code=$?
 
+# A task of an array goes by the array's number and its own: one task has a SLURM_JOB_ID that means the whole array.
+job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
 again() {
     if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
         echo "not put in the queue again: it has been $MAX_RESTARTS times"
-    elif scontrol -o show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then # neither cancelled nor preempted
+    elif scontrol -o show job "$job" | grep -q 'JobState=RUNNING'; then # neither cancelled nor preempted
         echo "put in the queue again: $1"
-        scontrol requeue "$SLURM_JOB_ID"
+        scontrol requeue "$job"
     fi
 }
 # A preemption with grace time is told to the ranks alone.
-preempted() { scontrol -o show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }
+preempted() { scontrol -o show job "$job" | grep -q 'PreemptTime=[0-9]'; }
 answers() { timeout 60 srun --mpi=none --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 true; }
 case $code in
     0 | 2 | 86) ;; # done; or it would only come to the same again

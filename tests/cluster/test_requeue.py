@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -147,18 +148,24 @@ def test_a_stop_file_does_not_send_a_job_round_in_circles(
 
 
 @pytest.mark.long
-def test_tasks_of_a_job_array_have_run_directories_of_their_own(
+def test_tasks_of_a_job_array_have_run_directories_and_restarts_of_their_own(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
     words = ["--array=1-2", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/out-%a"]
     script = str(PROJECT / "scripts" / "slurm" / "cpu_node.sbatch")
-    rest = ["--config", str(config), "train.epochs=2", "seed=%a", "--output-dir", f"{tmp_path}/sweep-%a"]
-    submit(cluster, [*words, script, *rest], tmp_path / "unused", export=EXPORT)
-    limit = time.monotonic() + 90
-    folders = [tmp_path / "sweep-1", tmp_path / "sweep-2"]
-    while not all((folder / "summary.json").exists() for folder in folders) and time.monotonic() < limit:
-        time.sleep(0.2)
-    found = [summary_of(folder) for folder in folders]
+    rest = ["--config", str(config), "seed=%a", "--output-dir", f"{tmp_path}/sweep-%a"]
+    array = submit(cluster, [*words, script, *rest], tmp_path / "unused", export=EXPORT)
+    # The last task to start has the number of the whole array as its job's.
+    first, last = (replace(array, number=f"{array.number}_{task}", output=tmp_path / f"out-{task}") for task in (1, 2))
+    for job in (first, last):
+        job.wait_until_said("train step 45 ")
+    assert cluster.job(last.number)["JobId"] == array.number
+    cluster.run(HEAD, ["scancel", "--batch", "--signal=USR1", last.number])
+    assert wait_for_restart(cluster, last) == 1
+    assert first.wait() == ("COMPLETED", 0), first.said()
+    assert cluster.job(first.number)["Restarts"] == "0"
+    assert "resumed from" not in first.said()
+    found = [summary_of(tmp_path / f"sweep-{task}") for task in (1, 2)]
     assert [summary["config"]["seed"] for summary in found] == [1, 2]
     assert found[0]["weights_sha256"] != found[1]["weights_sha256"]
 
