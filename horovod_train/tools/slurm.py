@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="as in training")
     parser.add_argument("--output-dir", metavar="DIR", help="as in training")
     parser.add_argument("--nodes", type=_count, default=1, help="hosts (1)")
-    parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, help="GPUs of a host, one a rank (0: on CPUs)")
-    parser.add_argument("--tasks-per-node", type=_count, help="ranks on a host; default: one for each GPU, or 1")
+    parser.add_argument("--gpus-per-node", type=_count_or_0, default=0, help="GPUs of a host, all used (0: on CPUs)")
+    parser.add_argument("--tasks-per-node", type=_count, help="ranks on a host; default: GPUs / device.per_rank, or 1")
     parser.add_argument("--cpus-per-task", type=_count, help=f"default: {CPUS_PER_GPU} for a GPU, else 1")
     parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="how long the job may take")
     parser.add_argument("--partition", help="default: the cluster's")
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     output_dir = arguments.output_dir or config.output_dir
     if output_dir is None:
         raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
-    job = _choose(arguments, output_dir)
+    job = _choose(arguments, output_dir, config.device.per_rank)
     config = resolve(config, job.nodes * job.tasks_per_node)
     words = ["--config", *files, *overrides, "--output-dir", output_dir]
     head = [
@@ -61,18 +61,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(arguments: argparse.Namespace, output_dir: str) -> Job:
+def _choose(arguments: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     gpus, time_s = arguments.gpus_per_node, _seconds(arguments.time)
-    tasks = arguments.tasks_per_node or gpus or 1
-    if gpus and tasks > gpus:
-        raise UserError(f"--tasks-per-node must be at most --gpus-per-node ({gpus}), one GPU a rank; received {tasks}.")
+    if gpus % per_rank:
+        raise UserError(f"--gpus-per-node must be a multiple of device.per_rank ({per_rank}); received {gpus}.")
+    tasks = arguments.tasks_per_node or gpus // per_rank or 1
+    if gpus and tasks * per_rank != gpus:
+        raise UserError(
+            f"--tasks-per-node must be --gpus-per-node / device.per_rank ({gpus} / {per_rank} = {gpus // per_rank}), "
+            f"since each rank takes {per_rank} GPU(s); received {tasks}. Leave it out, or ask for other GPUs."
+        )
     container = f"{arguments.container} python" if arguments.container else "python"
     return Job(
         name=re.sub(r"[^\w.-]", "_", Path(output_dir).name) or "horovod_train",
         nodes=arguments.nodes,
         tasks_per_node=tasks,
         gpus_per_node=gpus,
-        cpus_per_task=arguments.cpus_per_task or (CPUS_PER_GPU if gpus else 1),
+        cpus_per_task=arguments.cpus_per_task or (CPUS_PER_GPU * per_rank if gpus else 1),
         time=arguments.time,
         notice_s=max(60, min(NOTICE_S, time_s // 10)),
         launch=arguments.launch,
@@ -85,7 +90,8 @@ def _choose(arguments: argparse.Namespace, output_dir: str) -> Job:
 def _explain(job: Job, config: Config, arguments: argparse.Namespace, output_dir: str) -> list[str]:
     ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
     assert batch is not None
-    device = "a GPU" if job.gpus_per_node else f"{job.cpus_per_task} CPU(s)"
+    own = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
+    device = own if job.gpus_per_node else f"{job.cpus_per_task} CPU(s)"
     lines = [
         f"ranks: {job.nodes} host(s) × {job.tasks_per_node} = {ranks}, each with {device}",
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",

@@ -42,6 +42,15 @@ def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFi
     assert "batch: 64 records over all ranks, 2 on each" in said
 
 
+def test_a_rank_on_several_gpus_gets_them_and_their_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    script, said = printed(capsys, "--gpus-per-node", "8", "--time", "04:00:00", "device.per_rank=2")
+    for line in ("--ntasks-per-node=4", "--gpus-per-node=8", "--cpus-per-task=16"):
+        assert f"#SBATCH {line}\n" in script
+    assert "ranks: 1 host(s) × 4 = 4, each with 2 GPUs" in said
+    on_cpus, _ = printed(capsys, "--tasks-per-node", "3", "--time", "04:00:00", "device.per_rank=2")
+    assert "#SBATCH --ntasks-per-node=3\n" in on_cpus
+
+
 def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--tasks-per-node",
@@ -67,7 +76,23 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--time", "4h"], "--time must be [D-]HH:MM:SS; received '4h'."),
         (["--time", "01:00:00", "--nodes", "100"], "data.global_batch_size must be at least the number of ranks (100)"),
-        (["--time", "01:00:00", "--gpus-per-node", "2", "--tasks-per-node", "4"], "--tasks-per-node must be at most"),
+        (
+            ["--time", "01:00:00", "--gpus-per-node", "2", "--tasks-per-node", "4"],
+            "--tasks-per-node must be --gpus-per",
+        ),
+        (
+            ["--time", "01:00:00", "--gpus-per-node", "4", "--tasks-per-node", "2"],
+            "--tasks-per-node must be --gpus-per",
+        ),
+        (
+            ["--time", "01:00:00", "--gpus-per-node", "3", "device.per_rank=2"],
+            "--gpus-per-node must be a multiple of device.per_rank (2); received 3.",
+        ),
+        (
+            ["--time", "01:00:00", "--gpus-per-node", "4", "--tasks-per-node", "4", "device.per_rank=2"],
+            "--tasks-per-node must be --gpus-per-node / device.per_rank (4 / 2 = 2), since each rank takes 2 GPU(s); "
+            "received 4.",
+        ),
         (["--time", "01:00:00", "trian.epochs=3"], "command line: trian: unknown key"),
     ],
 )
