@@ -121,23 +121,27 @@ def test_speed_of_mpi_alone_stands_beside() -> None:
 
 
 LO, ETH = Interface("127.0.0.1", 0), Interface("10.0.0.1", 10_000)
+ALONE, ETH0, IB0 = {"lo": LO}, {"lo": LO, "eth0": ETH}, {"lo": LO, "ib0": ETH}
 
 
 @pytest.mark.parametrize(
-    ("hosts", "used", "level", "text"),
+    ("rows", "level", "text"),
     [
-        ({"a": {"lo": LO}}, [None], "ok", "left to Horovod and MPI"),
-        ({"a": {"lo": LO}}, ["lo", "lo"], "ok", "used: lo"),
-        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "eth0": ETH}}, ["eth0"] * 2, "ok", "10 Gbit/s"),
-        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "ib0": ETH}}, ["eth0"] * 2, "fail", "eth0 is not up on b"),
-        ({"a": {"lo": LO, "eth0": ETH}, "b": {"lo": LO, "eth0": ETH}}, ["lo"] * 2, "fail", "cannot meet over lo"),
-        ({"a": {"lo": LO}, "b": {"lo": LO}}, [None] * 2, "fail", ""),
+        ([("a", ALONE, None)], "ok", "left to Horovod and MPI"),
+        ([("a", ALONE, "lo"), ("a", ALONE, "lo")], "ok", "used: lo"),
+        ([("a", ETH0, "eth0"), ("b", ETH0, "eth0")], "ok", "10 Gbit/s"),
+        ([("a", ETH0, "eth0"), ("b", IB0, "ib0")], "ok", "used: eth0, ib0"),  # plain srun: each host has its own name
+        ([("a", ETH0, "eth0"), ("b", IB0, "eth0")], "fail", "eth0 is not up on b"),  # horovodrun: one name for all
+        ([("a", ETH0, "eth0"), ("b", IB0, None)], "ok", "used: eth0"),
+        ([("a", ETH0, "lo"), ("b", ETH0, "lo")], "fail", "cannot meet over lo"),
+        ([("a", ETH0, "eth0"), ("b", ETH0, "lo")], "fail", "cannot meet over lo"),
+        ([("a", ALONE, None), ("b", ALONE, None)], "fail", ""),
     ],
 )
-def test_all_hosts_must_meet_over_the_interface(
-    hosts: dict[str, dict[str, Interface]], used: list[str | None], level: str, text: str
+def test_each_host_must_have_the_interface_that_its_ranks_use(
+    rows: list[tuple[str, dict[str, Interface], str | None]], level: str, text: str
 ) -> None:
-    found = judge_network(hosts, used)
+    found = judge_network(rows)
     assert (found.level, text in found.text) == (level, True), found
 
 

@@ -33,26 +33,31 @@ class Interface(NamedTuple):
 def check_network(group: WorkerGroup) -> Finding:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
     by_rank = group.gather((own_interfaces(), exchange_interface()))
-    hosts = dict(zip(group.hosts, by_rank, strict=True))
-    return judge_network({host: found for host, (found, _) in hosts.items()}, [used for _, used in by_rank])
+    return judge_network([(host, *told) for host, told in zip(group.hosts, by_rank, strict=True)])
 
 
-def judge_network(hosts: Mapping[str, Mapping[str, Interface]], used: Sequence[str | None]) -> Finding:
-    """hosts: by host the interfaces that are up. used: by rank a list of names with commas; None: nobody has said."""
+def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> Finding:
+    """rows: of each rank its host, the interfaces that are up there, and those that it was told to use.
+
+    These are names with commas, or None where nobody has said. Horovodrun tells all ranks the same; under plain srun
+    each finds its own, for hosts may name theirs differently.
+    """
+    hosts = {host: interfaces for host, interfaces, _ in rows}
     shown = "; ".join(
         f"{host}: " + ", ".join(f"{name} {found.address}{_speed(found)}" for name, found in interfaces.items())
         for host, interfaces in list(hosts.items())[:4]
     )
-    told = {name for names in used if names for name in names.split(",")}
-    text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(sorted(told)) or 'left to Horovod and MPI'}"
-    facts: dict[str, object] = {"interfaces": {host: dict(found) for host, found in hosts.items()}}
-    facts["used"] = sorted(told)
-    for name in sorted(told):
-        lacking = [host for host, found in hosts.items() if name not in found]
+    told = sorted({(name, host) for host, _, names in rows if names for name in names.split(",")})
+    used = sorted({name for name, _ in told})
+    text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
+    facts: dict[str, object] = {"interfaces": {host: dict(found) for host, found in hosts.items()}, "used": used}
+    for name in used:
+        lacking = [host for other, host in told if other == name and name not in hosts[host]]
         if lacking:
             mend = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", mend, facts)
-        if len(hosts) > 1 and next(iter(hosts.values()))[name].address.startswith("127."):
+        stays = any(hosts[host][name].address.startswith("127.") for other, host in told if other == name)
+        if len(hosts) > 1 and stays:
             mend = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", mend, facts)
     if len(hosts) > 1 and all(len(found) < 2 for found in hosts.values()):
