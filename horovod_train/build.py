@@ -67,7 +67,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
     exchange, optimizer = config.horovod, build_optimizer(config, horizon)
-    limit_weight_decay(optimizer, model.trainable_variables, config.train)
+    limit_weight_decay(optimizer, model.trainable_variables, config)
     DistributedOptimizer(
         optimizer,
         op=exchange.op,

@@ -97,15 +97,30 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
 
 
 def limit_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: TrainConfig
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: Config
 ) -> None:
     """Keeps weight decay from what it is not meant for: by default from variables of one axis or none.
 
     Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1;
-    Jia et al. 2018). LARS leaves them out of its scaling too. Before the optimizer is built. Raises UserError for
-    a pattern that is none or matches nothing, and where there is no weight decay that it could keep away.
+    Jia et al. 2018). LARS leaves them out of its scaling too. An optimizer of the user's own is left as it is. Before
+    the optimizer is built. Raises UserError for a pattern that is none or matches nothing, and where there is no
+    weight decay that it could keep away.
     """
     decaying = getattr(optimizer, "inner_optimizer", optimizer)
+    # Told once more what to exclude, an optimizer would forget what the user's function has excluded.
+    is_own = ":" in config.optimizer.name
+    decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
+    if decays and not is_own:
+        decaying.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
+        return
+    own = f"{config.optimizer.name} decides itself what it excludes from its weight decay"
+    why = own if is_own else "there is no weight decay; give optimizer.options.weight_decay"
+    for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
+        if getattr(config.train, key) != default:
+            raise UserError(f"train.{key}: {why}.")
+
+
+def _excluded(variables: Sequence[keras.Variable], config: TrainConfig) -> list[keras.Variable]:
     excluded = [variable for variable in variables if len(variable.shape) < 2 and not config.weight_decay_1d]
     for number, pattern in enumerate(config.weight_decay_exclude):
         where = f"train.weight_decay_exclude[{number}]"
@@ -116,12 +131,4 @@ def limit_weight_decay(
         if not found:
             raise UserError(f"{where}: {pattern!r} is in none of {', '.join(variable.path for variable in variables)}.")
         excluded += found
-    decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
-    if decays and not decaying.built:
-        decaying.exclude_from_weight_decay(var_list=excluded)
-        return
-    missing = "there is no weight decay; give optimizer.options.weight_decay"
-    why = "the optimizer is built already" if decays else missing
-    for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
-        if getattr(config, key) != default:
-            raise UserError(f"train.{key}: {why}.")
+    return excluded

@@ -105,8 +105,9 @@ def decayed(name: str, options: dict[str, Any], **limits: Any) -> list[float]:
     """How much smaller each of a kernel, a bias and a second kernel is after one step without any gradient."""
     variables = [keras.Variable(np.ones(shape, np.float32), name=n) for shape, n in (((2, 2), "a"), ((2,), "b"))]
     variables.append(keras.Variable(np.ones((2, 2), np.float32), name="second"))
-    optimizer = build_optimizer(Config(optimizer=Spec(name, options)), HORIZON)
-    limit_weight_decay(optimizer, variables, TrainConfig(**limits))
+    config = Config(optimizer=Spec(name, options), train=TrainConfig(**limits))
+    optimizer = build_optimizer(config, HORIZON)
+    limit_weight_decay(optimizer, variables, config)
     optimizer.build(variables)
     rate = float(optimizer.learning_rate)
     optimizer.apply([tf.zeros(variable.shape) for variable in variables], variables)
@@ -131,11 +132,27 @@ def test_weight_decay_leaves_out_what_a_pattern_names() -> None:
 
 def test_weight_decay_is_limited_inside_a_loss_scale_optimizer() -> None:
     variables = [keras.Variable(np.ones(shape, np.float32)) for shape in ((2, 2), (2,))]
-    optimizer = build_optimizer(Config(optimizer=Spec("sgd", DECAY), precision="mixed_float16"), HORIZON)
-    limit_weight_decay(optimizer, variables, TrainConfig())
+    config = Config(optimizer=Spec("sgd", DECAY), precision="mixed_float16")
+    optimizer = build_optimizer(config, HORIZON)
+    limit_weight_decay(optimizer, variables, config)
     optimizer.build(variables)
     optimizer.apply([tf.zeros(variable.shape) for variable in variables], variables)
     assert [variable.numpy().ravel()[0] < 1 for variable in variables] == [True, False]
+
+
+def sgd_that_spares(learning_rate: Any, spared: str, **options: Any) -> keras.optimizers.Optimizer:
+    """A user's own function, as docs/models.md has one."""
+    optimizer = keras.optimizers.SGD(learning_rate, **options)
+    optimizer.exclude_from_weight_decay(var_names=[spared])
+    return optimizer
+
+
+def test_what_a_users_own_function_leaves_out_of_weight_decay_stays_left_out() -> None:
+    """It decides alone: Keras decays the bias too, unless the function says otherwise."""
+    assert decayed("test_lars:sgd_that_spares", DECAY | {"spared": "second"}) == pytest.approx(
+        [0.25, 0.25, 0], rel=1e-3
+    )
+    assert decayed("test_lars:sgd_that_spares", DECAY | {"spared": "b"}) == pytest.approx([0.25, 0, 0.25], rel=1e-3)
 
 
 def test_lars_scales_and_decays_what_it_is_told_to() -> None:
@@ -158,3 +175,10 @@ def test_limits_without_effect_are_refused(options: dict[str, Any], limits: dict
     with pytest.raises(UserError) as found:
         decayed("sgd", options, **limits)
     assert message in str(found.value)
+
+
+@pytest.mark.parametrize("limits", [{"weight_decay_exclude": ("a",)}, {"weight_decay_1d": True}])
+def test_limits_beside_a_users_own_function_are_refused(limits: dict[str, Any]) -> None:
+    own = "test_lars:sgd_that_spares"
+    with pytest.raises(UserError, match=f"^train.{next(iter(limits))}: {own} decides itself what it excludes"):
+        decayed(own, DECAY | {"spared": "b"}, **limits)
