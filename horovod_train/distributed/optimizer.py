@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import combine_bf16, sum_in_order
+from horovod_train.distributed.sums import add_up_rows, combine_bf16, sum_in_order
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -50,7 +50,7 @@ def DistributedOptimizer(
     predivide: with op "average", what dense gradients are divided by before they are added up; the sum is divided by
     size / predivide. So that half-precision sums over many ranks neither overflow nor vanish.
     deterministic: dense gradients are added in an order of our own, which gives the same bits in each run, over
-    gloo and over MPI; needs an exchange more for each. op "adasum" has its own order.
+    gloo and over MPI; needs an exchange more for each. op "adasum" has its own order, rows have that of the ranks.
 
     Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
     backward pass. A gradient that is None must be None on every rank.
@@ -100,8 +100,8 @@ def build_exchange(
 ) -> Exchange:
     """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
-    gradient: a dense floating-point tensor or IndexedSlices. name: unique among the exchanges under way, equal on
-    all ranks. Raises UserError for what Horovod cannot do here.
+    gradient: a dense floating-point tensor or IndexedSlices, of which each row comes back once. name: unique among
+    the exchanges under way, equal on all ranks. Raises UserError for what Horovod cannot do here.
     """
     ranks = process_set or hvd.global_process_set
     if op not in OPS:
@@ -134,11 +134,12 @@ def build_exchange(
             return exchange_dense(gradient, name)
         if sparse_as_dense or op == "adasum":
             return exchange_dense(tf.convert_to_tensor(gradient), name)
-        values = hvd.allgather(gradient.values, name=f"{name}.values", process_set=ranks)
-        indices = hvd.allgather(gradient.indices, name=f"{name}.indices", process_set=ranks)
+        own = add_up_rows(gradient)  # so that no rank sends a row twice
+        values = hvd.allgather(own.values, name=f"{name}.values", process_set=ranks)
+        indices = hvd.allgather(own.indices, name=f"{name}.indices", process_set=ranks)
         if op == "average":
             values = values / tf.cast(ranks.size(), values.dtype)
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        return add_up_rows(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
     return exchange
 

@@ -40,6 +40,16 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
     return tf.cast(tf.bitcast(words, tf.bfloat16), values.dtype)
 
 
+def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The same gradient with each row once: rows of one index are added up, in the order in which they stand.
+
+    A square or a norm over rows that repeat is not that of the gradient: Adam and clipping would take it for one.
+    """
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
 def _add(slices: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(slices, axis=0)
 

@@ -70,10 +70,11 @@ def test_sums_in_the_order_of_ranks_are_the_same_to_the_bit_over_gloo_and_mpi(ra
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
-def test_sparse_gradients_are_gathered_row_by_row(rank_facts: RankFacts, launcher: str, np: int) -> None:
+def test_sparse_gradients_are_gathered_with_each_row_once(rank_facts: RankFacts, launcher: str, np: int) -> None:
     for facts in rank_facts("collectives", launcher, np):
         assert facts["sparse_stays_sparse"]
         assert facts["sparse_equals_dense"] < 1e-6
+        assert sorted(facts["sparse_rows"]) == list(range(np + 2))
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)

@@ -30,6 +30,9 @@ WAYS = [
         "l2",
         "sparse",
         "sparse_as_dense",
+        "sparse_accumulated",
+        "sparse_clipped",
+        "sparse_adam",
     ],
 )
 def test_update_is_the_gradient_of_the_mean_over_all_records(

@@ -53,11 +53,13 @@ for part, ranks in zip(parts, [hvd.add_process_set(part) for part in parts], str
     if rank in part:
         averaged = build_exchange("average", "none", process_set=ranks)(mine, "half").numpy()
         facts["of_half"] = rel_error(averaged, np.mean([gradients[other] for other in part], axis=0))
-rows = tf.IndexedSlices(mine[:2], tf.constant([0, rank + 1]), tf.constant([size + 1, 3]))
+# Two rows that each rank has twice and all ranks have, and one that only this one has.
+rows = tf.IndexedSlices(mine, tf.constant([0, rank + 2, 0, 1, 1]), tf.constant([size + 2, 3]))
 gathered = build_exchange("average", "none")(rows, "sparse")
 dense = build_exchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")
 facts["sparse_stays_sparse"] = isinstance(gathered, tf.IndexedSlices)
 facts["sparse_equals_dense"] = rel_error(tf.convert_to_tensor(gathered), dense)
+facts["sparse_rows"] = gathered.indices.numpy().tolist()
 
 
 def sha(values: Any) -> str:
@@ -76,6 +78,8 @@ everywhere = {
         "predivided": {"op": "average", "compression": "none", "predivide": 4.0},
     }.items()
 }
+repeated = tf.IndexedSlices(tf.reshape(values, [143, 7]), tf.range(143) % 5, tf.constant([5, 7]))
+everywhere["sparse"] = tf.convert_to_tensor(build_exchange("sum", "none", deterministic=True)(repeated, "rows"))
 everywhere["in a step"] = in_order.average_in_step(tf.constant(values), "in_order.step")
 everywhere["of the group"] = in_order.sum([values / 3.0])[0]
 layer = keras.layers.BatchNormalization(momentum=0.0)

@@ -69,11 +69,18 @@ train_alone(keras.optimizers.SGD(0.5), alone)
 state, _ = train(keras.optimizers.SGD(0.5), build_model(), TrainConfig(l2=0.2, accumulate_steps=2))
 facts["errors"]["l2"] = rel_error(weights(state.model), weights(alone))
 
-# Sparse gradients.
-alone = build_sparse_model()
-train_alone(BUILDERS["momentum"](), alone)
-for name, as_dense in {"sparse": False, "sparse_as_dense": True}.items():
-    state, _ = train(BUILDERS["momentum"](), build_sparse_model(), sparse_as_dense=as_dense)
+# Sparse gradients, in which tokens repeat within a record, between records and between ranks, against dense ones.
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "sparse": ("momentum", {}),
+    "sparse_as_dense": ("momentum", {"sparse_as_dense": True}),
+    "sparse_accumulated": ("clipped", {"config": TrainConfig(accumulate_steps=4)}),
+    "sparse_clipped": ("clipped", {}),
+    "sparse_adam": ("adam", {}),
+}
+for name, (optimizer_name, options) in SPARSE.items():
+    alone = build_sparse_model()
+    train_alone(BUILDERS[optimizer_name](), alone)
+    state, _ = train(BUILDERS[optimizer_name](), build_sparse_model(), **options)
     facts["errors"][name] = rel_error(weights(state.model), weights(alone))
 
 # Negative: the mean of each rank's own mean is not the mean over records once the shares are uneven.
