@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from horovod_train.config import Config, LogConfig
+from horovod_train.config import Config, HorovodConfig, LogConfig
 
 
 def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
@@ -37,6 +37,9 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
             "train.non_finite",
             "skip does not go with synchronization: local, where each rank would skip its own.",
         )
+    for name in ("op", "compression", "predivide", "sparse_as_dense"):
+        if train.synchronization == "local" and getattr(config.horovod, name) != getattr(HorovodConfig(), name):
+            yield f"horovod.{name}", "does not go with synchronization: local, which exchanges no gradients."
     if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
         yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
     if train.sync_batch_norm and train.synchronization == "local":

@@ -108,6 +108,30 @@ def test_a_rule_broken_by_a_mapping_points_at_it_and_not_at_its_neighbours(least
         load([least, str(earlier), str(later)])
 
 
+LOCAL = ["train.synchronization=local", "train.average_every_steps=2"]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "horovod.op=sum",
+        "horovod.op=adasum",
+        "horovod.compression=fp16",
+        "horovod.predivide=4",
+        "horovod.sparse_as_dense=true",
+    ],
+)
+def test_how_gradients_are_exchanged_is_no_setting_where_they_are_not(least: str, setting: str) -> None:
+    key = setting.partition("=")[0]
+    with pytest.raises(
+        UserError, match=f"^command line: {key}: does not go with synchronization: local, which exchang"
+    ):
+        load([least], [*LOCAL, setting])
+    load([least], [setting])
+    load([least], [setting, "train.synchronization=stale"])
+    load([least], [*LOCAL, "horovod.op=average", "horovod.cycle_time_ms=2"])
+
+
 def test_every_setting_has_a_line_of_documentation() -> None:
     import dataclasses
 
