@@ -72,9 +72,14 @@ class TrainState:
 
     @property
     def statistics(self) -> list[tf.Variable]:
-        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its loss."""
-        own = [as_tf_variable(weight) for weight in self.model.non_trainable_weights]
-        return [*(variable for variable in own if variable.dtype.is_floating), self.loss_average]
+        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its loss.
+
+        Those are floating-point weights that were made not to be trained. Weights that are frozen are not among them.
+        """
+        own = [as_tf_variable(weight) for weight in self.model.weights]
+        # Freezing a layer changes the Keras variable; the tf.Variable in it says for ever what it was made as.
+        gathered = (variable for variable in own if not variable.trainable and variable.dtype.is_floating)
+        return [*gathered, self.loss_average]
 
     def settle(self, group: WorkerGroup) -> None:
         """Collective: makes equal on all ranks what they let differ between exchanges; mostly nothing."""

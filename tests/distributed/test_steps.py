@@ -103,3 +103,14 @@ def test_gathered_statistics_are_averaged(rank_facts: RankFacts, launcher: str, 
     for facts in ranks:
         assert np.allclose(facts["averaged_mask"], mean)
         assert facts["own_mask"] == facts["mask"]
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
+def test_frozen_weights_are_saved_once_and_must_be_equal_on_all_ranks(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        found = facts["frozen"]
+        assert found["bytes"] < found["bytes_saved"] < 1.1 * found["bytes"]
+        assert found["agreement"] == "yes"
+        assert f"ranks disagree now on model/held/frozen/kernel: rank {np_ - 1} (" in found["agreement_after"]

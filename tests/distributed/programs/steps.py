@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import frozen
 import keras
 import modes
 import numpy as np
@@ -117,6 +118,6 @@ facts["averaged_mask"] = state.model.layers[1].mask.numpy()
 state.set_statistics(own)
 facts["own_mask"] = state.model.layers[1].mask.numpy()
 
-facts |= modes.facts()
+facts |= modes.facts() | frozen.facts()
 leave(rank, facts)
 group.close()

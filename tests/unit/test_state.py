@@ -1,0 +1,55 @@
+"""Which variables of a model each rank gathers for itself, and which all ranks must hold alike."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from keras import layers
+
+from horovod_train.state import TrainState
+
+
+def build_model() -> keras.Model:
+    image = keras.Input((8, 8, 3))
+    x = layers.BatchNormalization(name="norm")(layers.Conv2D(4, 3, name="conv")(image))
+    inner = keras.Sequential([keras.Input((6, 6, 4)), layers.Flatten(), layers.Dense(5, name="dense")], name="inner")
+    return keras.Model(image, layers.Dense(2, name="head")(layers.Dropout(0.5)(inner(x))))
+
+
+def freeze_layers(model: keras.Model) -> None:
+    model.get_layer("conv").trainable = model.get_layer("inner").trainable = False
+
+
+def freeze_norm(model: keras.Model) -> None:
+    model.get_layer("norm").trainable = False
+
+
+def freeze_all_but_the_head(model: keras.Model) -> None:
+    model.trainable = False
+    model.get_layer("head").trainable = True
+
+
+def train_beside(model: keras.Model) -> None:
+    """Low-rank adaption: Keras freezes a kernel and leaves its layer trainable."""
+    model.get_layer("inner").get_layer("dense").enable_lora(2)
+
+
+FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_head, train_beside]
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+def test_statistics_are_what_a_pass_moves_whatever_is_frozen(freeze: object) -> None:
+    model = build_model()
+    freeze(model)  # type: ignore[operator]
+    state = TrainState(model, keras.optimizers.SGD())
+    kept = state.variables()
+    own = {variable.ref() for variable in state.statistics}
+    found = {name for name, variable in kept.items() if variable.ref() in own}
+    assert found == {"model/norm/moving_mean", "model/norm/moving_variance", "progress/loss_average"}
+    assert state.digests().keys() == kept.keys() - found
+
+
+def test_a_layer_made_frozen_has_no_statistics() -> None:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, trainable=False), layers.Dense(2)])
+    state = TrainState(model, keras.optimizers.SGD())
+    assert [variable.name for variable in state.statistics] == ["loss_average:0"]
