@@ -127,6 +127,19 @@ def test_one_line_from_several_ranks_and_none_is_left(here: Path, launcher: str,
     assert expected in said[0]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "np_", "expected"),
+    [
+        ("srun", 2, "adasum needs MPI or NCCL; this run exchanges over gloo. Start it with mpirun."),
+        ("mpirun", 3, "adasum needs a power of two of ranks; received 3."),
+    ],
+)
+def test_adasum_where_there_is_none(here: Path, launcher: str, np_: int, expected: str) -> None:
+    stderr, _ = attempt(here, ["horovod.op=adasum"], launcher=launcher, np=np_)
+    (said,) = [line for line in stderr.splitlines() if "error: " in line]
+    assert said.endswith(f"error: horovod.op: {expected}")
+
+
 def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
     stderr, _ = attempt(here, ["data.global_batch_size=3"], launcher="mpirun", np=4)
     assert "data.global_batch_size must be at least the number of ranks (4); received 3" in stderr

@@ -77,6 +77,27 @@ def test_sparse_gradients_are_gathered_with_each_row_once(rank_facts: RankFacts,
         assert sorted(facts["sparse_rows"]) == list(range(np + 2))
 
 
+WITH_ADASUM = [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_equal(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    for facts in rank_facts("adasum", launcher, np):
+        assert facts["exchange"] == "MPI"
+        assert max(facts["errors"].values()) < 1e-6  # "drawn" is the paper's formula
+        assert min(facts["from_mean"], facts["from_sum"]) > 1e-2
+
+
+@pytest.mark.parametrize(("launcher", "np"), WITH_ADASUM)
+def test_ranks_train_with_adasum_and_stay_bit_equal(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    ranks = rank_facts("adasum", launcher, np)
+    assert len({facts["weights"] for facts in ranks}) == 1
+    losses = ranks[0]["losses"]
+    assert losses[-1] < 0.1 * losses[0]
+
+
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
 def test_exchange_follows_the_launcher(rank_facts: RankFacts, launcher: str, np: int) -> None:
     expected = {"horovodrun": "gloo", "mpirun": "MPI"}.get(launcher)

@@ -1,0 +1,73 @@
+"""What op: adasum makes of gradients that have nothing, everything and something in common, and of training."""
+
+from __future__ import annotations
+
+import hashlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+from facts import leave, rel_error
+
+from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.distributed import DistributedOptimizer
+from horovod_train.distributed.group import start
+from horovod_train.distributed.optimizer import build_exchange
+
+group = start(HorovodConfig(op="adasum"), DeviceConfig())
+rank, size = group.rank, group.size
+exchange = build_exchange("adasum", "none")
+
+
+def by_the_paper(gradients: list[np.ndarray]) -> np.ndarray:
+    """Maleki et al. 2021: (1 - a·b / 2‖a‖²) a + (1 - a·b / 2‖b‖²) b of two; of more, of neighbours and so on."""
+    if len(gradients) == 1:
+        return gradients[0]
+    half = len(gradients) // 2
+    a, b = by_the_paper(gradients[:half]), by_the_paper(gradients[half:])
+    return (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+
+
+orthogonal = [np.repeat(np.eye(size)[r] * (r + 1), 5) for r in range(size)]
+equal = [np.arange(1.0, 8.0)] * size
+drawn = [np.random.default_rng(r).normal(size=101) + 0.5 for r in range(size)]
+
+
+def combined(gradients: list[np.ndarray], name: str) -> np.ndarray:
+    return exchange(tf.constant(gradients[rank], tf.float32), name).numpy()
+
+
+together = combined(drawn, "drawn")
+rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([rank, rank]), tf.constant([size, 3]))
+facts = {
+    "exchange": group.exchange,
+    "errors": {
+        "orthogonal": rel_error(combined(orthogonal, "orthogonal"), np.sum(orthogonal, axis=0)),
+        "equal": rel_error(combined(equal, "equal"), equal[0]),
+        "drawn": rel_error(together, by_the_paper(drawn)),
+        "sparse": rel_error(exchange(rows, "sparse"), np.full((size, 3), 2.0)),
+    },
+    "from_mean": rel_error(together, np.mean(drawn, axis=0)),
+    "from_sum": rel_error(together, np.sum(drawn, axis=0)),
+}
+
+keras.utils.set_random_seed(3)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
+optimizer.build(model.trainable_variables)
+x = np.random.default_rng(rank).normal(size=(32, 6)).astype(np.float32)
+y = x.sum(axis=1, keepdims=True)
+
+
+@tf.function(autograph=False)
+def step() -> tf.Tensor:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return loss
+
+
+facts["losses"] = [group.average([step().numpy()])[0].item() for _ in range(20)]
+facts["weights"] = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in model.weights)).hexdigest()
+leave(rank, facts)
+group.close()
