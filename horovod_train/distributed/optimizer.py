@@ -43,7 +43,7 @@ def DistributedOptimizer(
     loss-scale checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
     `gradient_accumulation_steps` every micro-step is exchanged.
 
-    op: "average", "sum" or "adasum" (Maleki et al. 2020; needs MPI or NCCL and a power of two of ranks).
+    op: "average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a power of two of ranks).
     compression: form in which dense floating-point gradients travel: "none", "fp16" or "bf16".
     process_set: the ranks that combine theirs; default all.
     sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
@@ -145,8 +145,8 @@ def build_exchange(
 
 
 def _check_adasum(compression: str) -> None:
-    if not (hvd.mpi_enabled() or hvd.nccl_built()):
-        raise UserError("horovod.op: adasum needs MPI or NCCL; this run exchanges over gloo. Start it with mpirun.")
+    if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs meets the other hosts over MPI
+        raise UserError("horovod.op: adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
     if hvd.size() & (hvd.size() - 1):
         raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {hvd.size()}.")
     if compression == "bf16":

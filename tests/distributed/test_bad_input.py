@@ -130,7 +130,7 @@ def test_one_line_from_several_ranks_and_none_is_left(here: Path, launcher: str,
 @pytest.mark.parametrize(
     ("launcher", "np_", "expected"),
     [
-        ("srun", 2, "adasum needs MPI or NCCL; this run exchanges over gloo. Start it with mpirun."),
+        ("srun", 2, "adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun."),
         ("mpirun", 3, "adasum needs a power of two of ranks; received 3."),
     ],
 )
