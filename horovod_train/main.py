@@ -24,6 +24,7 @@ from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output import check_writable
+from horovod_train.stdio import let_go, to_stderr, unfailing
 
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        to_stderr(f"error: {error}")
         return error.exit_code
 
 
@@ -167,11 +168,13 @@ def _run(config: Config, place: launch.Launch) -> int:
         return error.exit_code
     except Exception as error:
         if is_connection_loss(error):
-            print(f"rank {place.rank}: stopped, because another rank has gone; its message says why.", file=sys.stderr)
+            to_stderr(f"rank {place.rank}: stopped, because another rank has gone; its message says why.")
         else:
-            traceback.print_exc()
+            traceback.print_exc(file=unfailing(sys.stderr))
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    let_go()
+    sys.exit(exit_code)

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from horovod_train.board import Board
 from horovod_train.errors import RunError, UserError
 from horovod_train.run_files import Lines, write_whole
+from horovod_train.stdio import to_stdout, unfailing
 
 
 def check_writable(directory: str) -> Path:
@@ -83,7 +84,7 @@ class RunOutput(NoOutput):
         self._last: dict[str, Mapping[str, float]] = {}
         self._metrics = Lines(directory / "metrics.jsonl", self.say)
         self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
-        self._console = Console(force_terminal=bar or None, highlight=False, soft_wrap=True)
+        self._console = Console(file=unfailing(sys.stdout), force_terminal=bar or None, highlight=False, soft_wrap=True)
         self._bar = _build_bar(self._console) if bar else None
         self._task: Any = None
 
@@ -92,7 +93,7 @@ class RunOutput(NoOutput):
 
     def say(self, line: str) -> None:
         if self._bar is None:
-            print(line, flush=True)
+            to_stdout(line)
         else:
             self._console.print(line, markup=False)
 

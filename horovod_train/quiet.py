@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from horovod_train.stdio import unfailing
+
 _NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
 _SPARED = ("sklearn", "matplotlib")
 """What Keras imports where it finds it, for wrappers and plots of its own alone: a third of a rank's start."""
@@ -56,7 +58,8 @@ def _without_collecting_garbage() -> Iterator[None]:
 @contextmanager
 def _without_noise() -> Iterator[None]:
     """Holds back what C++ writes to file descriptor 2, and then passes on all of it that is not noise."""
-    sys.stderr.flush()
+    stderr = unfailing(sys.stderr)
+    stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
@@ -68,7 +71,7 @@ def _without_noise() -> Iterator[None]:
             held.seek(0)
             for line in held.read().decode(errors="replace").splitlines(keepends=True):
                 if not _is_noise(line):
-                    sys.stderr.write(line)
+                    stderr.write(line)
 
 
 def _is_noise(line: str) -> bool:

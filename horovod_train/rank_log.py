@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from horovod_train.stdio import to_stderr
+
 FOLDER = "logs"
 
 
@@ -102,7 +104,7 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> No
         log = RankLog(Path(run_dir) / FOLDER, rank, host)
     except OSError as error:
         reason = error.strerror or str(error)
-        print(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}", file=sys.stderr, flush=True)
+        to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
         return NoRankLog()
     log.write("start", said)
     return log

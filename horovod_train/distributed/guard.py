@@ -6,7 +6,6 @@ What root and the other ranks do differently is in root_guard and member_guard; 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from horovod_train.distributed.heartbeat import Beat
 from horovod_train.distributed.judge import Judge, Limits
 from horovod_train.errors import Stalled
 from horovod_train.rank_log import NoRankLog
+from horovod_train.stdio import let_go, to_stderr
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
@@ -200,12 +200,7 @@ def in_background(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def end_process(exit_code: int) -> None:
     """Now: Python's own end would wait for a main thread that does not come back."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    let_go()
     os._exit(exit_code)

@@ -6,11 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from horovod_train.distributed.channel import Line, Lost, Message
-from horovod_train.distributed.guard import ANSWER_WITHIN_S, DISAPPEARED, Cause, Guard, end_process, to_stderr
+from horovod_train.distributed.guard import ANSWER_WITHIN_S, DISAPPEARED, Cause, Guard, end_process
 from horovod_train.distributed.heartbeat import Beat
 from horovod_train.distributed.judge import Judge, Limits
 from horovod_train.errors import Stalled
 from horovod_train.rank_log import NoRankLog
+from horovod_train.stdio import to_stderr
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup

@@ -18,12 +18,12 @@ from horovod_train.distributed.guard import (
     Guard,
     end_process,
     in_background,
-    to_stderr,
 )
 from horovod_train.distributed.heartbeat import Beat
 from horovod_train.distributed.judge import Limits
 from horovod_train.errors import Stalled
 from horovod_train.rank_log import NoRankLog
+from horovod_train.stdio import to_stderr
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup

@@ -18,12 +18,13 @@ from typing import Any
 
 from horovod_train.distributed.channel import Address, Server, choose_host, connect, exchange_interface
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
-from horovod_train.distributed.guard import ANSWER_WITHIN_S, LEAVE_WITHIN_S, Cause, Guard, in_background, to_stderr
+from horovod_train.distributed.guard import ANSWER_WITHIN_S, LEAVE_WITHIN_S, Cause, Guard, in_background
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.member_guard import MemberGuard
 from horovod_train.distributed.root_guard import RootGuard
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
 from horovod_train.rank_log import NoRankLog
+from horovod_train.stdio import to_stderr, unfailing
 
 _CONNECT_WITHIN_S = 10.0
 _AROUND_THE_MESSAGE = re.compile(
@@ -231,5 +232,6 @@ def _show(error: Exception) -> None:
     if isinstance(error, RunError):
         to_stderr(f"error: {error}")
     else:
-        traceback.print_exception(error)
-        sys.stderr.flush()
+        stderr = unfailing(sys.stderr)
+        traceback.print_exception(error, file=stderr)
+        stderr.flush()

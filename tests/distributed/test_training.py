@@ -90,6 +90,13 @@ def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
     assert summary["versions"]["horovod"] == "0.28.1"
 
 
+def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp_path: Path) -> None:
+    words = ["--config", base_config, "--output-dir", tmp_path, "train.epochs=1"]
+    deaf = ["bash", "-c", 'exec "$@" > /dev/full 2>&1', "-", sys.executable, "-m", "horovod_train.main"]
+    assert run_process([*deaf, *map(str, words)]).returncode == 0
+    assert len(metrics_of(tmp_path, "train")) == summary_of(tmp_path)["steps"] == 15
+
+
 def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0

@@ -172,6 +172,13 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
         assert [process.returncode for process in job.processes] == [87, 87, 87]
 
 
+def test_ranks_whose_words_nobody_takes_end_too(tmp_path: Path) -> None:
+    program = ["bash", "-c", 'exec "$@" 2> /dev/full', "-", sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
+    with started(tmp_path, [[*program, str(rank), "2", "1", "2"] for rank in range(2)], 2) as job:
+        until(lambda: all(process.poll() is not None for process in job.processes), 3 + GONE_WITHIN_S, job)
+        assert [process.returncode for process in job.processes] == [87, 87]
+
+
 def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 3, 1, "slow-input") as job:
         job.wait_until_trained()

@@ -29,6 +29,7 @@ LAYERS = [
     {"config_rules"},
     {"config"},
     {"errors", "quiet", "rank_log"},
+    {"stdio"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
 

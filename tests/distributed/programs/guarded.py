@@ -13,11 +13,12 @@ from pathlib import Path
 
 from horovod_train import rank_log
 from horovod_train.distributed.channel import Address, Server, connect
-from horovod_train.distributed.guard import Guard, to_stderr
+from horovod_train.distributed.guard import Guard
 from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.member_guard import MemberGuard
 from horovod_train.distributed.root_guard import RootGuard
+from horovod_train.stdio import to_stderr
 
 
 @dataclass(frozen=True)
