@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-MOST_LINES_HELD = 100_000
+MOST_HELD = 16_000_000
+"""Characters: tens of thousands of lines of metrics."""
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -23,21 +25,29 @@ def write_whole(path: Path, text: str) -> None:
 class Lines:
     """A file that lines are appended to. What cannot be written is held and tried again with the next line.
 
-    say: told once when writing fails and once when it works again.
+    say: told once when writing fails and once when it works again. at_once: so many characters are gathered before they
+    are written. most_held: the oldest lines go where more are held.
     """
 
-    def __init__(self, path: Path, say: Callable[[str], None]) -> None:
-        self.path, self._say = path, say
-        self._held: list[str] = []
+    def __init__(self, path: Path, say: Callable[[str], None], *, at_once: int = 0, most_held: int = MOST_HELD) -> None:
+        self.path, self._say, self._at_once, self._most_held = path, say, at_once, most_held
+        self._held: deque[str] = deque()
+        self._size = self._lost = 0
         self._is_failing = False
 
     def append(self, line: str) -> None:
-        self._held = [*self._held, line][-MOST_LINES_HELD:]
-        self.flush()
+        self._held.append(f"{line}\n")
+        self._size += len(line) + 1
+        while self._size > self._most_held:
+            self._size -= len(self._held.popleft())
+            self._lost += 1
+        if self._size > self._at_once:
+            self.flush()
 
-    def flush(self) -> None:
+    def flush(self, *, sync: bool = False) -> None:
+        """Writes what is held. sync: and returns when it would survive a power cut."""
         try:
-            self._write("".join(f"{line}\n" for line in self._held).encode())
+            self._write("".join(self._held).encode(), sync)
         except OSError as error:
             if not self._is_failing:
                 self._say(
@@ -46,8 +56,10 @@ class Lines:
             self._is_failing = True
             return
         if self._is_failing:
-            self._say(f"{self.path} can be written again; {len(self._held)} lines caught up.")
-        self._held, self._is_failing = [], False
+            lost = f"; {self._lost} are lost" if self._lost else ""
+            self._say(f"{self.path} can be written again; {len(self._held)} lines caught up{lost}.")
+        self._held.clear()
+        self._size, self._lost, self._is_failing = 0, 0, False
 
     def read(self) -> list[str]:
         """The lines in the file. Raises OSError."""
@@ -62,12 +74,15 @@ class Lines:
         if len(kept) < len(lines):
             write_whole(self.path, "".join(kept))
 
-    def _write(self, data: bytes) -> None:
-        with self.path.open("ab") as file:
+    def _write(self, data: bytes, sync: bool) -> None:
+        # Without a buffer, which would try once more to write its rest when the file is closed.
+        with self.path.open("ab", buffering=0) as file:
             before = file.tell()
             try:
-                file.write(data)
-                file.flush()
+                while data:
+                    data = data[file.write(data) :]
+                if sync:
+                    os.fsync(file.fileno())
             except OSError:
                 # Half a line would spoil the next one.
                 with contextlib.suppress(OSError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,37 @@ def test_metrics_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path) -
     lines.append("3")
     assert lines.path.read_text() == "1\n2\n3\n"
     assert "3 lines caught up" in said[1]
+
+
+def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> None:
+    """The limit takes the first bytes of the second line, as a disk does that fills up."""
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+import resource
+from pathlib import Path
+from horovod_train.run_files import Lines
+lines = Lines(Path({str(path)!r}), print)
+lines.append("a" * 99)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+lines.append("b" * 5999)
+assert Path({str(path)!r}).stat().st_size == 100
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+lines.append("c" * 9)
+"""
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert path.read_text().split() == ["a" * 99, "b" * 5999, "c" * 9]
+
+
+def test_of_too_many_lines_the_oldest_go_and_it_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    lines = Lines(Path("/dev/full"), said.append, most_held=4)
+    for line in "123":
+        lines.append(line)
+    lines.path = tmp_path / "metrics.jsonl"
+    lines.flush()
+    assert lines.path.read_text() == "2\n3\n"
+    assert said[1].endswith("2 lines caught up; 1 are lost.")
 
 
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
