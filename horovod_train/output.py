@@ -155,7 +155,7 @@ class RunOutput(NoOutput):
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        self._metrics.flush()
+        self._metrics.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -65,6 +65,11 @@ class Lines:
         """The lines in the file. Raises OSError."""
         return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
 
+    def close(self) -> None:
+        self.flush(sync=True)
+        if self._is_failing:
+            self._say(f"warning: {self.path} lacks its last {len(self._held)} lines: it cannot be written.")
+
     def keep(self, is_kept: Callable[[str], bool]) -> None:
         """Takes back the lines that are not kept. Raises OSError."""
         if not self.path.exists():

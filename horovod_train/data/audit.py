@@ -2,23 +2,27 @@
 
 Each start of a run opens a file per rank under `RUN_DIR/audit`, named for the place it starts at. A start at a step
 voids what earlier starts wrote from that step on: those steps are done again. Does not know the plan; see check-data.
+
+A disk that takes nothing does not end training: it is said once, and what is never written is a hole in the audit.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 
 from horovod_train.errors import UserError
+from horovod_train.run_files import Lines
+from horovod_train.stdio import to_stderr
 
 FOLDER = "audit"
+_WRITTEN_AT_ONCE = 1 << 16
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
 
 
@@ -53,16 +57,19 @@ class NoAudit:
         """Notes the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
 
     def flush(self) -> None:
-        """Returns when all that was appended is on disk. To be called before a checkpoint is written."""
+        """Returns when all that was appended is on disk, if the disk takes it. For before a checkpoint is written."""
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flushes, for the last time."""
 
 
 class AuditLog(NoAudit):
-    """One rank's file of one start."""
+    """One rank's file of one start.
 
-    def __init__(self, run_dir: str, start: Start) -> None:
+    say: shows a line, on every rank.
+    """
+
+    def __init__(self, run_dir: str, start: Start, say: Callable[[str], None] = to_stderr) -> None:
         folder = Path(run_dir, FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
         for path, place, rank in _files(folder):
@@ -71,7 +78,7 @@ class AuditLog(NoAudit):
             if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
                 path.unlink(missing_ok=True)
         name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
-        self._file: TextIO = open(folder / name, "w", encoding="utf-8")  # noqa: SIM115  open as long as the run
+        self.lines = Lines(folder / name, say, at_once=_WRITTEN_AT_ONCE)
         self._write(asdict(start))
         self.flush()
 
@@ -79,16 +86,13 @@ class AuditLog(NoAudit):
         self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
 
     def flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.lines.flush(sync=True)
 
     def close(self) -> None:
-        if not self._file.closed:
-            self.flush()
-            self._file.close()
+        self.lines.close()
 
     def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.lines.append(json.dumps(line, separators=(",", ":")))
 
 
 @dataclass
@@ -163,6 +167,11 @@ def _join(
     while end is None or place < end:
         found = [steps.get(place) for _, steps in files]
         if any(ids is None for ids in found):
+            holes = [header.rank for header, steps in files if place not in steps and max(steps, default=place) > place]
+            if holes:
+                raise UserError(
+                    f"{folder}: a hole at {_text(place)}: ranks {holes} could not write what they consumed."
+                )
             if end is None:
                 return  # the run ended, or was killed while some ranks had written this step
             silent = [header.rank for (header, _), ids in zip(files, found, strict=True) if ids is None]

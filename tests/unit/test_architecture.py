@@ -23,12 +23,12 @@ LAYERS = [
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
     {"synchronization", "metrics"},
-    {"distributed", "data", "models", "optim", "checkpoint_files", "run_files", "board", "losses"},
+    {"distributed", "data", "models", "optim", "checkpoint_files", "board", "losses"},
     {"schedules"},
     {"lookup", "config_yaml", "rank_story", "lars", "stages"},
     {"config_rules"},
     {"config"},
-    {"errors", "quiet", "rank_log"},
+    {"errors", "quiet", "rank_log", "run_files"},
     {"stdio"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""

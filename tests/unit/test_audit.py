@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 from horovod_train.data.audit import AuditLog, EpochAudit, NoAudit, Start, audit
 from horovod_train.data.plan import Plan
 from horovod_train.errors import UserError
+from horovod_train.run_files import Lines
 
 PLAN = Plan(np.full(7, 30), 32, seed=3)  # 210 records: 6 whole steps and one of 18
 LAST = PLAN.steps_per_epoch
@@ -28,6 +31,13 @@ def run(folder: Path, size: int, begin: tuple[int, int], steps: int, *, ranks: i
                 log.append(epoch, step, PLAN.rows(PLAN.line(epoch), rank, size, step, step + 1).ids)
             place = (epoch, step + 1) if step + 1 < LAST else (epoch + 1, 0)
         log.close()
+
+
+@contextmanager
+def no_room(log: AuditLog) -> Iterator[None]:
+    path, log.lines.path = log.lines.path, Path("/dev/full")
+    yield
+    log.lines.path = path
 
 
 def short(found: list[EpochAudit]) -> list[tuple[int, int, tuple[int, ...], int, int]]:
@@ -115,6 +125,42 @@ def test_what_is_flushed_is_on_disk_before_close(tmp_path: Path) -> None:
     assert short(audit(str(tmp_path))) == [(0, 2, (1,), 0, 0)]
     log.close()
     log.close()
+
+
+def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST), said.append)
+    with no_room(log):
+        for step in range(3):
+            log.append(0, step, PLAN.rows(PLAN.line(0), 0, 1, step, step + 1).ids)
+            log.flush()
+    log.append(0, 3, PLAN.rows(PLAN.line(0), 0, 1, 3, LAST).ids)
+    log.close()
+    assert short(audit(str(tmp_path))) == [(0, 7, (1,), 0, 0)]
+    assert ["No space left on device" in line for line in said] == [True, False]
+
+
+def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> None:
+    for rank in range(2):
+        log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST), lambda line: None)
+        for step in range(LAST):
+            log.append(0, step, PLAN.rows(PLAN.line(0), rank, 2, step, step + 1).ids)
+            if (rank, step) == (1, 3):
+                log.lines = Lines(log.lines.path, print)  # as if what was held had become too much
+            log.flush()
+        log.close()
+    with pytest.raises(UserError, match=r"a hole at epoch 0, step 3: ranks \[1\] could not write what they consumed"):
+        audit(str(tmp_path))
+
+
+def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST), said.append)
+    log.append(0, 0, PLAN.rows(PLAN.line(0), 0, 1, 0, 2).ids)
+    with no_room(log):
+        log.close()
+    assert "No space left on device" in said[0]
+    assert "lacks its last 1 lines" in said[1]
 
 
 def test_no_audit_leaves_nothing(tmp_path: Path) -> None:
