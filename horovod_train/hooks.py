@@ -204,7 +204,8 @@ class Evaluate:
         while left:
             steps = min(left, self.steps_per_call)
             self.group.heartbeat.phase("evaluate")  # each call is progress
-            self.eval_step.run(batches, steps)
+            with self.pipeline.explaining():  # the caller would look for it in the training data
+                self.eval_step.run(batches, steps)
             left -= steps
             if reason := self.leaving.vote_now_and_then():
                 return reason

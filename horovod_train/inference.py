@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import keras
-import tensorflow as tf
 
 from horovod_train.build import open_split
 from horovod_train.checkpoint_set import open_checkpoint
@@ -124,11 +123,9 @@ def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[I
     """Calls act(batches, steps), with at most so many steps each time, until every record has been taken once."""
     batches = iter(pipeline.batches(epoch=0, epochs=1))
     left = pipeline.steps_per_epoch
-    try:
+    with pipeline.explaining():
         while left:
             steps = min(left, most)
             group.heartbeat.phase("evaluate")  # each call is progress
             act(batches, steps)
             left -= steps
-    except tf.errors.OpError as error:
-        raise pipeline.explain(error) or error from error

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -119,6 +120,14 @@ class Pipeline:
             return None
         found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", str(error.message), re.DOTALL)
         return self._name_image(int(found[1])) if found else self._failure
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around what takes the batches: raises what went wrong with the data in the place of TensorFlow's error."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self.explain(error) or error from error
 
     # What a segment is while it passes from Python into tf.data: the stored values by name, draws, weights and ids,
     # each [steps, rows, …]; count [steps].
