@@ -162,9 +162,9 @@ def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor
 
 
 def _check_watched(config: Config, seen: Accumulator) -> None:
-    stops = config.early_stopping
+    # Early stopping follows its metric wherever there is an evaluation, also with nothing to stop at.
     watched = {"checkpoint.best": config.checkpoint.best}
-    watched["early_stopping"] = stops if stops.patience or stops.target is not None else None
+    watched["early_stopping"] = config.early_stopping if config.data.eval else None
     names = [*seen.sums, *(metric.name for metric in seen.metrics)]
     for key, value in watched.items():
         if value is not None and value.metric not in names:

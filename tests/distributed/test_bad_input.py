@@ -56,6 +56,14 @@ WITH_TENSORFLOW = {
         ["log.histograms_every_steps=1", "log.activations.y=dens"],
         "log.activations.y: the model has no layer 'dens'; near it: dense",
     ),
+    "unknown metric to stop by": (
+        ["early_stopping.metric=acuracy"],
+        "early_stopping.metric: the evaluation has no 'acuracy'; it has loss.",
+    ),
+    "unknown metric of the best": (
+        ["checkpoint.best={{metric: acuracy, mode: max}}"],
+        "checkpoint.best.metric: the evaluation has no 'acuracy'; it has loss.",
+    ),
     "unknown part of the graph": (
         ["log.graph=true", "log.graph_names.inputs=data"],
         "log.graph_names.inputs: the graph has no such part; near it: input_data",
