@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint_files import Checkpoint, Facts, reason, write
+from horovod_train.checkpoint_files import Checkpoint, Facts, write
+from horovod_train.checkpoint_manifest import reason
 from horovod_train.checkpoint_set import CheckpointSet, open_checkpoint
 from horovod_train.errors import UserError
 

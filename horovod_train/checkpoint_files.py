@@ -1,14 +1,12 @@
 """One checkpoint: a folder with TensorFlow's checkpoint files and a manifest. Writes, verifies and loads it.
 
-Knows nothing of the checkpoints beside it; see checkpoint_set.
+Knows nothing of the checkpoints beside it; see checkpoint_set. What a manifest vouches for: checkpoint_manifest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,16 +17,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_train import checkpoint_manifest
+from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, Damaged, reason, sha256
 from horovod_train.errors import UserError
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 PREFIX = "state"
 """What the names of TensorFlow's files begin with: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
-
-
-class Damaged(Exception):
-    """A checkpoint is not as it was written; the text names the file, what was expected and what was found."""
 
 
 @dataclass(frozen=True)
@@ -100,31 +94,20 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         "format": FORMAT,
         **dataclasses.asdict(facts),
         "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "files": {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files},
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
     }
-    (folder / MANIFEST).write_bytes(_manifest_bytes(content))
+    (folder / MANIFEST).write_bytes(checkpoint_manifest.pack(content))
     sync(folder / MANIFEST)
     sync(folder)
 
 
 def verify(folder: Path) -> Checkpoint:
     """Reads every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
-    content = _read_manifest(folder)
+    content = checkpoint_manifest.verify(folder)
     try:
-        if content["format"] > FORMAT:
-            raise UserError(
-                f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
-                "Go on with the version that wrote it."
-            )
-        for name, expected in content["files"].items():
-            _check_size(folder / name, expected["bytes"])
-        for name, expected in content["files"].items():
-            _check_sha256(folder / name, expected["sha256"])
         best = None if content["best"] is None else Best(**content["best"])
         names = [field.name for field in dataclasses.fields(Facts) if field.name != "best"]
         return Checkpoint(folder, Facts(**{name: content[name] for name in names}, best=best), content["written_at"])
-    except OSError as error:
-        raise Damaged(reason(error)) from error
     except (KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 
@@ -163,56 +146,3 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def reason(error: Exception) -> str:
-    """In few words what the file system, or TensorFlow on its behalf, complains about."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    # TensorFlow: "{{function_node ...}} PATH; No space left on device [Op:SaveV2]"
-    path, _, said = first.rpartition("}} ")[2].partition(" [Op:")[0].rpartition("; ")
-    return f"{said}: {path}" if path else said
-
-
-def _manifest_bytes(content: Mapping[str, Any]) -> bytes:
-    """A manifest with the SHA-256 of its other entries."""
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        found = (folder / MANIFEST).read_bytes()
-        content = json.loads(found)
-        content.pop("sha256")
-    except FileNotFoundError as error:
-        raise Damaged(f"{MANIFEST} is missing") from error
-    except OSError as error:
-        raise Damaged(reason(error)) from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
-    # Before anything is believed, the format included: a manifest of any format is made in this way.
-    if found != _manifest_bytes(content):
-        raise Damaged(f"{MANIFEST}: its entries are not those that its own sha256 was taken of")
-    return content
-
-
-def _check_size(file: Path, expected: int) -> None:
-    if not file.exists():
-        raise Damaged(f"{file.name} is missing")
-    if (found := file.stat().st_size) != expected:
-        raise Damaged(f"{file.name}: expected {expected} bytes, found {found}")
-
-
-def _check_sha256(file: Path, expected: str) -> None:
-    if (found := _sha256(file)) != expected:
-        raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {found[:12]}…")
-
-
-def _sha256(file: Path) -> str:
-    total = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()

@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from horovod_train.checkpoint_files import MANIFEST, Checkpoint, Damaged, reason, sync, verify
+from horovod_train.checkpoint_files import Checkpoint, sync, verify
+from horovod_train.checkpoint_manifest import MANIFEST, Damaged, reason
 from horovod_train.errors import UserError
 
 BEST = "best"

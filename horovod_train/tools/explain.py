@@ -2,8 +2,8 @@
 
 python -m horovod_train.main explain runs/digits_convnet
 
-Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads sizes of checkpoints, not
-their checksums: those are verified when a run goes on from one.
+Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads the newest checkpoint, and
+where it is damaged the one before it, byte by byte: what is called good is what a run would go on from.
 """
 
 from __future__ import annotations

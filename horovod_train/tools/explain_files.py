@@ -11,6 +11,9 @@ from typing import Any
 
 import yaml
 
+from horovod_train.checkpoint_manifest import Damaged, verify
+from horovod_train.errors import UserError
+
 _FOLDER = re.compile(r"step-(\d+)")
 _STEP = re.compile(r'"step": (\d+)')
 
@@ -22,15 +25,17 @@ class Checkpoint:
 
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whose files have their sizes, and what is wrong with newer ones. Reads no checksums."""
+    """The newest that a run can go on from, read byte by byte as a run would, and what is wrong with newer ones."""
     folders = (run_dir / "checkpoints").glob("step-*")
     steps = {int(found[1]): path for path in folders if (found := _FOLDER.fullmatch(path.name))}
     damaged: list[str] = []
     for step, path in sorted(steps.items(), reverse=True):
-        problem = _problem(path)
-        if problem is None:
+        try:
+            verify(path)
+        except (Damaged, UserError) as error:
+            damaged.append(f"{path}: {str(error).removeprefix(f'{path}: ')}")
+        else:
             return Checkpoint(str(path), step), damaged
-        damaged.append(f"{path}: {problem}")
     return None, damaged
 
 
@@ -58,15 +63,3 @@ def read_json(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _problem(folder: Path) -> str | None:
-    files = read_json(folder / "manifest.json").get("files")
-    if not isinstance(files, dict):
-        return "manifest.json is missing or broken"
-    for name, about in files.items():
-        path, expected = folder / name, about["bytes"]
-        found = path.stat().st_size if path.exists() else "none"
-        if found != expected:
-            return f"{name}: expected {expected} bytes, found {found}"
-    return None

@@ -25,7 +25,7 @@ LAYERS = [
     {"synchronization", "metrics"},
     {"distributed", "data", "models", "optim", "checkpoint_files", "board", "losses"},
     {"schedules"},
-    {"lookup", "config_yaml", "rank_story", "lars", "stages"},
+    {"lookup", "config_yaml", "rank_story", "lars", "stages", "checkpoint_manifest"},
     {"config_rules"},
     {"config"},
     {"errors", "quiet", "rank_log", "run_files"},

@@ -22,7 +22,8 @@ import tensorflow as tf
 
 from horovod_train import checkpoint_files
 from horovod_train.checkpoint import CheckpointStore, NoStore, open_store
-from horovod_train.checkpoint_files import MANIFEST, Best, Damaged, Facts, load, verify
+from horovod_train.checkpoint_files import Best, Facts, load, verify
+from horovod_train.checkpoint_manifest import MANIFEST, Damaged
 from horovod_train.checkpoint_set import open_checkpoint
 from horovod_train.errors import UserError
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, pack, sha256
 from horovod_train.errors import UserError
 from horovod_train.rank_log import introduction, make_folder, open_rank_log
 from horovod_train.tools.explain import explain
@@ -42,8 +43,8 @@ class Run:
         folder = self.folder / "checkpoints" / f"step-{step:09d}"
         folder.mkdir(parents=True)
         (folder / "state.index").write_bytes(b"abc")
-        manifest = {"step": step, "files": {"state.index": {"bytes": size, "sha256": "0"}}}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        about = {"bytes": size, "sha256": sha256(folder / "state.index")}
+        (folder / MANIFEST).write_bytes(pack({"format": FORMAT, "step": step, "files": {"state.index": about}}))
         return folder
 
 
@@ -142,9 +143,22 @@ def test_a_damaged_checkpoint_is_not_good(tmp_path: Path) -> None:
     assert found.checkpoint is not None
     assert (found.checkpoint.step, found.steps_lost) == (300, 170)
     assert [line.rpartition("/")[2] for line in found.damaged] == [
-        "step-000000460: manifest.json is missing or broken",
+        "step-000000460: manifest.json: expected JSON with its own sha256, found something else: "
+        "Expecting ',' delimiter: line 1 column 11 (char 10)",
         "step-000000400: state.index: expected 4 bytes, found 3",
     ]
+
+
+def test_a_checkpoint_with_one_other_byte_is_not_good(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    run.checkpoint(400)
+    run.checkpoint(460).joinpath("state.index").write_bytes(b"abd")
+    run.end(0, "failed", 1, error="OSError: disk full")
+    found = explain(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 400
+    (line,) = found.damaged
+    assert "step-000000460: state.index: expected SHA-256 " in line
 
 
 def test_only_the_last_start_counts(tmp_path: Path) -> None:
