@@ -27,6 +27,7 @@ from horovod_train.errors import UserError
 from horovod_train.rank_log import FOLDER, log_file
 from horovod_train.rank_story import RankStory, read_stories
 from horovod_train.tools.explain_files import (
+    STOP_FILE,
     Checkpoint,
     last_good_checkpoint,
     last_step_in_metrics,
@@ -196,6 +197,9 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
         "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
     }.get(outcome.state, "")
+    stop_file = run_dir / STOP_FILE
+    if stop_file.exists():
+        first += f"remove {stop_file}, which would stop the run again; then "
     does = "this goes on" if checkpoint else "this starts again"
     return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
 

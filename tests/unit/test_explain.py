@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from horovod_train import leaving
 from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, pack, sha256
 from horovod_train.errors import UserError
 from horovod_train.rank_log import introduction, make_folder, open_rank_log
@@ -130,6 +131,17 @@ def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
     assert (found.state, found.what, found.steps_lost) == ("stopped", "stopped at step 470: SIGTERM", 0)
     assert found.next.startswith("this goes on: python -m horovod_train.main --config ")
     assert "checkpoint.resume=auto" in found.next
+
+
+def test_a_stop_file_that_is_still_there_is_to_be_removed_first(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1, "none")
+    run.checkpoint(470)
+    summary(run, ended="STOP file")
+    run.end(0, "stopped", 75)
+    assert explain(tmp_path).next.startswith("this goes on: ")
+    (tmp_path / leaving.STOP_FILE).touch()
+    expected = f"remove {tmp_path}/STOP, which would stop the run again; then this goes on: "
+    assert explain(tmp_path).next.startswith(expected)
 
 
 def test_a_damaged_checkpoint_is_not_good(tmp_path: Path) -> None:
