@@ -102,7 +102,7 @@ esac
 
 # SLURM sends this shell USR1 before the end of the job's time, and TERM before a preemption: the ranks are to save and
 # to end with 75.
-asked=0 ranks=
+asked=0 began=$(date +%s) ranks=
 # shellcheck disable=SC2317  # a trap calls it
 pass_on() {
     asked=1
@@ -119,6 +119,18 @@ until # a signal ends a wait early
 do :; done
 wait "$ranks"
 code=$?
+
+# horovodrun ends with 1 whatever its ranks ended with; rank 0 has left its code in the run directory.
+own_code() {
+    local dir
+    dir=$("${run[@]}" -m horovod_train.main "$@" --print-config | sed -n 's/^output_dir: \(.*[^ ]\)  *#.*/\1/p')
+    (($(stat -c %Y "$dir/logs/rank-0.end.json") >= began)) || return # of an earlier start
+    sed -n 's/.*"exit_code": \([0-9]*\),.*/\1/p' "$dir/logs/rank-0.end.json"
+}
+if [[ $LAUNCH == horovodrun ]] && ((code)); then
+    own=$(own_code "$@" 2> /dev/null)
+    code=${own:-$code}
+fi
 
 # A task of an array goes by the array's number and its own: one task has a SLURM_JOB_ID that means the whole array.
 job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}

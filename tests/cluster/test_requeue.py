@@ -137,12 +137,14 @@ def test_a_cancelled_job_stays_cancelled(cluster: VirtualCluster, config: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("launch", ["srun", "horovodrun"])
 def test_a_stop_file_does_not_send_a_job_round_in_circles(
-    cluster: VirtualCluster, config: Path, tmp_path: Path
+    cluster: VirtualCluster, config: Path, tmp_path: Path, launch: str
 ) -> None:
+    """horovodrun has an exit code of its own; the job has that of its ranks."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()
-    job = submit_shipped(cluster, config, tmp_path)
+    job = submit_shipped(cluster, config, tmp_path, launch=launch)
     assert job.wait() == ("FAILED", 75), job.said()
     assert "in the queue again" not in job.said()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -30,6 +31,47 @@ def test_shipped_scripts_are_the_commands_own(gpus: int, nodes: int) -> None:
     assert (PROJECT / "scripts" / "slurm" / name).read_text() == shipped(gpus, nodes)
     checked = subprocess.run(["bash", "-n"], input=shipped(gpus, nodes), text=True, capture_output=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("left", "age", "expected", "is_requeued"),
+    [
+        ("75", "now", 75, True),
+        ("2", "now", 2, False),
+        ("75", "1 hour ago", 1, False),  # of an earlier start
+        (None, "now", 1, False),
+    ],
+)
+def test_under_horovodrun_the_code_that_rank_0_left_counts(
+    tmp_path: Path, left: str | None, age: str, expected: int, is_requeued: bool
+) -> None:
+    """horovodrun ends with 1 always. The job is being preempted, and its hosts answer."""
+    end = tmp_path / "a run" / "logs" / "rank-0.end.json"
+    leave = f"""echo '{{"ended": "stopped", "exit_code": {left}, "step": 7}}' > '{end}'; touch -d '{age}' '{end}'"""
+    end.parent.mkdir(parents=True)
+    commands = {
+        "horovodrun": f"{leave if left else 'true'}; exit 1",
+        "srun": "echo here",
+        "scontrol": f"echo JobState=RUNNING PreemptTime=2026; echo $1 >> {tmp_path}/asked",
+    }
+    for name, body in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}:{Path(sys.executable).parent}:$PATH\n")
+    script = shipped(0, 2).replace("\nLAUNCH=srun\n", "\nLAUNCH=horovodrun\n")
+    given = {"SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    finished = subprocess.run(
+        ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(end.parent.parent)],
+        input=script,
+        env={**os.environ, **given, "VENV": str(tmp_path), "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == expected, finished.stderr
+    assert ("put in the queue again" in finished.stdout) == is_requeued
+    assert "requeue" in (tmp_path / "asked").read_text() if is_requeued else True
 
 
 def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
