@@ -28,7 +28,8 @@ Origins = dict[str, str]
 def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
     """Reads and checks a config: YAML files merged left to right, then `section.key=value` overrides.
 
-    Mappings merge; anything else replaces what an earlier file said.
+    Mappings merge, but for one that gives another `name`: the options were those of the former. Anything else replaces
+    what an earlier file said.
     Raises UserError with the file and line, or the override, of the first thing that is wrong.
     """
     values: dict[str, Any] = {}
@@ -148,12 +149,23 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
             old = values.get(key)
             if isinstance(old, str) and value.keys() <= {"name", "options"}:
                 old = {"name": old}  # `optimizer: sgd` here and its options there
-            values[key] = old if isinstance(old, dict) else {}
+            if not isinstance(old, dict) or _names_another(value, old):
+                _forget(origins, path)
+                old = {}
+            values[key] = old
             _merge(values[key], origins, value, f"{path}.")
         else:
-            for stale in [known for known in origins if known.startswith(f"{path}.")]:
-                del origins[stale]
+            _forget(origins, path)
             values[key], origins[path] = value, where
+
+
+def _names_another(tree: _Located, old: Mapping[str, Any]) -> bool:
+    return "name" in tree and "name" in old and tree["name"][0] != old["name"]
+
+
+def _forget(origins: Origins, path: str) -> None:
+    for stale in [known for known in origins if known.startswith(f"{path}.")]:
+        del origins[stale]
 
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")

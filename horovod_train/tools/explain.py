@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
+from horovod_train.distributed.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.rank_log import FOLDER, log_file
 from horovod_train.rank_story import RankStory, read_stories
@@ -219,7 +220,7 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
     return {
         "none": [],
         "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
-        "mpirun": ["mpirun", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_words("mpirun", int(size)),
         "srun": ["srun", "--mpi=none", "-n", size],
         "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
     }.get(launcher, [launcher, "-n", size])
@@ -230,10 +231,11 @@ def _is_alive(story: RankStory) -> bool:
     if story.host != socket.gethostname():
         return False
     try:
-        began = psutil.Process(story.pid).create_time()
+        process = psutil.Process(story.pid)
+        began, is_left = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-    return bool(began <= datetime.fromisoformat(story.entries[0].time).timestamp() + 1)
+    return bool(not is_left and began <= datetime.fromisoformat(story.entries[0].time).timestamp() + 1)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -74,12 +74,16 @@ def test_short_forms(least: str, override: str, read: dict[str, object]) -> None
         assert type(value) is type(expected)
 
 
-def test_a_name_given_later_keeps_no_options_of_another_file_by_accident(least: str, tmp_path: Path) -> None:
-    """Mappings merge, so the options stay; a spec that is replaced as a whole, by a bare name, has none."""
+def test_another_name_given_later_leaves_behind_the_options_of_the_former(least: str, tmp_path: Path) -> None:
     first = tmp_path / "first.yaml"
     first.write_text("optimizer: {name: sgd, options: {momentum: 0.9}}\n")
-    assert load([least, str(first)], ["optimizer.name=rmsprop"])[0].optimizer == Spec("rmsprop", {"momentum": 0.9})
+    assert load([least, str(first)], ["optimizer.name=rmsprop"])[0].optimizer == Spec("rmsprop")
     assert load([least, str(first)], ["optimizer=adam"])[0].optimizer == Spec("adam")
+    nesterov = "optimizer={name: sgd, options: {nesterov: true}}"
+    assert load([least, str(first)], [nesterov])[0].optimizer == Spec("sgd", {"momentum": 0.9, "nesterov": True})
+    config, origins = load([least, str(first)], ["optimizer={name: lars, options: {weight_decay: 0.1}}"])
+    assert config.optimizer == Spec("lars", {"weight_decay": 0.1})
+    assert "optimizer.options.momentum" not in origins
 
 
 @pytest.mark.parametrize(("np", "expected"), [(1, 8), (2, 8), (3, 8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from horovod_train import leaving
 from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, pack, sha256
+from horovod_train.distributed.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.rank_log import introduction, make_folder, open_rank_log
 from horovod_train.tools.explain import explain
@@ -99,7 +101,7 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.rank, found.followed, found.silent) == ("disappeared", 1, [0], [1, 2])
     assert "see whether node0 ran out of memory" in found.next
-    assert "mpirun -np 3 python" in found.next
+    assert shlex.join([*launch_words("mpirun", 3), "python", "-m"]) in found.next
 
 
 def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rich.text import Text
+
 from horovod_train import quiet
 from horovod_train.config import Config
 from horovod_train.config_yaml import load
@@ -118,8 +120,9 @@ def _show(findings: Sequence[Finding], to: str | None) -> None:
         Path(to).write_text(text + "\n", encoding="utf-8")
     console = open_screen(launched=launch.detect().launcher != "none")
     for finding in findings:
-        console.print(f"[{COLOURS[finding.level]}]{finding.level:<8}[/]", end="")
-        console.print(f"{finding.name:<16}{finding.text}{_advice(finding)}", markup=False)
+        # Written at once: launchers put a prefix before what comes apart.
+        level, rest = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
+        console.print(Text.assemble((level, COLOURS[finding.level]), rest))
         for row in finding.rows:
             console.print(f"{'':<24}{row}", markup=False)
     sys.stdout.flush()
