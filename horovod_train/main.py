@@ -23,6 +23,7 @@ from horovod_train.config import Config
 from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
 from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.lookup import nearest
 from horovod_train.output import check_writable
 from horovod_train.stdio import let_go, to_stderr, unfailing
 
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             return _run_command(words[0], words[1:])
+        if words and words[0].isidentifier():
+            near = nearest(words[0], list(COMMANDS))
+            raise UserError(f"there is no command {words[0]!r}; near it: {near}. To train: --config YAML.")
         return _train(words)
     except AlreadySaid as error:
         return error.exit_code

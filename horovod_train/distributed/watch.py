@@ -126,10 +126,10 @@ class Watch(NoWatch):
             show()
             see = f"; see {self.log.name}" if self.log.name else ""
             with guard.changed:
-                guard.tell(Cause(self.group.rank, f"failed: {text}{see}", exit_code))
+                guard.tell(Cause(self.group.rank, f"failed: {text.rstrip('.')}{see}", exit_code))
             return
         cause = self.explain_loss()
-        if cause is None or text not in cause.what:
+        if cause is None or text.rstrip(".") not in cause.what:
             self._follow(cause)
 
     def explain_loss(self, timeout_s: float = LEAVE_WITHIN_S) -> Cause | None:

@@ -151,3 +151,9 @@ def test_adasum_where_there_is_none(here: Path, launcher: str, np_: int, expecte
 def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
     stderr, _ = attempt(here, ["data.global_batch_size=3"], launcher="mpirun", np=4)
     assert "data.global_batch_size must be at least the number of ranks (4); received 3" in stderr
+
+
+def test_a_command_that_is_none_is_answered_with_one_that_is() -> None:
+    finished = train(["evalute", "runs/x"])
+    assert finished.returncode == 2
+    assert finished.stderr == "error: there is no command 'evalute'; near it: evaluate. To train: --config YAML.\n"
