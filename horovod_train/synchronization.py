@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from horovod_train.config import TrainConfig
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.sums import add_up_rows
 from horovod_train.stages import variable_beside
 
 
@@ -129,7 +130,8 @@ class Local(EveryStep):
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        return Exchanged(list(own), own)
+        rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in own]
+        return Exchanged(rows_once, own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # A rank that has failed keeps its weights, and the others learn of it when they meet.
