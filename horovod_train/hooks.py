@@ -251,19 +251,13 @@ class Save:
             self.state.settle(self.group)
             agreement.check(self.group, self.state.digests(), f"at step {step}")
             arrays = self.state.snapshot(self.group)
-            self._flush_audit()
+            self.audit.flush()
             self.store.save(arrays, self.facts())
         self.last_step = step
         seconds = time.perf_counter() - started
         self.leaving.keep_in_hand(seconds)
         self.log.add("save_blocked_s", seconds)
         return None
-
-    def _flush_audit(self) -> None:
-        try:
-            self.audit.flush()
-        except OSError as error:
-            print(f"warning: {self.group.name(self.group.rank)}: the audit cannot be written: {error}.", flush=True)
 
 
 class EveryMinutes:
