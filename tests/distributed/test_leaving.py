@@ -212,12 +212,13 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     assert "(STOP file); saved, start it again without that file to go on" in stopped.stdout
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
     assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
-    timed = train(
-        ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:12", "train.epochs=100000"]
-    )
+    often = "checkpoint={every_steps: null, every_epochs: null, every_minutes: 0.05, keep: 9}"
+    words = ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:12", "train.epochs=100000"]
+    timed = train([*words, often])
     assert timed.returncode == 75, timed.text
     summary = summary_of(tmp_path / "b")
     assert summary["ended"] == "walltime"
+    assert 2 <= len(list((tmp_path / "b" / "checkpoints").glob("step-*"))) <= 4  # every three seconds, and at the end
     assert summary["seconds"] < 12  # before any save could be measured, a part of the time is kept for it
     assert summary["steps"] > 0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 
-from horovod_train.models import resnet, transformer
+from horovod_train.models import convnet, mlp, resnet, transformer
 
 TOKENS = np.array([[5, 3, 9, 0, 0, 0], [7, 0, 0, 0, 0, 0]])
 
@@ -46,3 +47,35 @@ def test_resnet_blocks_start_as_the_identity() -> None:
     assert len(lasts) == 16
     assert all(not np.any(layer.gamma) for layer in lasts)
     assert model.count_params() == 23_608_202  # 23,587,712 of keras.applications without its top, and 2048 × 10 + 10
+
+
+def test_s1_starts_from_standard_normal_numbers_that_its_seed_decides() -> None:
+    model = mlp.build(hidden=2000)
+    for weight in model.weights[:3]:  # 10 000, 2000 and 2000 of them; biases too
+        values = weight.numpy()
+        assert abs(np.mean(values)) < 0.1
+        assert np.std(values) == pytest.approx(1.0, abs=0.1)
+        assert np.max(np.abs(values)) > 2.5  # not cut off
+    same, other = mlp.build(hidden=2000), mlp.build(hidden=2000, seed=1)
+    assert all(np.array_equal(*pair) for pair in zip(model.get_weights(), same.get_weights(), strict=True))
+    assert not any(np.array_equal(*pair) for pair in zip(model.get_weights(), other.get_weights(), strict=True))
+
+
+def test_s6_starts_from_truncated_normal_weights_and_its_own_biases() -> None:
+    model = convnet.build()
+    kernels = {"conv1": 0.05, "conv2": 0.05, "dense1": 0.04, "dense2": 0.04, "logits": 1 / 192}
+    biases = {"conv1": 0.0, "conv2": 0.1, "dense1": 0.1, "dense2": 0.1, "logits": 0.0}
+    for name, stddev in kernels.items():
+        kernel, bias = model.get_layer(name).get_weights()
+        assert np.max(np.abs(kernel)) <= 2 * stddev
+        # A normal distribution cut off at two deviations has 0.8796 of its deviation left.
+        assert np.std(kernel) == pytest.approx(0.8796 * stddev, rel=0.2 if kernel.size < 1000 else 0.05)
+        assert np.array_equal(bias, np.full_like(bias, biases[name]))
+    shapes = {name: model.get_layer(name).kernel.shape for name in kernels}
+    assert shapes == {
+        "conv1": (5, 5, 1, 32),
+        "conv2": (5, 5, 32, 64),
+        "dense1": (7 * 7 * 64, 1024),
+        "dense2": (1024, 10),
+        "logits": (10, 10),
+    }
