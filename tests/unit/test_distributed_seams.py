@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from horovod_train.config import DeviceConfig
 from horovod_train.distributed import gpus, shelf
+from horovod_train.distributed.device import Device, choose_gpus, pin, share_of_cores
 from horovod_train.errors import RunError, UserError
 
 
@@ -30,8 +33,6 @@ from horovod_train.errors import RunError, UserError
 def test_each_local_rank_gets_gpus_of_its_own(
     gpu_count: int, local_rank: int, local_size: int, per_rank: int, expected: list[int]
 ) -> None:
-    from horovod_train.distributed.device import choose_gpus
-
     assert list(choose_gpus(gpu_count, local_rank, local_size, per_rank)) == expected
 
 
@@ -44,13 +45,39 @@ def test_each_local_rank_gets_gpus_of_its_own(
     ],
 )
 def test_too_few_gpus_on_a_host_are_refused(gpu_count: int, local_size: int, per_rank: int, message: str) -> None:
-    from horovod_train.distributed.device import choose_gpus
-
     with pytest.raises(UserError, match=re.escape(message)):
         choose_gpus(gpu_count, 0, local_size, per_rank)
 
 
 GPUS = ["GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd"]
+
+
+def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU") for number in range(4)]
+    asked: dict[str, list[tuple]] = {}
+
+    def note(owner: object, name: str) -> None:
+        monkeypatch.setattr(owner, name, lambda *words: asked.setdefault(name, []).append(words))
+
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: seen if kind == "GPU" else [])
+    for name in ("set_visible_devices", "set_soft_device_placement"):
+        note(tf.config, name)
+    for name in ("set_intra_op_parallelism_threads", "set_inter_op_parallelism_threads"):
+        note(tf.config.threading, name)
+    note(tf.config.experimental, "set_memory_growth")
+    note(tf.debugging, "set_log_device_placement")
+    config = DeviceConfig(per_rank=2, memory_growth=False, soft_placement=False, log_placement=True)
+    device = pin(config, local_rank=1, local_size=2, host_cores=16)
+    assert asked == {
+        "set_visible_devices": [(seen[2:], "GPU")],
+        "set_memory_growth": [(seen[2], False), (seen[3], False)],
+        "set_intra_op_parallelism_threads": [(8,)],
+        "set_inter_op_parallelism_threads": [(8,)],
+        "set_soft_device_placement": [(False,)],
+        "set_log_device_placement": [(True,)],
+    }
+    assert device.logical == ("GPU:0", "GPU:1")
+    assert device.found == "4 GPU, 16 cores for 2 ranks of this host"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +125,6 @@ Sight = tuple[Sequence[int], int, "str | None", Sequence[str]]
     ],
 )
 def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], shared: str | None) -> None:
-    from horovod_train.distributed.device import Device
     from horovod_train.distributed.group import WorkerGroup, check_devices
 
     devices = [
@@ -115,8 +141,6 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
 
 @pytest.mark.parametrize(("cores", "local_size", "expected"), [(2, 1, 2), (2, 2, 1), (16, 4, 4), (2, 4, 1), (7, 2, 3)])
 def test_ranks_share_the_cores_of_their_host(cores: int, local_size: int, expected: int) -> None:
-    from horovod_train.distributed.device import share_of_cores
-
     assert share_of_cores(cores, local_size) == expected
 
 
@@ -134,7 +158,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RendezvousHTTPServer]:
 
 def threads_of_host(bound: list[set[int]]) -> list[int]:
     """What the ranks of a host that are bound to these cores choose, all at once."""
-    from horovod_train.distributed.device import share_of_cores
 
     def choose(rank: int) -> int:
         return share_of_cores(len(shelf.cores_of_host(bound[rank], rank, len(bound))), len(bound))

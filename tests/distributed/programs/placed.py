@@ -1,4 +1,4 @@
-"""The cores that a rank is bound to, and what it makes of them."""
+"""The cores that a rank is bound to, what it makes of them, and how it places its ops."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from horovod_train.config import DeviceConfig, HorovodConfig
 from horovod_train.distributed.group import start
 from horovod_train.tools.doctor.placement import check_threads
 
-group = start(HorovodConfig(), DeviceConfig())
+group = start(HorovodConfig(), DeviceConfig(soft_placement=False))
 facts = {
     "bound": sorted(os.sched_getaffinity(0)),
     "threads": tf.config.threading.get_intra_op_parallelism_threads(),
     "found": group.devices[group.rank].found,
+    "soft_placement": tf.config.get_soft_device_placement(),
     "doctor": check_threads(group).level,
 }
 leave(group.rank, facts)
