@@ -6,9 +6,9 @@ Does not know epochs, hooks or files. What is minimised is in objective, what ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,6 +18,7 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.place import Place
 from horovod_train.errors import DivergedError
+from horovod_train.finite import Failure, are_finite, present, spoilt_by
 from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective
@@ -29,17 +30,6 @@ DRAWS_PER_STEP = 1 << 10
 
 MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates that a loss scale may leave out one after the other: halved 50 times, it is 1e-11 where it began at 2^15."""
-
-
-class Failure(NamedTuple):
-    """Where a rank's numbers stopped being finite for good."""
-
-    step: tf.Variable
-    """int64; 0 where they have not."""
-    is_cause: tf.Variable
-    """bool: by its own gradients, not by those of others."""
-    loss: tf.Variable
-    """float32."""
 
 
 class TrainStep:
@@ -132,8 +122,8 @@ class TrainStep:
             self.state.note_loss(share)
         with tf.name_scope("exchange"):
             self.place.enter("exchange", after=own)
-            exchanged = self.state.synchronization.exchange(_spoilt_by(share, own), tf.identity(self.state.step))
-        with tf.control_dependencies(_present(exchanged.gradients)):  # a step counts once it has been exchanged
+            exchanged = self.state.synchronization.exchange(spoilt_by(share, own), tf.identity(self.state.step))
+        with tf.control_dependencies(present(exchanged.gradients)):  # a step counts once it has been exchanged
             self.state.step.assign_add(1)
         with tf.name_scope("update_parameters"):
             failed = self._apply(exchanged, losses[self.state.synchronization.delay])
@@ -163,10 +153,10 @@ class TrainStep:
 
         def note_failure() -> None:
             self.failure.step.assign(self.state.step - self.state.synchronization.delay)
-            self.failure.is_cause.assign(tf.logical_not(_are_finite(exchanged.own)))
+            self.failure.is_cause.assign(tf.logical_not(are_finite(exchanged.own)))
             self.failure.loss.assign(loss)
 
-        self.skipped_in_a_row.assign(tf.cond(_are_finite(gradients), update, skip))
+        self.skipped_in_a_row.assign(tf.cond(are_finite(gradients), update, skip))
         return self.skipped_in_a_row > self.max_skips_in_a_row
 
     @contextmanager
@@ -186,7 +176,7 @@ class TrainStep:
             for variable, value in zip(statistics, before, strict=True):
                 variable.assign(value)
 
-        tf.cond(_are_finite(statistics), lambda: None, take_back)
+        tf.cond(are_finite(statistics), lambda: None, take_back)
 
     def _set_dropout_seeds(self) -> None:
         """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""
@@ -216,39 +206,6 @@ class EvalStep:
             return [done + 1]
 
         tf.while_loop(lambda done: done < steps, one_step, [0])
-
-
-def _spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
-    """The gradients; not finite where the loss is not, so that all ranks learn of it by the exchange that there is.
-
-    loss: float32 scalar. Zero times the loss is added to the smallest gradient, which costs least.
-    """
-    spoilt = list(own)
-    present = [index for index, gradient in enumerate(own) if gradient is not None]
-    if present:
-        least = min(present, key=lambda index: own[index].shape.num_elements() or math.inf)
-        gradient = own[least]
-        if isinstance(gradient, tf.IndexedSlices):
-            values = gradient.values + tf.cast(0.0 * loss, gradient.values.dtype)
-            spoilt[least] = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        else:
-            spoilt[least] = gradient + tf.cast(0.0 * loss, gradient.dtype)
-    return spoilt
-
-
-def _present(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """The values of those gradients that there are; of sparse ones, of the rows that they hold."""
-    values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-    return [value for value in values if value is not None]
-
-
-def _are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Whether none of them holds a NaN or an infinity; by their squares, which read each number once.
-
-    A number past 1.8e19, whose square float32 cannot hold, counts as infinite.
-    """
-    squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in _present(gradients)]
-    return tf.math.is_finite(tf.add_n(squares))
 
 
 def _seed_key(seed: int, rank: int, index: int) -> int:

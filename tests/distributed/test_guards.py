@@ -66,7 +66,7 @@ def test_without_the_look_at_gradients_a_nan_spoils_the_weights_and_the_run_ends
 ) -> None:
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 0, what: nan}}"
     short = ["train.max_steps=12", "eval.every_epochs=null", model, "--output-dir", tmp_path]
-    finished = unguarded("step._are_finite = lambda gradients: tf.constant(True)", "none", 1, *words, *short)
+    finished = unguarded("step.are_finite = lambda gradients: tf.constant(True)", "none", 1, *words, *short)
     assert finished.returncode == 0, finished.text
     assert math.isnan(metrics_of(tmp_path, "train")[-1]["loss"])
 

@@ -28,7 +28,7 @@ LAYERS = [
     {"lookup", "config_yaml", "rank_story", "lars", "stages", "checkpoint_manifest"},
     {"config_rules"},
     {"config"},
-    {"errors", "quiet", "rank_log", "run_files"},
+    {"errors", "finite", "quiet", "rank_log", "run_files"},
     {"stdio"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
