@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from horovod_train.actions import CheckAgreement, Evaluate, EveryMinutes, LogTraining, Save
 from horovod_train.build import Parts
 from horovod_train.checkpoint import NoStore
 from horovod_train.checkpoint_files import Best, Facts
@@ -12,18 +13,7 @@ from horovod_train.config_yaml import as_dict
 from horovod_train.data.audit import NoAudit
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.hooks import (
-    Action,
-    CheckAgreement,
-    Evaluate,
-    EveryMinutes,
-    Hook,
-    LogTraining,
-    Save,
-    Stopwatch,
-    at,
-    every,
-)
+from horovod_train.hooks import Action, Hook, Stopwatch, at, every
 from horovod_train.leaving import Leaving
 from horovod_train.output import NoOutput
 from horovod_train.summaries import Summaries
@@ -80,9 +70,18 @@ def build_actions(
     show = _build_show(config, group, output, parts, clock)
     if parts.eval is None:
         return Actions(log, None, save, show)
-    per_call = config.train.steps_per_call
-    evaluate = Evaluate(group, output, state, parts.eval, parts.eval_step, clock, leaving, per_call, parts.evaluated)
-    evaluate.watchers = [parts.best.update, parts.early_stopping.update]
+    evaluate = Evaluate(
+        group,
+        output,
+        state,
+        parts.eval,
+        parts.eval_step,
+        clock,
+        leaving,
+        config.train.steps_per_call,
+        parts.evaluated,
+        watchers=[parts.best.update, parts.early_stopping.update],
+    )
     return Actions(log, evaluate, save, show)
 
 

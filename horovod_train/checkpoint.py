@@ -1,6 +1,6 @@
 """The checkpoints of a run: finds the one to start from, saves in the background, keeps the newest and the best.
 
-Does not decide when to save, or what is best; see hooks. Root alone has a store: it reads and writes, and the other
+Does not decide when to save, or what is best; see agenda. Root alone has a store: it reads and writes, and the other
 ranks get everything by broadcast. What a checkpoint is made of: checkpoint_files; several of them: checkpoint_set.
 """
 

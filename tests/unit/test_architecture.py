@@ -18,6 +18,7 @@ LAYERS = [
     {"train", "tools"},
     {"agenda", "resume", "inference"},
     {"loop"},
+    {"actions"},
     {"hooks", "build", "restored"},
     {"summaries", "graph"},
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
