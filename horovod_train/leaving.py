@@ -17,9 +17,9 @@ from types import FrameType
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.lease import NoLease
+from horovod_train.run_files import STOP_FILE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_FILE = "STOP"
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
 FIRST_SAVE_S = 60.0

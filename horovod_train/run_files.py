@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+STOP_FILE = "STOP"
+"""In a run directory it asks the run to end."""
+
 MOST_HELD = 16_000_000
 """Characters: tens of thousands of lines of metrics."""
 

@@ -100,7 +100,7 @@ def _train(
         audit = open_audit(config, group, parts)
     clock = Stopwatch()
     actions = build_actions(config, group, output, store, parts, clock, leaving, audit, _versions())
-    try:
+    with closing(audit), parts.train.explaining():
         ended, asked = loop.train(
             group,
             parts.state,
@@ -114,10 +114,6 @@ def _train(
             used=audit.append,
             ended=parts.early_stopping.ended(),
         )
-    except tf.errors.OpError as error:
-        raise parts.train.explain(error) or error from error
-    finally:
-        audit.close()
 
     with group.heartbeat.phase("save"):
         failure = store.wait()

@@ -27,8 +27,8 @@ from horovod_train.distributed.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.rank_log import FOLDER, log_file
 from horovod_train.rank_story import RankStory, read_stories
+from horovod_train.run_files import STOP_FILE
 from horovod_train.tools.explain_files import (
-    STOP_FILE,
     Checkpoint,
     last_good_checkpoint,
     last_step_in_metrics,

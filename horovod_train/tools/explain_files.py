@@ -14,9 +14,6 @@ import yaml
 from horovod_train.checkpoint_manifest import Damaged, verify
 from horovod_train.errors import UserError
 
-STOP_FILE = "STOP"
-"""As leaving has it, which needs TensorFlow."""
-
 _FOLDER = re.compile(r"step-(\d+)")
 _STEP = re.compile(r'"step": (\d+)')
 

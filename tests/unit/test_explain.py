@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from horovod_train import leaving
 from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, pack, sha256
 from horovod_train.distributed.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.rank_log import introduction, make_folder, open_rank_log
+from horovod_train.run_files import STOP_FILE
 from horovod_train.tools.explain import explain
 
 
@@ -141,7 +141,7 @@ def test_a_stop_file_that_is_still_there_is_to_be_removed_first(tmp_path: Path) 
     summary(run, ended="STOP file")
     run.end(0, "stopped", 75)
     assert explain(tmp_path).next.startswith("this goes on: ")
-    (tmp_path / leaving.STOP_FILE).touch()
+    (tmp_path / STOP_FILE).touch()
     expected = f"remove {tmp_path}/STOP, which would stop the run again; then this goes on: "
     assert explain(tmp_path).next.startswith(expected)
 
