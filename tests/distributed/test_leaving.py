@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import PROJECT, launcher_command, metrics_of, rank_environment, summary_of, train
+
+from horovod_train.data.audit import audit
 
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
@@ -28,7 +32,7 @@ log: {{every_steps: 15, tensorboard: false}}
 eval: {{every_epochs: null}}
 checkpoint: {{every_steps: 20, every_epochs: null}}
 """
-STEPS = 300
+STEPS, STEPS_PER_EPOCH = 300, 15
 
 
 @pytest.fixture(scope="session")
@@ -87,11 +91,11 @@ def _is_rank(process: psutil.Process) -> bool:
     return "horovod_train.main" in words and Path(words[0]).name.startswith("python") and "-m" in words[:4]
 
 
-def undisturbed(config: Path, run_dir: Path, np: int, *words: str) -> str:
+def undisturbed(config: Path, run_dir: Path, np: int, *words: str, steps: int = STEPS) -> str:
     launcher = "mpirun" if np > 1 else "none"
     finished = train(["--config", config, "--output-dir", run_dir, *words], launcher=launcher, np=np, timeout_s=240)
     assert finished.returncode == 0, finished.text
-    assert summary_of(run_dir)["steps"] == STEPS
+    assert summary_of(run_dir)["steps"] == steps
     return str(summary_of(run_dir)["weights_sha256"])
 
 
@@ -136,28 +140,91 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     assert all(math.isfinite(row["loss"]) for row in rows)
 
 
+def steps_said(text: str) -> tuple[int | None, int]:
+    """The step that a start of a run began at, None before it has said so, and that of its newest metrics, or 0."""
+    began = re.search(r"starting from|resumed from \S+ at step (\d+)", text)
+    shown = re.findall(r"train step (\d+) ", text)
+    return int(began[1] or 0) if began else None, int((shown or [0])[-1])
+
+
+def is_in_save(run_dir: Path) -> bool:
+    return any((run_dir / "checkpoints").glob(".step-*.partial"))
+
+
+def is_held_in_save(root: psutil.Process, run_dir: Path) -> bool:
+    """A save takes milliseconds, so root is frozen as soon as one is seen; and goes on if that was too late."""
+    if is_in_save(run_dir):
+        root.suspend()
+        if is_in_save(run_dir):
+            return True
+        root.resume()
+    return False
+
+
+def kill_one(job: Job, np: int, run_dir: Path, moment: str, goal: int, rng: random.Random) -> bool:
+    """Kills a rank on the way up, in a step or in a save, not before step `goal`; whether a save was under way."""
+    job.wait_until(job.has_said("rank(s) on"), "a start")
+    ranks = {process.environ()["OMPI_COMM_WORLD_RANK"]: process for process in job.ranks()}
+    assert len(ranks) == np
+    if moment == "start":
+        time.sleep(rng.uniform(0, 1))  # reading, building, compiling: the first step comes later
+    else:
+        job.wait_until(lambda: steps_said(job.log.read_text())[1] >= goal, f"step {goal}")
+    if moment == "step":
+        time.sleep(rng.uniform(0, 0.05))  # not only where a line has just been written
+    if moment == "save":
+        job.wait_until(lambda: is_held_in_save(ranks["0"], run_dir), "a save")
+    ranks[str(rng.randrange(np))].kill()
+    in_save = is_in_save(run_dir)
+    job.wait()
+    _, left = psutil.wait_procs(ranks.values(), timeout=10)
+    assert not left, "ranks are left"
+    return in_save
+
+
 @pytest.mark.parametrize("np", [2, 3] if "ROUNDS" in os.environ else [3])
 def test_killed_at_random_moments_a_run_ends_as_if_it_had_not_been(config: Path, tmp_path: Path, np: int) -> None:
     """`make test-faults ROUNDS=25` does it more often, and at 2 ranks too."""
-    rounds, rng = int(os.environ.get("ROUNDS", "1")), random.Random(int(os.environ.get("FAULT_SEED", "1")))
-    words = ["deterministic=true"] if np > 2 else []
-    expected = undisturbed(config, tmp_path / "whole", np, *words)
-    run_dir, log = tmp_path / "killed", tmp_path / "log"
+    rounds, rng = int(os.environ.get("ROUNDS", "1")), random.Random(f"{os.environ.get('FAULT_SEED', '1')} at {np}")
+    epochs = rounds + 3  # one to a kill, between one that leaves checkpoints and two that a late kill does not outlast
+    words = [f"train.epochs={epochs}", "log.every_steps=3", "checkpoint.every_steps=4", "data.audit=true"]
+    words += ["deterministic=true"] if np > 2 else []
+    expected = undisturbed(config, tmp_path / "whole", np, *words, steps=epochs * STEPS_PER_EPOCH)
+    moments = ["save"] * (rounds // 5) + ["start"] * (rounds // 6)
+    moments += ["step"] * (rounds - len(moments))
+    rng.shuffle(moments)
+
+    run_dir, log, reached = tmp_path / "killed", tmp_path / "log", 0
+    landed: Counter[str] = Counter()
     seen: list[str] = []
-    for number in range(rounds):
+    for epoch, moment in enumerate(moments, 1):
+        goal = epoch * STEPS_PER_EPOCH + rng.randrange(STEPS_PER_EPOCH)
         job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *words], log)
-        job.wait_until(lambda job=job: "at step" in log.read_text() or "starting" in log.read_text(), "a start")
-        time.sleep(rng.uniform(0, 6))
-        if job.process.poll() is None and (ranks := job.ranks()):
-            rng.choice(ranks).kill()
-        code = job.wait()
-        _, left = psutil.wait_procs(ranks, timeout=10)
-        assert not left, "ranks are left"
-        assert "damaged" not in log.read_text()
-        seen.append(f"round {number}: exit {code}, checkpoints {sorted(run_dir.glob('checkpoints/*'))}")
+        in_save = kill_one(job, np, run_dir, moment, goal, rng)
+        said = log.read_text()
+        assert job.process.returncode not in (0, 75), said
+        assert "damaged" not in said
+        began, shown = steps_said(said)
+        seen.append(f"epoch {epoch}, {moment}: began at {began}, killed after {shown}{', in a save' * in_save}")
+        # Of two saves, four steps apart, only the newer can be under way.
+        assert began is None or began >= reached - 8, "\n".join(seen)
+        reached = shown or reached
+        landed["in training"] += shown > 0
+        landed["in a save"] += shown > 0 and in_save
+    told = "\n".join([f"of {rounds}: {dict(landed)}", *seen])
+    print(told)
+    assert landed["in training"] >= (rounds + 1) // 2, told
+    assert landed["in a save"] >= rounds // 6, told
+    assert rounds - landed["in training"] >= rounds // 12, told
+
     finished = train(["--config", config, "--output-dir", run_dir, *words], launcher="mpirun", np=np, timeout_s=240)
     assert finished.returncode == 0, finished.text
-    assert summary_of(run_dir)["weights_sha256"] == expected, "\n".join(seen)
+    assert steps_said(finished.stdout)[0] >= reached - 8, told
+    assert summary_of(run_dir)["weights_sha256"] == expected, told
+    read = [(each.epoch, each.is_whole, each.missing, each.twice) for each in audit(str(run_dir))]
+    assert read == [(epoch, True, [], []) for epoch in range(epochs)], told
+    rows, rows_expected = (metrics_of(path, "train") for path in (run_dir, tmp_path / "whole"))
+    assert [row["step"] for row in rows] == [row["step"] for row in rows_expected]
 
 
 def test_nan_on_one_rank_stops_all_at_the_same_step(config: Path, tmp_path: Path) -> None:
