@@ -280,13 +280,13 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
     assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
     often = "checkpoint={every_steps: null, every_epochs: null, every_minutes: 0.05, keep: 9}"
-    words = ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:12", "train.epochs=100000"]
+    words = ["--config", config, "--output-dir", tmp_path / "b", "train.max_time=00:00:20", "train.epochs=100000"]
     timed = train([*words, often])
     assert timed.returncode == 75, timed.text
     summary = summary_of(tmp_path / "b")
     assert summary["ended"] == "walltime"
-    assert 2 <= len(list((tmp_path / "b" / "checkpoints").glob("step-*"))) <= 4  # every three seconds, and at the end
-    assert summary["seconds"] < 12  # before any save could be measured, a part of the time is kept for it
+    assert 3 <= len(list((tmp_path / "b" / "checkpoints").glob("step-*"))) <= 7  # every three seconds, and at the end
+    assert summary["seconds"] < 20  # a part of the time is kept for the save
     assert summary["steps"] > 0
 
 
@@ -386,7 +386,7 @@ def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path
     assert "rank 2" in explained.stdout
 
 
-@pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("launcher", ["horovodrun", pytest.param("mpirun", marks=pytest.mark.long)])
 def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp_path: Path, launcher: str) -> None:
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: raise}}"
     words = ["--config", config, "--output-dir", tmp_path / "run", model]

@@ -107,7 +107,9 @@ def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None
     assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
 
 
-@pytest.mark.parametrize(("launcher", "np_", "suffix"), [("srun", 2, "npz"), ("mpirun", 3, "csv")])
+@pytest.mark.parametrize(
+    ("launcher", "np_", "suffix"), [("srun", 2, "npz"), pytest.param("mpirun", 3, "csv", marks=pytest.mark.long)]
+)
 def test_predictions_are_in_record_order_at_any_number_of_ranks(
     run_dir: Path, predicted: np.ndarray, tmp_path: Path, launcher: str, np_: int, suffix: str
 ) -> None:

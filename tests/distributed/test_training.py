@@ -109,26 +109,21 @@ def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: P
 def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     base_config: Path, tmp_path: Path, launcher: str, np: int
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    """The last start has the words of the one before it, as after a requeue, and goes on from there."""
+    whole, parts, branch = tmp_path / "whole", tmp_path / "parts", tmp_path / "branch"
     model = "model={name: user_models:mixed, options: {batch_norm: false}}"
     common = ["--config", base_config, model, "optimizer=adam", "lr_schedule.base_lr=0.01"]
-    for output_dir, max_steps in [(whole, 40), (parts, 22), (parts, 40)]:
-        arguments = [*common, f"train.max_steps={max_steps}", "--output-dir", output_dir]
+    begin = ["--resume", parts / "checkpoints" / "step-000000022"]
+    for output_dir, max_steps, words in [(whole, 40, []), (parts, 22, []), (branch, 31, begin), (branch, 40, begin)]:
+        arguments = [*common, *words, f"train.max_steps={max_steps}", "--output-dir", output_dir]
         finished = train(arguments, launcher=launcher, np=np)
         assert finished.returncode == 0, finished.text
-    assert "resumed from" in finished.stdout
-    assert "at step 22" in finished.stdout
-    assert [row["step"] for row in metrics_of(parts, "train")] == list(range(1, 41))
-    for row, again in zip(metrics_of(whole, "train"), metrics_of(parts, "train"), strict=True):
+    assert f"resumed from {branch / 'checkpoints' / 'step-000000031'} at step 31" in finished.stdout
+    rows = [*metrics_of(parts, "train"), *metrics_of(branch, "train")]
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    for row, again in zip(metrics_of(whole, "train"), rows, strict=True):
         assert row["learning_rate"] == again["learning_rate"]
         assert row["loss"] == again["loss"]
-    assert summary_of(whole)["weights_sha256"] == summary_of(parts)["weights_sha256"]
-    branch = tmp_path / "branch"
-    for max_steps in (31, 40):  # the second time with the same words, as by a requeue
-        begun = ["--resume", parts / "checkpoints" / "step-000000022", "--output-dir", branch]
-        finished = train([*common, f"train.max_steps={max_steps}", *begun], launcher=launcher, np=np)
-        assert finished.returncode == 0, finished.text
-    assert f"resumed from {branch / 'checkpoints' / 'step-000000031'} at step 31" in finished.stdout
     assert summary_of(whole)["weights_sha256"] == summary_of(branch)["weights_sha256"]
 
 
