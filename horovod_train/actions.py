@@ -179,14 +179,13 @@ class EveryMinutes:
     action: Action
 
     def __post_init__(self) -> None:
-        self.last, self.pace = time.monotonic(), Pace()
+        self.last, self.pace = time.monotonic(), Pace(self.group)
 
     def __call__(self, step: int) -> str | None:
         if not self.pace.is_due():
             return None
         is_over = self.group.is_root and time.monotonic() - self.last >= 60 * self.minutes
-        over, seconds = self.group.sum([float(is_over), self.pace.since()])
-        self.pace.met(float(seconds) / self.group.size)
+        (over,) = self.pace.meet([float(is_over)])
         if not over:
             return None
         self.last = time.monotonic()

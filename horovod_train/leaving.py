@@ -10,10 +10,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+import numpy as np
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.lease import NoLease
@@ -29,8 +31,8 @@ FIRST_SAVE_S = 60.0
 class Pace:
     """Picks, on all ranks the same, the calls after which to meet: about one a second, whatever a call takes."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group, self._last = group, time.monotonic()
         self._calls, self._calls_between = 0, 1
 
     def is_due(self) -> bool:
@@ -38,14 +40,13 @@ class Pace:
         self._calls += 1
         return self._calls >= self._calls_between
 
-    def since(self) -> float:
-        """Seconds since the ranks last met, on this one."""
-        return time.monotonic() - self._last
-
-    def met(self, mean_seconds: float) -> None:
-        """mean_seconds: of `since` over the ranks, so that all come to the same."""
+    def meet(self, values: Sequence[float]) -> np.ndarray:
+        """Collective: the sums of the values over the ranks. What it takes to set the pace travels with them."""
+        sums, seconds = self.group.sum([values, time.monotonic() - self._last])
+        mean_seconds = float(seconds) / self.group.size  # so that all ranks come to the same
         self._calls_between = max(1, int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
         self._last, self._calls = time.monotonic(), 0
+        return sums
 
     def start_anew(self) -> None:
         """Before calls of another kind, which may take longer: the first of them is due."""
@@ -60,7 +61,7 @@ class Leaving:
     """
 
     def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NoLease) -> None:
-        self.group, self.deadline, self.lease = group, deadline, lease
+        self.deadline, self.lease = deadline, lease
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
         self.seconds_in_hand = min(FIRST_SAVE_S, left / 10)
@@ -70,7 +71,7 @@ class Leaving:
         self.last_write_s: Callable[[], float] = lambda: 0.0
         """How long the last save took in the background: it may have ended long after it began."""
         self._received: set[int] = set()
-        self.pace = Pace()
+        self.pace = Pace(group)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -90,9 +91,8 @@ class Leaving:
     def vote(self) -> str | None:
         """Collective: why the run must stop now, or None; the same answer on all ranks."""
         own = self._reasons()
-        counts = self.group.sum([[float(reason in own) for reason in _ALL], self.pace.since()])
-        self.pace.met(float(counts[1]) / self.group.size)
-        agreed = [reason for reason, count in zip(_ALL, counts[0], strict=True) if count]
+        counts = self.pace.meet([float(reason in own) for reason in _ALL])
+        agreed = [reason for reason, count in zip(_ALL, counts, strict=True) if count]
         return agreed[0] if agreed else None
 
     def vote_now_and_then(self) -> str | None:

@@ -40,7 +40,7 @@ def train(
 
     ended: why a run that goes on has already come to its end, if it has.
     Returns why it ended and whether it was asked to: then it can be started again.
-    Raises DivergedError, on all ranks, where gradients are not finite any more.
+    Raises DivergedError, on all ranks, where loss or gradients are not finite any more.
     """
     step, first = int(state.step), position(state, pipeline)
     epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
