@@ -30,6 +30,18 @@ def load_function(name: str, where: str) -> Any:
     return getattr(module, attribute)
 
 
+def import_extra(module: str, extra: str, where: str) -> ModuleType:
+    """Import what only an optional extra of the package installs; raise UserError with the command where it is missing.
+
+    where: the command or setting that needs it, for the error.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{where}: needs {package} ({error}): pip install 'horovod_train[{extra}]'.") from error
+
+
 def public_names(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")]
 

@@ -12,13 +12,15 @@ import dataclasses
 import importlib
 import json
 import os
+import platform
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 
-from horovod_train import quiet
+from horovod_train import __version__, quiet
 from horovod_train.config import Config
 from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
@@ -116,8 +118,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
     parser.add_argument("--resume", metavar="WHAT", help="auto, never or a path; the same as checkpoint.resume=WHAT")
+    parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")
     return parser
+
+
+def _versions() -> str:
+    """What a bug report needs, without importing any of it."""
+
+    def of(package: str) -> str:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            return f"no {package}"
+
+    others = ", ".join(of(package) for package in ("tensorflow", "keras", "horovod"))
+    return f"horovod_train {__version__} (Python {platform.python_version()}, {others})"
 
 
 def _load(arguments: argparse.Namespace) -> Config:
@@ -178,7 +194,12 @@ def _run(config: Config, place: launch.Launch) -> int:
         return 1
 
 
-if __name__ == "__main__":
+def entry() -> None:
+    """Run as a program: `horovod-train`, `python -m horovod_train` and `python -m horovod_train.main` are the same."""
     exit_code = main()
     let_go()
     sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    entry()

