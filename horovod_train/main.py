@@ -31,6 +31,7 @@ from horovod_train.stdio import let_go, to_stderr, unfailing
 
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
+    "settings": ("horovod_train.tools.settings", "every setting of a config: type, default, meaning; JSON Schema"),
     "plan": ("horovod_train.tools.plan", "what a config comes to on N ranks; checks its paths and names"),
     "doctor": ("horovod_train.tools.doctor", "is this machine, or this job, fit to train on?"),
     "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),

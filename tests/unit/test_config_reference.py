@@ -1,0 +1,70 @@
+"""The reference of all settings follows the dataclasses, and the schema takes what a run takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+from conftest import PROJECT
+
+from horovod_train.config import Config
+from horovod_train.config_reference import entries, json_schema, markdown
+from horovod_train.config_yaml import as_dict
+from horovod_train.main import main
+
+CONFIGS = sorted((PROJECT / "configs").glob("*.yaml"))
+
+
+def errors(values: object) -> list[str]:
+    return [error.message for error in jsonschema.Draft202012Validator(json_schema()).iter_errors(values)]
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert (PROJECT / "docs" / "configuration.md").read_text() == markdown(), (
+        "run: python -m horovod_train.main settings --markdown > docs/configuration.md"
+    )
+
+
+def test_every_setting_has_a_meaning() -> None:
+    assert all(entry.meaning for entry in entries())
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_schema_takes_each_config(path: Path) -> None:
+    assert not errors(yaml.safe_load(path.read_text()))
+
+
+def test_the_schema_takes_the_resolved_config_of_a_run_directory() -> None:
+    assert not errors(as_dict(Config()))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"trian": {"epochs": 1}},
+        {"train": {"epoch": 1}},
+        {"train": {"epochs": 0}},
+        {"train": {"epochs": "two"}},
+        {"train": {"max_time": "1:2"}},
+        {"horovod": {"op": "mean"}},
+        {"model": {"nam": "mlp"}},
+    ],
+    ids=str,
+)
+def test_the_schema_refuses_what_a_run_refuses(values: object) -> None:
+    assert errors(values)
+
+
+def test_the_command_shows_a_section_and_refuses_an_unknown_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings", "checkpoint"]) == 0
+    shown = capsys.readouterr().out
+    assert "checkpoint.keep" in shown
+    assert "horovod.op" not in shown
+    assert main(["settings", "chekpoint"]) == 2
+    assert "near it: checkpoint." in capsys.readouterr().err
