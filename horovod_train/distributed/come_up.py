@@ -14,9 +14,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import horovod.tensorflow as hvd
+import numpy as np
 
 from horovod_train.distributed import launch, shelf
 from horovod_train.errors import FailedElsewhere, UserError
+
+_MOST_CORES = 8192
+"""Linux's own limit, NR_CPUS."""
 
 
 def meeting(started_by: launch.Launch) -> AbstractContextManager[None]:
@@ -54,7 +58,11 @@ def initialise(started_by: launch.Launch) -> set[int]:
             f"{hvd.local_rank()} of {hvd.local_size()}; both must use one MPI: "
             "MPI=system make install builds Horovod with the one on PATH."
         )
-    return set().union(*neighbours.allgather(mine))
+    # A buffer, since mpi4py pickles objects.
+    cores = np.zeros(_MOST_CORES, np.uint8)
+    cores[sorted(mine)] = 1
+    neighbours.Allreduce(MPI.IN_PLACE, cores, op=MPI.MAX)
+    return {int(core) for core in np.flatnonzero(cores)}
 
 
 _MPI_FAILED = (

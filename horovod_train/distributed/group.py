@@ -13,14 +13,14 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import come_up, defaults, device, launch
+from horovod_train.distributed import come_up, defaults, device, launch, objects
 from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.distributed.sums import sum_over_ranks
 from horovod_train.errors import FailedElsewhere, RunError, UserError
@@ -86,14 +86,14 @@ class WorkerGroup:
             hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
-        """Collective: root's value, on every rank. Any picklable object; small ones."""
+        """Collective: root's value, on every rank. Small ones, of the kinds that serialize.dump takes."""
         with self.heartbeat.phase("exchange"):
-            return hvd.broadcast_object(value, root_rank=0, name="group.broadcast_object")
+            return cast(T, objects.broadcast(value, "group.broadcast_object"))
 
     def gather(self, value: T) -> list[T]:
-        """Collective: the values of all ranks, by rank, on every rank. Any picklable object; small ones."""
+        """Collective: the values of all ranks, by rank, on every rank. Small ones, as in `broadcast_object`."""
         with self.heartbeat.phase("exchange"):
-            return hvd.allgather_object(value, name="group.gather")
+            return cast(list[T], objects.gather(value, "group.gather"))
 
     def to_root(self, rows: np.ndarray) -> np.ndarray:
         """Collective: on root the rows of all ranks, rank after rank; elsewhere none.
@@ -177,7 +177,7 @@ def start(
         mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
         if deterministic:
             tf.config.experimental.enable_op_determinism()
-        facts = hvd.allgather_object((socket.gethostname(), mine), name="group.start")
+        facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
     group = WorkerGroup(
         rank=hvd.rank(),
         size=hvd.size(),
@@ -186,7 +186,7 @@ def start(
         launcher=started_by.launcher,
         exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
         hosts=tuple(host for host, _ in facts),
-        devices=tuple(found for _, found in facts),
+        devices=tuple(device.Device(*found) for _, found in facts),
         settings=tuple(settings),
         deterministic=deterministic,
     )

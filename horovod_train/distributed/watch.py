@@ -172,9 +172,11 @@ def open_watch(
     say: shows a line to the user, on root. A rank that cannot reach root says so and goes on unwatched.
     """
     server = _open_server(group) if group.is_root else None
-    address: Address | None = group.broadcast_object(server.address if server else None)
-    if address is None:
+    own = server.address if server else None
+    told = group.broadcast_object((own.host, own.port, own.token) if own else None)
+    if told is None:
         return NoWatch(group, log)
+    address = Address(*told)
     guard: Guard
     if server is not None:
         guard = RootGuard(group, log, limits, server, say)

@@ -26,6 +26,8 @@ def test_collectives_reduce_over_all_ranks(rank_facts: RankFacts, launcher: str,
         assert facts["gather"] == [{"rank": other} for other in range(np)]
         assert facts["broadcast_object"] == "from 0"
         assert facts["broadcast"] == [0.0, 7.0]
+        assert facts["gathered_bytes"] == [[list(range(other)), "x" * other] for other in range(np)]
+        assert facts["too_large"].startswith("group.gather: an exchange carries at most 10 bytes over all ranks; rec")
 
 
 @pytest.mark.parametrize("launcher", ["srun", "srun-bound", pytest.param("horovodrun", marks=pytest.mark.long)])

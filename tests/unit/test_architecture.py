@@ -94,10 +94,29 @@ def test_collectives_say_so() -> None:
     for method in (node for node in group.body if isinstance(node, ast.FunctionDef)):
         meets = any(
             word in ast.unparse(method)
-            for word in ("hvd.", "self.sum(", "self.sum_in_step(", "sum_over_ranks(", "self.gather(")
+            for word in ("hvd.", "objects.", "self.sum(", "self.sum_in_step(", "sum_over_ranks(", "self.gather(")
         )
         says = (ast.get_docstring(method) or "").startswith("Collective:")
         assert meets == says, method.name
+
+
+UNPICKLES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+LOWERCASE_MPI = {"send", "recv", "bcast", "gather", "allgather", "scatter", "alltoall", "reduce", "allreduce"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    """To unpickle is to run the sender's code. Horovod's exchanges of objects unpickle, and mpi4py's lowercase ones."""
+    assert not {name.split(".")[0] for name in imports(path)} & UNPICKLES
+    imports_mpi = any(name.startswith("mpi4py") for name in imports(path))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            assert not (owner.startswith("hvd") and re.search(r"_object(_fn)?$", node.attr)), ast.unparse(node)
+            is_communicator = imports_mpi and owner in ("MPI.COMM_WORLD", "neighbours")
+            assert not (is_communicator and node.attr in LOWERCASE_MPI), ast.unparse(node)
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            assert ast.unparse(node.value) == "False"
 
 
 def test_no_private_names_of_other_libraries() -> None:

@@ -80,7 +80,8 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         alarm.off()
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
     findings = [finding for check in _checks(config, _existing(folder)) for finding in check(group)]
-    findings = group.broadcast_object(findings)  # figures differ between ranks; the exit code must not
+    # Figures differ between ranks; the exit code must not.
+    findings = [Finding(**said) for said in group.broadcast_object([vars(finding) for finding in findings])]
     group.close()
     return findings, group.is_root
 

@@ -107,9 +107,9 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Find
 def check_threads(group: WorkerGroup) -> Finding:
     """Collective: the ranks' threads against the cores of their host, its quota and their binding."""
     mine = tf.config.threading.get_intra_op_parallelism_threads()
-    bound = os.sched_getaffinity(0)
+    bound = sorted(os.sched_getaffinity(0))
     rows = group.gather((group.hosts[group.rank], mine, bound, os.cpu_count() or 1, cpu_quota()))
-    return judge_threads(rows)
+    return judge_threads([(host, threads, set(cores), *more) for host, threads, cores, *more in rows])
 
 
 def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Finding:

@@ -32,8 +32,10 @@ class Interface(NamedTuple):
 
 def check_network(group: WorkerGroup) -> Finding:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    by_rank = group.gather((own_interfaces(), exchange_interface()))
-    return judge_network([(host, *told) for host, told in zip(group.hosts, by_rank, strict=True)])
+    own = {name: (found.address, found.mbit_per_s) for name, found in own_interfaces().items()}
+    by_rank = group.gather((own, exchange_interface()))
+    rows = [({name: Interface(*found) for name, found in interfaces.items()}, used) for interfaces, used in by_rank]
+    return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
 
 
 def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> Finding:
@@ -50,7 +52,10 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
     told = sorted({(name, host) for host, _, names in rows if names for name in names.split(",")})
     used = sorted({name for name, _ in told})
     text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
-    facts: dict[str, object] = {"interfaces": {host: dict(found) for host, found in hosts.items()}, "used": used}
+    facts: dict[str, object] = {
+        "interfaces": {host: {name: list(one) for name, one in found.items()} for host, found in hosts.items()},
+        "used": used,
+    }
     for name in used:
         lacking = [host for other, host in told if other == name and name not in hosts[host]]
         if lacking:

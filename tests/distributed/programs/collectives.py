@@ -9,15 +9,16 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import agreement
+from horovod_train.distributed import agreement, objects
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
-from horovod_train.errors import FailedElsewhere, RanksDisagree, UserError
+from horovod_train.errors import FailedElsewhere, RanksDisagree, RunError, UserError
 
 group = start(HorovodConfig(), DeviceConfig(), environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 rank, size = group.rank, group.size
@@ -29,6 +30,14 @@ facts["sum_counts_exactly"] = group.sum([2**53 - 1 if rank == 0 else 0])[0] == 2
 facts["average"] = group.average([float(rank)])[0]
 facts["gather"] = group.gather({"rank": rank})
 facts["broadcast_object"] = group.broadcast_object(f"from {rank}")
+of_each = group.gather((np.arange(float(rank)), b"x" * rank))  # of other lengths on each rank, empty on root
+facts["gathered_bytes"] = [(array.tolist(), data.decode()) for array, data in of_each]
+try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "MOST_BYTES", 10)
+        group.gather("more than 10 bytes")
+except RunError as error:
+    facts["too_large"] = str(error)
 variable = tf.Variable([float(rank), 7.0])
 group.broadcast([variable])
 facts["broadcast"] = variable.numpy().tolist()

@@ -1,0 +1,54 @@
+"""Small objects from rank to rank, as bytes over Horovod's exchanges of tensors. What an object may be: see serialize.
+
+Horovod's own broadcast_object and allgather_object unpickle, which runs whatever code the other end has chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed import serialize
+from horovod_train.errors import RunError
+
+MOST_BYTES = 2**31 - 1
+"""Horovod counts the bytes of an exchange in 32 bits."""
+
+
+def broadcast(value: Any, name: str) -> Any:
+    """Collective: root's value, on every rank."""
+    is_root = hvd.rank() == 0
+    own = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
+    size = int(hvd.broadcast(tf.constant([own.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
+    _check_size(size, name)
+    data = hvd.broadcast(own if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
+    return value if is_root else _load(data.numpy(), 0)
+
+
+def gather(value: Any, name: str) -> list[Any]:
+    """Collective: the values of all ranks, by rank, on every rank."""
+    own = _as_tensor(serialize.dump(value))
+    sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
+    _check_size(int(sizes.sum()), name)
+    together = hvd.allgather(own, name=f"{name}.bytes").numpy()
+    return [_load(data, rank) for rank, data in enumerate(np.split(together, np.cumsum(sizes)[:-1]))]
+
+
+def _as_tensor(data: bytes) -> tf.Tensor:
+    return tf.constant(np.frombuffer(data, np.uint8))
+
+
+def _load(data: np.ndarray, rank: int) -> Any:
+    try:
+        return serialize.load(data.tobytes())
+    except ValueError as error:
+        raise RunError(f"rank {rank} sent {error}. All ranks must run the same horovod_train.") from error
+
+
+def _check_size(size: int, name: str) -> None:
+    """On all ranks alike, since all know the sizes."""
+    if size > MOST_BYTES:
+        raise RunError(f"{name}: an exchange carries at most {MOST_BYTES} bytes over all ranks; received {size}.")

@@ -1,0 +1,111 @@
+"""Turn a small object into bytes and back: JSON, and beside it the bytes of arrays. Reading runs no code.
+
+Comes back as it was: None, bool, int, float, str, bytes, list, tuple, dict with str keys, and NumPy numbers and
+arrays of them. Anything else is refused, so that an object of a class is spelled out by its owner. Does not send; see
+objects.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+_LENGTH = struct.Struct("!Q")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def dump(value: Any) -> bytes:
+    """Return the bytes of a value. Raises TypeError, naming the place inside it, for what cannot be carried."""
+    blobs: list[bytes] = []
+    text = json.dumps(_encode(value, "value", blobs)).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+
+
+def load(data: bytes) -> Any:
+    """Return the value that `dump` was given. Raises ValueError where the bytes are not of its making."""
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        start = _LENGTH.size + length
+        if start > len(data):
+            raise ValueError(f"{length} bytes of JSON expected, {len(data) - _LENGTH.size} received")
+        value, end = _decode(json.loads(data[_LENGTH.size : start]), data, start)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(f"not an object that a rank sent: {error}") from error
+    if end != len(data):
+        raise ValueError(f"not an object that a rank sent: {len(data) - end} bytes too many")
+    return value
+
+
+def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
+    """A value as JSON holds it: what JSON lacks is an object of one key, its kind."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is list:
+        return [_encode(item, f"{where}[{index}]", blobs) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": _encode(list(value), where, blobs)}
+    if type(value) is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _encode(item, f"{where}[{key!r}]", blobs) for key, item in value.items()}}
+    if type(value) is bytes:
+        blobs.append(value)
+        return {"bytes": len(value)}
+    if isinstance(value, np.ndarray) and _is_numeric(value.dtype):
+        blobs.append(np.ascontiguousarray(value).tobytes())
+        return {"array": [value.dtype.name, list(value.shape)]}
+    if isinstance(value, np.generic) and _is_numeric(value.dtype):
+        blobs.append(value.tobytes())
+        return {"number": value.dtype.name}
+    kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(
+        f"{where} is of type {kind}; ranks tell each other None, bool, int, float, str, bytes, list, tuple, dict with "
+        "str keys, NumPy numbers and arrays of them. Convert it."
+    )
+
+
+def _decode(encoded: Any, data: bytes, at: int) -> tuple[Any, int]:
+    """The value, and where in `data` the bytes of the next array begin."""
+    if type(encoded) in _PLAIN:
+        return encoded, at
+    if isinstance(encoded, list):
+        items = []
+        for item in encoded:
+            value, at = _decode(item, data, at)
+            items.append(value)
+        return items, at
+    ((kind, content),) = encoded.items()
+    if kind == "tuple":
+        items, at = _decode(list(content), data, at)
+        return tuple(items), at
+    if kind == "dict":
+        values, at = _decode(list(content.values()), data, at)
+        return dict(zip(content, values, strict=True)), at
+    if kind == "bytes":
+        return _cut(data, at, content), at + content
+    if kind == "number":
+        array, at = _decode({"array": [content, []]}, data, at)
+        return array[()], at
+    if kind == "array":
+        name, shape = content
+        dtype = np.dtype(name)
+        if not _is_numeric(dtype) or any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"an array of {name} {shape}")
+        size = dtype.itemsize * int(np.prod(shape, dtype=object))
+        return np.frombuffer(_cut(data, at, size), dtype).reshape(shape).copy(), at + size
+    raise ValueError(f"kind {kind!r}")
+
+
+def _cut(data: bytes, at: int, size: int) -> bytes:
+    if not 0 <= size <= len(data) - at:
+        raise ValueError(f"{size} bytes expected, {len(data) - at} received")
+    return data[at : at + size]
+
+
+def _is_numeric(dtype: np.dtype) -> bool:
+    """Numbers of this machine's byte order that NumPy knows by name; bfloat16 too once TensorFlow is imported."""
+    try:
+        return not dtype.hasobject and dtype.kind in "biufcV" and np.dtype(dtype.name) == dtype
+    except TypeError:
+        return False
