@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import os
-import secrets
+import random
 import select
 import selectors
 import socket
@@ -20,19 +19,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from horovod_train.distributed.listener import ADMITTED, HELLO, Address, Listener
+
 Message = dict[str, Any]
 
 _LONGEST_LINE = 1 << 16
-_HELLO_WITHIN_S = 10.0
 _SIOCGIFADDR = 0x8915
-
-
-class Address(NamedTuple):
-    """Where root listens, and the word that opens the door."""
-
-    host: str
-    port: int
-    token: str
 
 
 class Lost(NamedTuple):
@@ -67,12 +59,12 @@ class Line:
             while self._is_open and (data := self.socket.recv(_LONGEST_LINE)):
                 self._received += data
                 *lines, self._received = self._received.split(b"\n")
-                found += [json.loads(line) for line in lines]
+                found += map(_parse, lines)
                 if len(self._received) > _LONGEST_LINE:
                     raise ValueError("a line without an end")
         except BlockingIOError:
             return found
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.close()
             return [*found, Lost(closed=isinstance(error, ConnectionError))]
         self.close()
@@ -83,7 +75,9 @@ class Line:
         if not self._is_open:
             time.sleep(timeout_s)
             return []
-        return self.receive() if select.select([self.socket], [], [], timeout_s)[0] else []
+        ready = select.poll()  # select.select takes no descriptor above 1023
+        ready.register(self.socket, select.POLLIN)
+        return self.receive() if ready.poll(timeout_s * 1000) else []
 
     def close(self) -> None:
         if self._is_open:
@@ -91,30 +85,33 @@ class Line:
             self.socket.close()
 
 
-class Server:
-    """Root's end: one Line for each rank that has said the token."""
+def _parse(line: bytes) -> Message:
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError("a message is a JSON object")
+    return message
 
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._door = socket.create_server((host, 0), family=family, backlog=512)
-        self._door.setblocking(False)
-        self.address = Address(host, self._door.getsockname()[1], secrets.token_hex(16))
+
+class Server:
+    """Root's end: a Line for each rank that its Listener has admitted. size: the number of ranks."""
+
+    def __init__(self, host: str, size: int) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._listener = Listener(host, size, self._selector)
+        self.address = self._listener.address
         self._lines: dict[int, Line] = {}
-        self._strangers: dict[Line, float] = {}
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:
         """What the ranks have sent: (rank, message). Waits until something comes or the time is up."""
         found: list[tuple[int, Message | Lost]] = []
         for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._door:
-                self._open_door()
-            else:
+            if isinstance(key.data, int):
                 found += self._receive(key.data)
-        for line, since in list(self._strangers.items()):
-            if time.monotonic() - since > _HELLO_WITHIN_S:
-                self._drop(line)
+            elif admitted := self._listener.serve(key.fileobj):
+                rank, connected = admitted
+                self._lines[rank] = Line(connected)
+                self._selector.register(connected, selectors.EVENT_READ, rank)
+        self._listener.tick()
         return found
 
     @property
@@ -131,49 +128,35 @@ class Server:
             line.send(message)
 
     def close(self) -> None:
-        for line in [*self._lines.values(), *self._strangers]:
+        for line in self._lines.values():
             line.close()
+        self._listener.close()
         self._selector.close()
-        self._door.close()
 
-    def _open_door(self) -> None:
-        with contextlib.suppress(OSError):
-            connected, _ = self._door.accept()
-            line = Line(connected)
-            self._strangers[line] = time.monotonic()
-            self._selector.register(connected, selectors.EVENT_READ, line)
-
-    def _receive(self, line: Line) -> list[tuple[int, Message | Lost]]:
+    def _receive(self, rank: int) -> list[tuple[int, Message | Lost]]:
+        line = self._lines[rank]
         received = line.receive()
-        if received and line in self._strangers and not self._let_in(line, received.pop(0)):
-            self._drop(line)
-            return []
-        rank = next((rank for rank, known in self._lines.items() if known is line), None)
         if received and isinstance(received[-1], Lost):
-            self._drop(line)
-        return [] if rank is None else [(rank, message) for message in received]
-
-    def _let_in(self, line: Line, hello: Any) -> bool:
-        """Whether a stranger's first message is its rank and the token."""
-        rank, token = (hello.get("rank"), hello.get("token")) if isinstance(hello, dict) else (None, None)
-        if not isinstance(rank, int) or not hmac.compare_digest(str(token).encode(), self.address.token.encode()):
-            return False
-        del self._strangers[line]
-        self._lines[rank] = line
-        return True
-
-    def _drop(self, line: Line) -> None:
-        self._selector.unregister(line.socket)
-        self._strangers.pop(line, None)
-        self._lines = {rank: known for rank, known in self._lines.items() if known is not line}
-        line.close()
+            self._selector.unregister(line.socket)
+            del self._lines[rank]
+        return [(rank, message) for message in received]
 
 
 def connect(address: Address, rank: int, timeout_s: float) -> Line:
-    """Raises OSError where root cannot be reached."""
-    line = Line(socket.create_connection((address.host, address.port), timeout=timeout_s))
-    line.send({"kind": "hello", "rank": rank, "token": address.token})
-    return line
+    """Return once root has admitted this rank. Raises OSError where it cannot be reached, or does not answer."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.1, until - time.monotonic())
+        connected = socket.create_connection((address.host, address.port), timeout=left_s)
+        with contextlib.suppress(ConnectionError):
+            connected.sendall(HELLO.pack(address.token.encode(), rank))
+            if connected.recv(1) == ADMITTED:
+                return Line(connected)
+        # Root drops the oldest where too many come at the same moment.
+        connected.close()
+        if time.monotonic() > until:
+            raise ConnectionRefusedError("it does not admit this rank")
+        time.sleep(random.uniform(0.05, 0.2))
 
 
 def choose_host(hosts: Sequence[str], interface: str | None) -> str:

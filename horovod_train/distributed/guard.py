@@ -5,10 +5,13 @@ What root and the other ranks do differently is in root_guard and member_guard; 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,7 @@ LEAVE_WITHIN_S = 4.0
 
 ANSWER_WITHIN_S = 3.0
 _AWAY_AFTER_S = 2.0
+_MOST_FAILURES_SAID = 10
 
 DISAPPEARED = "disappeared: killed or out of memory?"
 
@@ -44,7 +48,8 @@ class Guard:
     """`changed` guards all that is public here, and what is sent."""
 
     def __init__(self, group: WorkerGroup, log: NoRankLog, limits: Limits, judged: list[int]) -> None:
-        self.group, self.log, self.limits = group, log, limits
+        self.group, self.log = group, log
+        self.limits = limits = dataclasses.replace(limits, ranks=group.size)
         self.names = [group.name(rank) for rank in range(group.size)]
         self.judge = Judge(self.names, judged, limits)
         self.changed = threading.Condition()
@@ -57,6 +62,9 @@ class Guard:
         self._ends_since: float | None = None
         self._exit_code = 1
         self._said = False
+        self._turned_at = time.monotonic()
+        self._next_turn = self._next_beat = 0.0
+        self._failures: set[str] = set()
 
     def start(self) -> None:
         for target in (self._watch, self._look):
@@ -141,29 +149,50 @@ class Guard:
         in_background(record).join(ANSWER_WITHIN_S - 1)
 
     def _watch(self) -> None:
-        before, next_beat = time.monotonic(), 0.0
         while not self.is_closed:
-            received = self.poll(self.limits.beat_s)
-            now = time.monotonic()
-            with self.changed:
-                if now - before > self.limits.beat_s + _AWAY_AFTER_S:
-                    # What this process did not hear in the meantime is nobody's fault.
-                    self.judge.forgive(now - before)
-                    self.away_until = now + _AWAY_AFTER_S
-                before = now
-                for rank, message in received:
+            with self._surviving():
+                self._turn()
+                continue
+            time.sleep(self.limits.turn_s / 10)  # Where each turn fails, it is not to take a core.
+        self.hang_up()
+
+    def _turn(self) -> None:
+        """Hear all that has come, then judge: at most once in turn_s, however much comes."""
+        received = self.poll(self.limits.turn_s)
+        now = time.monotonic()
+        with self.changed:
+            if now - self._turned_at > self.limits.turn_s + _AWAY_AFTER_S:
+                # What this process did not hear in the meantime is nobody's fault.
+                self.judge.forgive(now - self._turned_at)
+                self.away_until = now + _AWAY_AFTER_S
+            self._turned_at = now
+            for rank, message in received:
+                with self._surviving():
                     if isinstance(message, Lost):
                         self.lose(rank, message, now)
                     else:
                         self.receive(rank, message, now)
-                if now >= next_beat:
-                    next_beat = now + self.limits.beat_s
-                    self.beat(self.group.heartbeat.last(), now)
-                if self._ends_since is not None:
-                    self._end_in_time(now - self._ends_since)
-                elif not self.is_closed:
-                    self.decide(now)
-        self.hang_up()
+            if now >= self._next_beat:
+                self._next_beat = now + self.limits.beat_s
+                self.beat(self.group.heartbeat.last(), now)
+            if self._ends_since is not None:
+                self._end_in_time(now - self._ends_since)
+            elif now >= self._next_turn and not self.is_closed:
+                self._next_turn = now + self.limits.turn_s
+                self.decide(now)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """An error in the watch is said, each once, and the watch continues: without it a stalled run would not end."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:300]
+            if text not in self._failures and len(self._failures) < _MOST_FAILURES_SAID:
+                self._failures.add(text)
+                told = "".join(traceback.format_exception(error))
+                in_background(lambda: self.log.write("warning", f"the watch met an error and continues: {told}"))
+                to_stderr(f"warning: the watch of {self.names[self.group.rank]} met an error and continues: {text}")
 
     def _end_in_time(self, seconds: float) -> None:
         """Ends the process if it should have ended by itself. A save gets the time of a stall.
@@ -190,7 +219,7 @@ class Guard:
         # Apart from the other thread, since it may hang where a device is stuck.
         while not self.is_closed:
             self.group.heartbeat.look()
-            time.sleep(self.limits.beat_s)
+            time.sleep(self.limits.turn_s)
 
 
 def in_background(action: Callable[[], object]) -> threading.Thread:

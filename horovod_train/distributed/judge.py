@@ -9,6 +9,9 @@ from horovod_train.distributed.heartbeat import LONG_PHASES, Beat
 
 EXCHANGE = "exchange"
 
+_BEATS_PER_S = 256
+"""Of all ranks together, at most."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -20,11 +23,18 @@ class Limits:
     """then all ranks write their stacks and end"""
     first_step_after_s: float = 1800.0
     """in place of stop_after_s before the first step is done, and while a rank compiles; warns in proportion"""
+    ranks: int = 1
+    """so many watch over each other"""
+
+    @property
+    def turn_s(self) -> float:
+        """Between two looks at how the ranks are."""
+        return min(1.0, self.warn_after_s / 8)
 
     @property
     def beat_s(self) -> float:
-        """Between two signs of life."""
-        return min(1.0, self.warn_after_s / 8)
+        """Between two signs of life of a rank; longer where root would have to hear hundreds of them in a second."""
+        return max(self.turn_s, self.ranks / _BEATS_PER_S)
 
     @property
     def silent_after_s(self) -> float:

@@ -25,7 +25,7 @@ class MemberGuard(Guard):
     def __init__(self, group: WorkerGroup, log: NoRankLog, limits: Limits, line: Line) -> None:
         super().__init__(group, log, limits, judged=[0])
         self._line = line
-        self._own = Judge(self.names, [group.rank], limits)
+        self._own = Judge(self.names, [group.rank], self.limits)
         self._root_is_done = False
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:

@@ -112,7 +112,7 @@ class RootGuard(Guard):
         until = time.monotonic() + ANSWER_WITHIN_S
         while waiting and time.monotonic() < until:
             for rank, message in self._server.poll(0.1):
-                if isinstance(message, Lost) or message["kind"] == "ready":
+                if isinstance(message, Lost) or message.get("kind") == "ready":
                     waiting.discard(rank)
         self.send({"kind": "leave"})
         end_process(Stalled.exit_code)

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from horovod_train.distributed.channel import Address, Server, choose_host, connect, exchange_interface
+from horovod_train.distributed.channel import Server, choose_host, connect, exchange_interface
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.guard import ANSWER_WITHIN_S, LEAVE_WITHIN_S, Cause, Guard, in_background
 from horovod_train.distributed.judge import Limits
+from horovod_train.distributed.listener import Address
 from horovod_train.distributed.member_guard import MemberGuard
 from horovod_train.distributed.root_guard import RootGuard
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
@@ -137,7 +138,7 @@ class Watch(NoWatch):
         with guard.changed:
             guard.begin_to_end(1)
             while guard.cause is None and time.monotonic() < until:
-                guard.changed.wait(guard.limits.beat_s)
+                guard.changed.wait(guard.limits.turn_s)
                 guard.blame_the_silent(time.monotonic())
             return guard.cause
 
@@ -179,6 +180,7 @@ def open_watch(
     address = Address(*told)
     guard: Guard
     if server is not None:
+        log.write("watch", f"listens at {address.host}:{address.port}")
         guard = RootGuard(group, log, limits, server, say)
     else:
         try:
@@ -206,7 +208,7 @@ def stall_environment(limits: Limits) -> dict[str, str]:
 
 def _open_server(group: WorkerGroup) -> Server | None:
     try:
-        return Server(choose_host(group.hosts, exchange_interface()))
+        return Server(choose_host(group.hosts, exchange_interface()), group.size)
     except OSError as error:
         to_stderr(f"warning: nobody watches over the ranks: root cannot listen: {error}")
         return None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-import time
 from pathlib import Path
 
 import pytest
 
-from horovod_train.distributed.channel import Lost, Server, choose_host, connect
 from horovod_train.distributed.heartbeat import Beat, Heartbeat, files_being_read
 from horovod_train.distributed.judge import Judge, Limits
 
@@ -118,55 +115,3 @@ def test_files_that_are_open_are_seen(tmp_path: Path) -> None:
     with path.open("rb"):
         assert files_being_read() == "reading train-00031.tfrecord"
     assert files_being_read() == ""
-
-
-def receive(server: Server) -> list[object]:
-    found: list[object] = []
-    for _ in range(100):
-        found += server.poll(0.02)
-        if found:
-            break
-    return found
-
-
-def test_only_who_knows_the_token_is_heard() -> None:
-    server = Server("127.0.0.1")
-    stranger = connect(server.address._replace(token="guessed"), 1, 5)
-    stranger.send({"kind": "cause"})
-    babble = socket.create_connection((server.address.host, server.address.port))
-    babble.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    line = connect(server.address, 2, 5)
-    line.send({"kind": "beat"})
-    assert receive(server) == [(2, {"kind": "beat"})]
-    until = time.monotonic() + 2
-    while time.monotonic() < until and not (ended := stranger.wait(0.1)):
-        server.poll(0)
-    assert ended == [Lost(closed=True)]
-    server.send_all({"kind": "beat", "n": 1})
-    assert line.wait(2) == [{"kind": "beat", "n": 1}]
-    line.close()
-    assert receive(server) == [(2, Lost(closed=True))]
-    server.close()
-
-
-def test_a_message_in_pieces_is_one_message() -> None:
-    server = Server("127.0.0.1")
-    line = connect(server.address, 1, 5)
-    for piece in (b'{"kind": ', b'"be', b'at"}\n{"kind"', b': "bye"}\n'):
-        line.socket.send(piece)
-        time.sleep(0.02)
-    found: list[object] = []
-    while len(found) < 2:
-        found += receive(server)
-    assert found == [(1, {"kind": "beat"}), (1, {"kind": "bye"})]
-    server.close()
-
-
-def test_ranks_of_one_host_meet_on_loopback() -> None:
-    assert choose_host(["a", "a"], "eth0") == "127.0.0.1"
-
-
-def test_ranks_of_several_hosts_meet_where_they_exchange() -> None:
-    assert choose_host(["a", "b"], "lo") == "127.0.0.1"
-    # Without a known interface: the address from which this host reaches another.
-    assert choose_host([socket.gethostname(), "127.0.0.2"], None) == "127.0.0.1"

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from horovod_train import rank_log
-from horovod_train.distributed.channel import Address, Server, connect
+from horovod_train.distributed.channel import Server, connect
 from horovod_train.distributed.guard import Guard
 from horovod_train.distributed.heartbeat import Heartbeat
 from horovod_train.distributed.judge import Limits
+from horovod_train.distributed.listener import Address
 from horovod_train.distributed.member_guard import MemberGuard
 from horovod_train.distributed.root_guard import RootGuard
 from horovod_train.stdio import to_stderr
@@ -46,7 +47,7 @@ guard: Guard
 
 if rank == 0:
     rank_log.make_folder(out)
-    server = Server("127.0.0.1")
+    server = Server("127.0.0.1", size)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
     guard = RootGuard(group, log, limits, server, to_stderr)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
