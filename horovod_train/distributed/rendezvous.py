@@ -1,14 +1,17 @@
 """Brings the ranks of a plain `srun` together for gloo, with neither ssh nor MPI.
 
-Rank 0 runs Horovod's own rendezvous server; its host is the first of the step, its port follows from the step's name.
+Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host, which is
+the first of the step; its port follows from the step's name.
 Nobody starts Horovod before all have come, since Horovod itself waits for HOROVOD_GLOO_TIMEOUT_SECONDS only.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import random
 import re
+import secrets
 import socket
 import subprocess
 import threading
@@ -17,9 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import psutil
-from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.distributed import shelf
+from horovod_train.distributed.rendezvous_server import TOKEN, StepServer, key_of, proof_of_root
 from horovod_train.distributed.slurm_step import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
@@ -48,11 +51,11 @@ def meeting(step: Step) -> Iterator[None]:
     server = _open_server(step) if step.rank == 0 else None
     stays = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
     try:
-        address = _address_of(step.nodes[0])
         if server is None:
-            port = _find_root(address, step, until)
+            address, port = _find_root(_address_of_root(step), step, until)
         else:
             port = server.server_address[1]
+            address = _with_key(server.server_address[0], port, step)
             _wait_for_all(server, step, until)
         if "HOROVOD_GLOO_IFACE" not in os.environ:
             os.environ["HOROVOD_GLOO_IFACE"] = _interface(step)
@@ -79,17 +82,24 @@ def _arrive_within_s(said: str | None) -> float:
         raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {said!r}.") from error
 
 
-def _open_server(step: Step) -> RendezvousHTTPServer:
+def _open_server(step: Step) -> StepServer:
+    address = _address_of_root(step)
     for port in candidate_ports(step.name):
         with suppress(OSError):
-            server = RendezvousHTTPServer(("", port), RendezvousHandler, 0)
-            server.cache = {shelf.NAME: {"step": step.name.encode()}}
+            server = StepServer(address, port, step.name, step.size)
             threading.Thread(target=server.serve_forever, args=(shelf.POLL_S,), name="rendezvous", daemon=True).start()
             return server
-    raise RunError(f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free on {socket.gethostname()}.")
+    raise RunError(
+        f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free at {address} on {socket.gethostname()}."
+    )
 
 
-def _wait_for_all(server: RendezvousHTTPServer, step: Step, until: float) -> None:
+def _with_key(address: str, port: int, step: Step) -> str:
+    """The address as Horovod gets it. Its client asks for http://ADDRESS:PORT/SCOPE/KEY: so each path has the key."""
+    return f"{address}:{port}/{key_of(step.name, port)}"
+
+
+def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
     """On root."""
     awaited = set(range(1, step.size))
     while awaited:
@@ -106,24 +116,41 @@ def _wait_for_all(server: RendezvousHTTPServer, step: Step, until: float) -> Non
         server.cache[shelf.NAME]["all"] = b"here"
 
 
-def _find_root(address: str, step: Step, until: float) -> int:
-    """On the others: the port at which root listens, once all ranks have come."""
-    port, ports = None, candidate_ports(step.name)
-    while time.monotonic() < until:
+def _find_root(host: str, step: Step, until: float) -> tuple[str, int]:
+    """On the others: root's address with the key, and its port, once all ranks have come."""
+    port, ports, address, tries = None, candidate_ports(step.name), "", shelf.Tries(step.size, until)
+    while tries.pause():
         if port is None:
-            name = step.name.encode()
-            port = next((port for port in ports if shelf.ask(address, port, "GET", "step") == name), None)
+            port = next((port for port in ports if _is_root(host, port, step)), None)
+            address = "" if port is None else _with_key(host, port, step)
             if port is not None and shelf.ask(address, port, "PUT", str(step.rank)) is None:
                 port = None
         elif shelf.ask(address, port, "GET", "all") is not None:
-            return port
-        time.sleep(shelf.POLL_S)
+            return address, port
     if port is None and step.rank == 1:
         raise UserError(
-            f"rank 0 on {step.nodes[0]} ({address}) does not answer rank 1 on {step.nodes[step.node]} at port "
-            f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts."
+            f"rank 0 on {step.nodes[0]} ({host}) does not answer rank 1 on {step.nodes[step.node]} at port "
+            f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
+            f"whether {TOKEN} is the same for all tasks."
         )
     raise FailedElsewhere("rank 0 says which ranks have not come, or rank 1 that rank 0 has not")
+
+
+def _is_root(host: str, port: int, step: Step) -> bool:
+    nonce = secrets.token_hex(16)
+    said = shelf.ask(host, port, "GET", f"root.{nonce}")
+    return said is not None and hmac.compare_digest(said, proof_of_root(step.name, port, nonce).encode())
+
+
+def _address_of_root(step: Step) -> str:
+    """Where root listens: loopback on one host; else the address that the first host's name has for the others."""
+    if len(step.nodes) == 1:
+        return "127.0.0.1"
+    named = _address_of(step.nodes[0])
+    if step.node == 0 and (named.startswith("127.") or _interface_of(named) is None):
+        # Many hosts have a loopback address for their own name.
+        return _own_address_towards(_address_of(step.nodes[1]))
+    return named
 
 
 def _address_of(host: str) -> str:
@@ -143,13 +170,24 @@ def _interface(step: Step) -> str:
     gloo by itself would take the address of the host's own name, which is a loopback one on many Debian hosts.
     """
     there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
+    own = _own_address_towards(there)
+    if (name := _interface_of(own)) is None:
+        raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
+    return name
+
+
+def _own_address_towards(there: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing: it asks the routing table
-        own = probe.getsockname()[0]
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(own: str) -> str | None:
+    """The interface of this host that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if own in [found.address for found in addresses]:
             return str(name)
-    raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
+    return None
 
 
 def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:

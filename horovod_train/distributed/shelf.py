@@ -5,8 +5,9 @@ The server is horovodrun's, or under plain srun that of rank 0; see rendezvous. 
 
 from __future__ import annotations
 
-import http.client
 import os
+import random
+import re
 import socket
 import time
 from collections.abc import Set
@@ -17,20 +18,41 @@ NAME = "horovod_train"
 POLL_S = 0.05
 TOLD_WITHIN_S = 30.0
 """How long a rank waits for its neighbours' word: they have all just initialised Horovod."""
+ANSWER_WITHIN_S = 5.0
+MOST_BYTES = 1 << 17
+_QUESTIONS_PER_S = 256
+"""Of all ranks together, about."""
 
 
 def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -> bytes | None:
-    """What the server has under this key of our shelf, or its answer to PUT; None where there is nothing, or nobody."""
-    connection = http.client.HTTPConnection(address, port, timeout=5)
+    """What the server has under this key of our shelf, or its answer to PUT; None where there is nothing, or nobody.
+
+    address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so maybe with the beginning of every path; see rendezvous. A stranger
+    who answers in the server's place can waste ANSWER_WITHIN_S and MOST_BYTES.
+    """
+    place, slash, prefix = address.partition("/")
+    sent = body if method == "PUT" else b""
+    request = f"{method} {slash}{prefix}/{NAME}/{key} HTTP/1.0\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent
     try:
-        connection.request(method, f"/{NAME}/{key}", body=body if method == "PUT" else None)
-        answer = connection.getresponse()
-        content = answer.read()
-        return content if answer.status == http.client.OK else None
-    except (OSError, http.client.HTTPException):
+        head, _, content = _exchange(place.partition(":")[0], port, request).partition(b"\r\n\r\n")
+    except OSError:
         return None
-    finally:
-        connection.close()
+    length = re.search(rb"(?i)\r\ncontent-length: *(\d{1,9})\b", head)
+    is_whole = length is not None and int(length[1]) == len(content)
+    return content if is_whole and re.match(rb"HTTP/1\.[01] 200 ", head) else None
+
+
+def _exchange(host: str, port: int, request: bytes) -> bytes:
+    """The answer: all that comes until the server closes the connection."""
+    until, answer = time.monotonic() + ANSWER_WITHIN_S, b""
+    with socket.create_connection((host, port), timeout=ANSWER_WITHIN_S) as connection:
+        connection.sendall(request)
+        while len(answer) < MOST_BYTES:
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            if not (received := connection.recv(1 << 16)):
+                return answer
+            answer += received
+    raise OSError("an answer that is too long")
 
 
 def cores_of_host(mine: Set[int], local_rank: int, local_size: int) -> set[int]:
@@ -44,17 +66,34 @@ def cores_of_host(mine: Set[int], local_rank: int, local_size: int) -> set[int]:
     host = os.environ.get("HOROVOD_HOSTNAME", socket.gethostname())
     until = time.monotonic() + TOLD_WITHIN_S
     told = ",".join(map(str, sorted(mine))).encode()
+    tries = Tries(local_size, until)
     while ask(address, int(port), "PUT", f"cores.{host}.{local_rank}", told) is None:
-        _pause(until, f"the rendezvous server at {address}:{port} does not answer local rank {local_rank} on {host}.")
+        if not tries.pause():
+            where = f"{address.partition('/')[0].partition(':')[0]}:{port}"
+            raise RunError(f"the rendezvous server at {where} does not answer local rank {local_rank} on {host}.")
     cores: set[int] = set()
     for neighbour in range(local_size):
         while (said := ask(address, int(port), "GET", f"cores.{host}.{neighbour}")) is None:
-            _pause(until, f"local rank {neighbour} on {host} has not said which cores it may use.")
-        cores |= {int(core) for core in said.split(b",")}
-    return cores
+            if not tries.pause():
+                raise RunError(f"local rank {neighbour} on {host} has not said which cores it may use.")
+        cores |= _read_cores(said)
+    return cores | mine
 
 
-def _pause(until: float, problem: str) -> None:
-    if time.monotonic() > until:
-        raise RunError(problem)
-    time.sleep(POLL_S)
+def _read_cores(said: bytes) -> set[int]:
+    """None in what no rank writes: horovodrun's server takes words from anyone who reaches it."""
+    return {int(core) for core in said.split(b",")} if re.fullmatch(rb"\d{1,4}(,\d{1,4}){0,8191}", said) else set()
+
+
+class Tries:
+    """Pauses between questions to one server: longer each time, of random length, and longer where more ranks ask."""
+
+    def __init__(self, ranks: int, until: float) -> None:
+        self._until = until
+        self._pause_s, self._longest_s = POLL_S, max(4 * POLL_S, ranks / _QUESTIONS_PER_S)
+
+    def pause(self) -> bool:
+        """Whether there is time for one more, after the pause."""
+        time.sleep(random.uniform(0.5, 1) * self._pause_s)
+        self._pause_s = min(1.5 * self._pause_s, self._longest_s)
+        return time.monotonic() < self._until

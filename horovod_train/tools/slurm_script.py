@@ -93,7 +93,12 @@ set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-0}}"
 hosts() { srun --mpi=none hostname | sort | uniq -c | awk '{ printf "%s%s:%s", sep, $2, $1; sep = "," }'; }
 case $LAUNCH in
     # The ranks end each other when one fails, with the exit code that says why; --wait is for what cannot be expected.
-    srun) start=(srun --mpi=none --kill-on-bad-exit=0 --wait=60) ;;
+    srun)
+        # What the ranks know each other by. srun hands it to them; other users cannot read it.
+        HOROVOD_TRAIN_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+        export HOROVOD_TRAIN_TOKEN
+        start=(srun --mpi=none --kill-on-bad-exit=0 --wait=60)
+        ;;
     srun-pmix) start=(srun --mpi=pmix --kill-on-bad-exit=0 --wait=60) ;;
     mpirun) start=(mpirun --bind-to none -np "$SLURM_NTASKS") ;;
     horovodrun) start=(horovodrun --gloo -np "$SLURM_NTASKS" -H "$(hosts)") ;;

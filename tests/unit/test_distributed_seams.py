@@ -175,6 +175,16 @@ def test_ranks_bound_to_cores_of_their_own_use_all_of_them(
     assert threads_of_host([set(range(16))] * 4) == [4] * 4
 
 
+@pytest.mark.parametrize("said", [b"", b"all of them", b"1,", b"-1", b"9" * 100_000, "٣".encode(), b"\xff"])
+def test_what_no_rank_says_of_its_cores_counts_for_nothing(
+    server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """horovodrun's server takes words from anyone."""
+    monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
+    server.cache = {shelf.NAME: {"cores.a.1": said}}
+    assert shelf.cores_of_host({0, 3}, 0, 2) == {0, 3}
+
+
 def test_a_neighbour_that_says_nothing_is_named(server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf, "TOLD_WITHIN_S", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "a")

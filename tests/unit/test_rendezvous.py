@@ -1,0 +1,146 @@
+"""The server at which the ranks of a step meet serves those who know its key; and a rank believes root only."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from strangers import messages
+
+from horovod_train.distributed import rendezvous_server, shelf
+from horovod_train.distributed.rendezvous import _is_root
+from horovod_train.distributed.rendezvous_server import MOST_BYTES, TOKEN, StepServer, key_of
+from horovod_train.distributed.slurm_step import Step
+
+STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepServer]:
+    monkeypatch.setenv(TOKEN, "secret")
+    started = StepServer("127.0.0.1", 0, STEP.name, size=2)
+    started.key = key_of(STEP.name, started.server_address[1])
+    threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
+    yield started
+    started.shutdown()
+    started.server_close()
+
+
+def ask(server: StepServer, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
+    """The status of the answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection.request(method, path, body, headers or {})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
+def test_every_request_needs_the_key(server: StepServer, method: str) -> None:
+    server.cache = {"global": {"0": b"address"}}
+    key = server.key
+    for path in ("/global/0", f"/{'0' * 64}/global/0", f"/{key[:-1]}/global/0", f"/{key}", f"/{key}/global", "/", "//"):
+        assert ask(server, method, path, b"other" if method == "PUT" else b"") == 403
+    assert server.cache == {"global": {"0": b"address"}}
+    assert ask(server, method, f"/{key}/global/0", b"address" if method == "PUT" else b"") == 200
+    assert ask(server, method, f"/{key}:20001/global/0", b"address" if method == "PUT" else b"") in (200, 404)
+
+
+@pytest.mark.parametrize("length", ["-1", "many", str(MOST_BYTES + 1), "9" * 30])
+def test_a_value_has_a_size_and_that_is_bounded(server: StepServer, length: str) -> None:
+    assert ask(server, "PUT", f"/{server.key}/global/0", headers={"Content-Length": length}) == 400
+    assert server.cache == {shelf.NAME: {}}
+
+
+def test_ranks_put_and_get_with_the_key_in_the_address(server: StepServer) -> None:
+    port = server.server_address[1]
+    address = f"127.0.0.1:{port}/{server.key}"
+    assert shelf.ask(address, port, "GET", "1") is None
+    assert shelf.ask(address, port, "PUT", "1", b"here" * 1000) == b""
+    assert shelf.ask(address, port, "GET", "1") == b"here" * 1000
+    assert shelf.ask("127.0.0.1", port, "GET", "1") is None
+
+
+def test_root_is_who_knows_the_token_the_step_and_its_own_port(
+    server: StepServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = server.server_address[1]
+    assert _is_root("127.0.0.1", port, STEP)
+    monkeypatch.setattr(server, "step", "8.0.0")
+    assert not _is_root("127.0.0.1", port, STEP)
+    monkeypatch.setattr(server, "step", STEP.name)
+    # A stranger on another port who passes on what root answers.
+    relayed = shelf.ask("127.0.0.1", port, "GET", f"root.{'0' * 32}")
+    assert relayed == rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode()
+    assert relayed != rendezvous_server.proof_of_root(STEP.name, port + 1, "0" * 32).encode()
+    monkeypatch.setenv(TOKEN, "another")
+    assert rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode() != relayed
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def handlers() -> int:
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def test_strangers_are_bounded_and_ranks_are_served_beside_them(
+    server: StepServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = server.server_address[1]
+    most = 2 + rendezvous_server.SPARE_STRANGERS
+    with ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(150)]
+        assert all(stranger.recv(1) == b"" for stranger in idle[:-most])  # the oldest go
+        wait_until(lambda: handlers() <= most + 1)
+        for message in messages(random.Random(3), 200):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+                stranger.sendall(message)
+        assert shelf.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
+    monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 0.1)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+        slow.send(b"GET /")
+        assert slow.recv(1) == b""
+    wait_until(lambda: handlers() == 0)
+    assert server.cache == {shelf.NAME: {"1": b"here"}}
+    assert capfd.readouterr() == ("", "")
+
+
+class Answerer:
+    """A server that is not ours, and answers any connection with some bytes, again and again."""
+
+    def __init__(self, answer: bytes, pause_s: float) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self._answer, self._pause_s = answer, pause_s
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            connected, _ = self._socket.accept()
+            while True:
+                connected.send(self._answer)
+                time.sleep(self._pause_s)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize(("answer", "pause_s"), [(b"x", 0.01), (b"HTTP/1.0 200 OK\r\n" + b"x" * 50_000, 0.0)])
+def test_a_stranger_in_the_place_of_root_keeps_nobody_for_long(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, pause_s: float
+) -> None:
+    monkeypatch.setattr(shelf, "ANSWER_WITHIN_S", 0.2)
+    stranger = Answerer(answer, pause_s)
+    assert shelf.ask("127.0.0.1", stranger.port, "GET", "all") is None  # returns: that is the point
+    stranger.close()
