@@ -27,6 +27,9 @@ class Setting(NamedTuple):
 CYCLE_MS = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
+GLOO_TIMEOUT_S = "630"
+"""How long gloo waits for ranks that start and for one that computes. With the watch on, its limits set this."""
+
 
 def choose(
     config: HorovodConfig,
@@ -64,6 +67,8 @@ def _by_place(*, launcher: str, uses_mpi: bool, has_gpu: bool) -> Iterator[tuple
     """Measured by `bench exchange`; the figures are in docs/tools.md."""
     if uses_mpi:
         yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
+    elif launcher != "none":
+        yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (GLOO_TIMEOUT_S, "Horovod's 30 s are less than a start or a compilation")
     if not has_gpu:
         place = "alone" if launcher == "none" else "MPI" if uses_mpi else "gloo"
         why = "one rank waits for nobody" if place == "alone" else f"{place} between CPUs"

@@ -13,6 +13,8 @@ from horovod_train.distributed.defaults import CYCLE_MS, choose
 from horovod_train.distributed.local import best_way, horovod_library, launch_words, mpi_problem, names_mpi
 
 CYCLE, FUSION, YIELD = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
+TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+WAITS = {TIMEOUT: ("630", "default")}
 
 
 def found(config: HorovodConfig | None = None, environment: dict[str, str] | None = None, **place: object) -> dict:
@@ -22,17 +24,25 @@ def found(config: HorovodConfig | None = None, environment: dict[str, str] | Non
 
 
 def test_each_place_has_its_defaults() -> None:
-    assert found() == {CYCLE: (CYCLE_MS["gloo"], "default")}
+    assert found() == {CYCLE: (CYCLE_MS["gloo"], "default")} | WAITS
     assert found(uses_mpi=True) == {YIELD: ("1", "default"), CYCLE: (CYCLE_MS["MPI"], "default")}
     assert found(launcher="none") == {CYCLE: (CYCLE_MS["alone"], "default")}
-    assert found(has_gpu=True) == {}  # NCCL: Horovod's own
+    assert found(has_gpu=True) == WAITS  # NCCL: Horovod's own
+    assert found(has_gpu=True, uses_mpi=True) == {YIELD: ("1", "default")}
+
+
+def test_gloo_waits_longer_than_its_own_30_s_with_the_watch_and_without() -> None:
+    assert int(found()[TIMEOUT][0]) > 600
+    place = {"launcher": "srun", "uses_mpi": False, "has_gpu": False}
+    settings = choose(HorovodConfig(), {}, **place, more={TIMEOUT: "90"})  # type: ignore[arg-type]
+    assert {setting.name: setting.value for setting in settings}[TIMEOUT] == "90"
 
 
 def test_environment_wins_over_defaults_and_config_over_both() -> None:
     environment = {CYCLE: "7", "HOME": "/"}
-    assert found(environment=environment) == {CYCLE: ("7", "environment")}
+    assert found(environment=environment) == {CYCLE: ("7", "environment")} | WAITS
     config = HorovodConfig(cycle_time_ms=3, fusion_threshold_mb=2)
-    assert found(config, environment) == {CYCLE: ("3", "config"), FUSION: (str(2 << 20), "config")}
+    assert found(config, environment) == {CYCLE: ("3", "config"), FUSION: (str(2 << 20), "config")} | WAITS
 
 
 def test_deterministic_runs_of_adasum_fuse_nothing() -> None:
@@ -42,7 +52,7 @@ def test_deterministic_runs_of_adasum_fuse_nothing() -> None:
 
 
 def test_further_defaults_give_way_to_the_environment() -> None:
-    place = {"launcher": "horovodrun", "uses_mpi": False, "has_gpu": True}
+    place = {"launcher": "none", "uses_mpi": False, "has_gpu": True}
     settings = choose(HorovodConfig(), {"A": "mine"}, **place, more={"A": "1", "B": "2"})  # type: ignore[arg-type]
     assert [(setting.name, setting.value) for setting in settings] == [("A", "mine"), ("B", "2")]
 
