@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import PROGRAMS, PROJECT, launcher_command, rank_environment
+from strangers import Siege
 
 from horovod_train.rank_story import RankStory, read_stories
 from horovod_train.tools.explain import explain
@@ -154,6 +155,22 @@ def test_a_frozen_rank_is_named_and_all_end(
                 assert "watched.py" in stacks.text
         told = explain(tmp_path)
         assert (told.state, told.rank) == ("stalled", victim)
+
+
+@pytest.mark.long
+def test_a_watch_that_strangers_besiege_still_names_a_frozen_rank(tmp_path: Path) -> None:
+    with watched(tmp_path, "mpirun", 2, 1, "none") as job:
+        job.wait_until_trained()
+        listens = re.search(r" watch listens at ([\d.]+):(\d+)", (tmp_path / "logs" / "rank-0.log").read_text())
+        assert listens is not None
+        with Siege(listens[1], int(listens[2]), idle=500) as siege:
+            siege.send(10_000)
+            print(siege.counts)
+            assert not our_lines(job)
+            os.kill(job.pid(1), signal.SIGSTOP)
+            job.wait_until_said("error: stalled: rank 1 (", STOP_S + SLACK_S)
+            job.wait_until_gone(FROZEN_GONE_WITHIN_S)
+        assert job.processes[0].returncode == 87
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["root", "a rank"])
