@@ -25,7 +25,7 @@ MESSAGES, IDLE = 10_000, 500
 JOB = "7654321"
 CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
-model: mlp
+model: image_mlp
 loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
 optimizer: sgd
 train: {{max_steps: {steps}, steps_per_call: 5}}
@@ -85,6 +85,7 @@ def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path)
         host, port = listens.search(log.read_text()).groups()  # type: ignore[union-attr]
         watch = stack.enter_context(Siege(host, int(port), IDLE))
         watch.send(MESSAGES)
+        assert root.poll() is other.poll() is None
         (run_dir / "STOP").touch()
         said = [process.communicate(timeout=120)[1] for process in (root, other)]
         assert [root.returncode, other.returncode] == [75, 75], said

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
+import psutil
 import pytest
 from strangers import messages
 
 from horovod_train.distributed import rendezvous_server, shelf
-from horovod_train.distributed.rendezvous import _is_root
+from horovod_train.distributed.rendezvous import _address_of_root, _is_root
 from horovod_train.distributed.rendezvous_server import MOST_BYTES, TOKEN, StepServer, key_of
 from horovod_train.distributed.slurm_step import Step
 
@@ -114,6 +116,38 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
     wait_until(lambda: handlers() == 0)
     assert server.cache == {shelf.NAME: {"1": b"here"}}
     assert capfd.readouterr() == ("", "")
+
+
+def outer_address() -> str:
+    """This host's address in its network; loopback where it has none."""
+    return next((own for own in map(_ipv4, psutil.net_if_addrs().values()) if own and own != "127.0.0.1"), "127.0.0.1")
+
+
+def _ipv4(addresses: list[Any]) -> str | None:
+    return next((found.address for found in addresses if found.family == socket.AF_INET), None)
+
+
+ELSEWHERE = "198.51.100.1"
+"""An address that no host has (RFC 5737)."""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "node", "address"),
+    [
+        (("anything",), 0, "127.0.0.1"),  # one host
+        ((outer_address(), ELSEWHERE), 0, outer_address()),
+        ((ELSEWHERE, outer_address()), 1, ELSEWHERE),  # as the others find it
+        (("127.0.1.1", outer_address()), 0, outer_address()),  # Debian's address for a host's own name
+        ((ELSEWHERE, outer_address()), 0, outer_address()),  # not an address of this host
+    ],
+)
+def test_root_listens_at_one_address_where_the_others_find_it(nodes: tuple[str, ...], node: int, address: str) -> None:
+    step = Step(node, len(nodes), 0, node, nodes, (1,) * len(nodes), "7.0.0")
+    assert _address_of_root(step) == address
+
+
+def test_the_queue_of_ranks_that_connect_is_long() -> None:
+    assert StepServer.request_queue_size == 1024
 
 
 class Answerer:
