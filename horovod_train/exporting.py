@@ -21,10 +21,11 @@ _UNKNOWN_SIZE = 32
 def write_model(model: keras.Model, path: Path) -> None:
     """Writes to `path`, which must not exist: a Keras file where it ends in .keras, else a SavedModel's folder.
 
-    The model must not be compiled: an optimizer has no place in the file. Raises UserError where Keras cannot write
-    it, or cannot read back what it wrote, and RunError where that computes something else; OSError as the disk does.
+    Raises UserError where the model is compiled, since an optimizer has no place in the file, and where Keras cannot
+    write it, or cannot read back what it wrote; RunError where that computes something else; OSError as the disk does.
     """
-    assert not model.compiled
+    if model.compiled:
+        raise UserError(f"export: {model.name} is compiled, but the file is to hold no optimizer. Leave compile() out.")
     is_keras = path.suffix == ".keras"
     try:
         if is_keras:

@@ -24,6 +24,10 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 }
 
 
+NEVER_CALLED = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+"""Methods of a Keras model that `fit`, `evaluate` and `predict` call and the trainer does not: it calls the model."""
+
+
 def build_model(spec: Spec) -> keras.Model:
     """The model that `spec` names, with its variables made. Raises UserError for a wrong name, option or result."""
     model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
@@ -33,4 +37,27 @@ def build_model(spec: Spec) -> keras.Model:
         raise UserError(
             f"model.name: {spec.name} must return a model with a known input shape; call it once, or build it."
         )
+    _refuse_ignored(model, spec.name)
     return model
+
+
+def _refuse_ignored(model: keras.Model, name: str) -> None:
+    """Raises UserError for what a model brings along that would be left out silently."""
+    kind = type(model).__name__
+    own = [method for method in NEVER_CALLED if _function(model, method) is not getattr(keras.Model, method)]
+    if own:
+        raise UserError(
+            f"model.name: {name} returns a {kind} with {', '.join(own)} of its own, which the trainer does not call: "
+            "loss and metrics are the config's, on the outputs of call(). Put them there, or train with model.fit and "
+            "the DistributedOptimizer (see README)."
+        )
+    if model.compiled:
+        raise UserError(
+            f"model.name: {name} returns a compiled {kind}, but optimizer, loss and metrics are the config's. Leave "
+            "compile() out."
+        )
+
+
+def _function(model: keras.Model, method: str) -> object:
+    bound = getattr(model, method)
+    return getattr(bound, "__func__", bound)

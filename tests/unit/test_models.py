@@ -6,7 +6,9 @@ import keras
 import numpy as np
 import pytest
 
-from horovod_train.models import convnet, mlp, resnet, transformer
+from horovod_train.config import Spec
+from horovod_train.errors import UserError
+from horovod_train.models import NEVER_CALLED, build_model, convnet, mlp, resnet, transformer
 
 TOKENS = np.array([[5, 3, 9, 0, 0, 0], [7, 0, 0, 0, 0, 0]])
 
@@ -79,3 +81,39 @@ def test_s6_starts_from_truncated_normal_weights_and_its_own_biases() -> None:
         "dense2": (1024, 10),
         "logits": (10, 10),
     }
+
+
+class Own(keras.Model):
+    """A model with a class of its own, and a layer that keeps a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean()
+
+    def call(self, x: object) -> object:
+        return self.dense(x)
+
+
+def own(method: str = "", compiled: bool = False) -> keras.Model:
+    """A model of the user's, as `package.module:function` names it; with a method of its own if one is named."""
+    model = (type("Own", (Own,), {method: lambda self, *_, **__: {}}) if method else Own)()
+    model(keras.Input((4,)))
+    if compiled:
+        model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("method", NEVER_CALLED)
+def test_a_method_that_the_trainer_would_not_call_is_refused(method: str) -> None:
+    with pytest.raises(UserError, match=rf"^model.name: \S+:own returns a Own with {method} of its own, which"):
+        build_model(Spec(f"{__name__}:own", {"method": method}))
+
+
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"returns a compiled Own, but optimizer, loss and metrics are the config's"):
+        build_model(Spec(f"{__name__}:own", {"compiled": True}))
+
+
+def test_a_model_that_only_computes_its_outputs_is_taken() -> None:
+    assert build_model(Spec(f"{__name__}:own")).built
