@@ -78,7 +78,10 @@ def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
 
 
 def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimizer:
-    """The optimizer that the config names, on its schedule; under mixed_float16 inside a LossScaleOptimizer."""
+    """The optimizer that the config names, on its schedule; under mixed_float16 inside a LossScaleOptimizer.
+
+    A LossScaleOptimizer of the user's own is left as it is.
+    """
     spec = config.optimizer
     given: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
     if "learning_rate" in spec.options:
@@ -91,9 +94,22 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
     optimizer = call(factory, spec, "optimizer", **given)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
-    if config.precision == "mixed_float16":
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _check_loss_scale(optimizer, config)
+    elif config.precision == "mixed_float16":
         return keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer
+
+
+def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Config) -> None:
+    if isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        # The outer one alone multiplies the loss, and both divide the gradients.
+        raise UserError(f"optimizer.name: {config.optimizer.name} scales the loss twice; expected one loss scale.")
+    if config.train.synchronization != "every_step":
+        raise UserError(
+            f"optimizer.name: {config.optimizer.name} scales the loss, which needs train.synchronization: every_step; "
+            f"received {config.train.synchronization}."
+        )
 
 
 def limit_weight_decay(

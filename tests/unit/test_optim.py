@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from horovod_train.config import Config, LrScheduleConfig, Spec
+from horovod_train.config import Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim import build_optimizer, build_schedule
 from horovod_train.schedules import Horizon, build_formula
@@ -112,8 +112,6 @@ def test_any_keras_optimizer_by_name(name: str) -> None:
 
 
 def test_clip_norm_reaches_the_optimizer_and_is_refused_twice() -> None:
-    from horovod_train.config import TrainConfig
-
     config = Config(train=TrainConfig(clip_norm=0.5))
     assert build_optimizer(config, HORIZON).global_clipnorm == 0.5
     twice = Config(train=TrainConfig(clip_norm=0.5), optimizer=Spec("sgd", {"global_clipnorm": 1.0}))
@@ -124,3 +122,32 @@ def test_clip_norm_reaches_the_optimizer_and_is_refused_twice() -> None:
 def test_mixed_float16_scales_the_loss() -> None:
     optimizer = build_optimizer(Config(precision="mixed_float16"), HORIZON)
     assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def scaled(learning_rate: float, scales: int = 1, **options: object) -> keras.optimizers.Optimizer:
+    """A user's own."""
+    optimizer = keras.optimizers.SGD(learning_rate, **options)
+    for _ in range(scales):
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    return optimizer
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "float32"])
+def test_a_loss_scale_of_the_users_own_is_the_only_one(precision: str) -> None:
+    config = Config(precision=precision, optimizer=Spec(f"{__name__}:scaled"))  # type: ignore[arg-type]
+    optimizer = build_optimizer(config, HORIZON)
+    assert isinstance(optimizer.inner_optimizer, keras.optimizers.SGD)
+    assert optimizer.initial_scale == 8.0
+
+
+def test_two_loss_scales_are_refused() -> None:
+    config = Config(precision="mixed_float16", optimizer=Spec(f"{__name__}:scaled", {"scales": 2}))
+    with pytest.raises(UserError, match=r"^optimizer.name: .*:scaled scales the loss twice; expected one loss scale"):
+        build_optimizer(config, HORIZON)
+
+
+@pytest.mark.parametrize("synchronization", ["stale", "local"])
+def test_a_loss_scale_goes_with_exchange_at_every_step_only(synchronization: str) -> None:
+    train = TrainConfig(synchronization=synchronization)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=f"needs train.synchronization: every_step; received {synchronization}"):
+        build_optimizer(Config(train=train, optimizer=Spec(f"{__name__}:scaled")), HORIZON)
