@@ -5,7 +5,6 @@ Does not exchange, apply or count anything; see step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -89,21 +88,40 @@ class Objective:
             length = value.shape[0] // self.accumulate_steps
             return value[index * length : (index + 1) * length]
 
-        def one_part(index: tf.Tensor, totals: list[tf.Tensor], loss_sum: tf.Tensor) -> tuple[Any, ...]:
-            rows = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
-            rows = rows._replace(count=batch.count)
-            passed = self._pass(rows)
-            _note(seen, rows, passed)
-            return index + 1, _add(totals, passed.gradients), loss_sum + passed.losses["loss"]
+        def rows(index: tf.Tensor) -> Batch:
+            own = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
+            return own._replace(count=batch.count)
 
-        zeros = [tf.zeros(variable.shape, variable.dtype) for variable in self.model.trainable_variables]
-        _, totals, loss_sum = tf.while_loop(
+        def one_part(index: tf.Tensor, sums: list[Any], loss_sum: tf.Tensor) -> tuple[Any, ...]:
+            own = rows(index)
+            passed = self._pass(own)
+            _note(seen, own, passed)
+            added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
+            return index + 1, added, loss_sum + passed.losses["loss"]
+
+        kinds = self._kinds_of_gradients(rows(0))
+        _, sums, loss_sum = tf.while_loop(
             lambda index, *_: index < self.accumulate_steps,
             one_part,
-            (0, zeros, 0.0),
+            (0, [_nothing(kind, self.accumulate_steps) for kind in kinds], 0.0),
             parallel_iterations=1,  # a forward pass may exchange too
         )
+        totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
         return totals, self._share(loss_sum, batch)
+
+    def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
+        """What the gradients of such a batch are, in order; None where a variable has no part in the loss."""
+        found: list[Any] = []
+
+        def trace(records: Batch) -> None:
+            found[:] = self._forward_backward(records).gradients
+
+        shapes = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), batch)
+        tf.function(trace, autograph=False).get_concrete_function(shapes)
+        return [
+            None if gradient is None else _Kind(tuple(variable.shape), gradient.dtype, _indices_dtype(gradient))
+            for variable, gradient in zip(self.model.trainable_variables, found, strict=True)
+        ]
 
     def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:
         """Averaged over ranks this is the sum over all ranks, divided by the records of all ranks."""
@@ -141,8 +159,42 @@ def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
     seen.add(passed.losses | {"penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
 
 
-def _add(totals: Sequence[tf.Tensor], gradients: Sequence[Any]) -> list[tf.Tensor]:
-    return [
-        total if gradient is None else total + tf.convert_to_tensor(gradient)
-        for total, gradient in zip(totals, gradients, strict=True)
-    ]
+class _Kind(NamedTuple):
+    """Of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    indices_dtype: tf.DType | None
+    """None: dense."""
+
+
+def _indices_dtype(gradient: Any) -> tf.DType | None:
+    return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
+
+
+def _nothing(kind: _Kind | None, parts: int) -> Any:
+    """Where gradients of one kind are added up over the parts; of sparse ones all rows are kept."""
+    if kind is None:
+        return ()
+    if kind.indices_dtype is None:
+        return tf.zeros(kind.shape, kind.dtype)
+    rows, indices = ([None, *kind.shape[1:]], kind.dtype), ([None], kind.indices_dtype)
+    return tuple(
+        tf.TensorArray(dtype, parts, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
+    )
+
+
+def _add(total: Any, gradient: Any, index: tf.Tensor) -> Any:
+    if gradient is None:
+        return ()
+    if not isinstance(gradient, tf.IndexedSlices):
+        return total + gradient
+    rows, indices = total
+    return rows.write(index, gradient.values), indices.write(index, gradient.indices)
+
+
+def _total(kind: _Kind | None, total: Any) -> Any:
+    if kind is None or kind.indices_dtype is None:
+        return None if kind is None else total
+    rows, indices = total
+    return tf.IndexedSlices(rows.concat(), indices.concat(), tf.constant(kind.shape, tf.int64))
