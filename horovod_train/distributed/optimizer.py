@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import add_up_rows, combine_bf16, sum_in_order
+from horovod_train.distributed.sums import add_up_rows, add_up_rows_in_order, combine_bf16, sum_in_order
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -139,7 +139,7 @@ def build_exchange(
         indices = hvd.allgather(own.indices, name=f"{name}.indices", process_set=ranks)
         if op == "average":
             values = values / tf.cast(ranks.size(), values.dtype)
-        return add_up_rows(tf.IndexedSlices(values, indices, gradient.dense_shape))
+        return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
     return exchange
 

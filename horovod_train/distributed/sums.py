@@ -41,12 +41,35 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
 
 
 def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once: rows of one index are added up, in the order in which they stand.
+    """The same gradient with each row once: rows of one index are added up.
 
     A square or a norm over rows that repeat is not that of the gradient: Adam and clipping would take it for one.
+    On a GPU the order of additions may change from call to call, and with it the last bit.
     """
     indices, places = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def add_up_rows_in_order(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """As add_up_rows, with rows of one index added in the order in which they stand; for few rows of one index.
+
+    The bits are the same on all ranks that hold the same rows, on GPUs too: no operation here adds two numbers to one
+    place, which GPUs do in any order.
+    """
+    indices, places, counts = tf.unique_with_counts(gradient.indices)
+    by_place = tf.argsort(places, stable=True)
+    in_order = tf.gather(places, by_place)
+    first = tf.cast(tf.where(in_order != tf.concat([[-1], in_order], axis=0)[:-1])[:, 0], tf.int32)
+
+    def add_next(done: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        have_more = tf.where(counts > done)[:, 0]
+        rows = tf.gather(gradient.values, tf.gather(by_place, tf.gather(first, have_more) + done))
+        return done + 1, tf.tensor_scatter_nd_add(total, have_more[:, tf.newaxis], rows)
+
+    values = tf.gather(gradient.values, tf.gather(by_place, first))
+    most = tf.reduce_max(tf.concat([counts, [0]], axis=0))
+    _, values = tf.while_loop(lambda done, _: done < most, add_next, (tf.constant(1), values), parallel_iterations=1)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 

@@ -1,0 +1,75 @@
+"""Sums of rows whose bits do not depend on the order in which a device adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.distributed.sums import add_up_rows, add_up_rows_in_order
+
+AddUp = Callable[[tf.IndexedSlices], tf.IndexedSlices]
+
+
+def gathered(ranks: int) -> tf.IndexedSlices:
+    """Rows of several ranks, each of which holds a row once; numbers whose sums depend on the order of addition."""
+    rng = np.random.default_rng(ranks)
+    indices = np.concatenate([rng.permutation(9)[:6] for _ in range(ranks)])
+    values = rng.normal(size=(len(indices), 5)) * 10.0 ** rng.integers(-3, 4, size=(len(indices), 1))
+    return tf.IndexedSlices(values.astype(np.float32), indices, tf.constant([9, 5]))
+
+
+@pytest.fixture
+def atomics(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Seed → the operations that GPUs do by atomic additions take their rows in an order drawn from it."""
+    segment_sum, scatter_add = tf.math.unsorted_segment_sum, tf.tensor_scatter_nd_add
+    rng = np.random.default_rng()
+
+    def shuffle(*rows: Any) -> list[tf.Tensor]:
+        order = rng.permutation(len(rows[0]))
+        return [tf.gather(each, order) for each in rows]
+
+    def any_segment_sum(values: Any, places: Any, number: Any) -> tf.Tensor:
+        return segment_sum(*shuffle(values, places), number)
+
+    def any_scatter_add(total: Any, places: Any, values: Any) -> tf.Tensor:
+        return scatter_add(total, *shuffle(places, values))
+
+    def seed(number: int) -> None:
+        nonlocal rng
+        rng = np.random.default_rng(number)
+
+    monkeypatch.setattr(tf.math, "unsorted_segment_sum", any_segment_sum)
+    monkeypatch.setattr(tf, "tensor_scatter_nd_add", any_scatter_add)
+    return seed
+
+
+def bits(add_up: AddUp, rows: tf.IndexedSlices, atomics: Callable[[int], None]) -> set[bytes]:
+    found = set()
+    for number in range(20):
+        atomics(number)
+        found.add(tf.convert_to_tensor(add_up(rows)).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_gathered_rows_add_up_to_the_same_bits_in_whatever_order_a_device_adds(
+    atomics: Callable[[int], None], ranks: int
+) -> None:
+    assert len(bits(add_up_rows_in_order, gathered(ranks), atomics)) == 1
+
+
+def test_a_segment_sum_has_other_bits_in_another_order(atomics: Callable[[int], None]) -> None:
+    """The negative of the above."""
+    assert len(bits(add_up_rows, gathered(8), atomics)) > 1
+
+
+@pytest.mark.parametrize("ranks", [0, 1, 2, 3, 8])
+def test_rows_in_order_are_a_segment_sum_of_the_cpu_to_the_bit(ranks: int) -> None:
+    rows = gathered(ranks) if ranks else tf.IndexedSlices(tf.zeros([0, 5]), tf.zeros([0], tf.int64), [9, 5])
+    ours, plain = add_up_rows_in_order(rows), add_up_rows(rows)
+    assert ours.indices.numpy().tolist() == plain.indices.numpy().tolist()
+    assert ours.values.numpy().tobytes() == plain.values.numpy().tobytes()
