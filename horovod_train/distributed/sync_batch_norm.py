@@ -74,8 +74,9 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
-    if base.call is not keras.layers.BatchNormalization.call or layer.renorm:
-        reason = "renorm=True" if layer.renorm else f"a call() of its own ({base.__name__})"
+    renorm = getattr(layer, "renorm", False)  # Keras 3.12, the last for Python 3.10, has none
+    if base.call is not keras.layers.BatchNormalization.call or renorm:
+        reason = "renorm=True" if renorm else f"a call() of its own ({base.__name__})"
         raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
     calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
