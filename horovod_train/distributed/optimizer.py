@@ -13,7 +13,13 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import add_up_rows, add_up_rows_in_order, combine_bf16, sum_in_order
+from horovod_train.distributed.sums import (
+    add_up_rows,
+    add_up_rows_in_order,
+    combine_bf16,
+    exchange_name,
+    sum_in_order,
+)
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
@@ -53,7 +59,8 @@ def DistributedOptimizer(
     gloo and over MPI; needs an exchange more for each. op "adasum" has its own order, rows have that of the ranks.
 
     Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
-    backward pass. A gradient that is None must be None on every rank.
+    backward pass. A gradient that is None must be None on every rank. XLA cannot compile the exchange: in `model.fit`
+    the callback BroadcastVariables switches it off, elsewhere UserError is raised when the step is traced.
 
     Raises UserError for an unknown op or compression, an optimizer that is distributed already, and under the
     mixed_float16 policy for an optimizer that is not a LossScaleOptimizer: Keras would wrap it in one that asks each
@@ -100,8 +107,8 @@ def build_exchange(
 ) -> Exchange:
     """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
-    gradient: a dense floating-point tensor or IndexedSlices, of which each row comes back once. name: unique among
-    the exchanges under way, equal on all ranks. Raises UserError for what Horovod cannot do here.
+    gradient: a dense floating-point tensor or IndexedSlices, of which each row comes back once. name: equal on all
+    ranks; what exchange_name makes of it keeps those under way apart. Raises UserError for what Horovod cannot do here.
     """
     ranks = process_set or hvd.global_process_set
     if op not in OPS:
@@ -121,22 +128,28 @@ def build_exchange(
             after = predivide / ranks.size() if op == "average" else 1.0
             combined = sum_in_order(wire / predivide, name, ranks) * after
         elif predivide == 1.0:
-            combined = hvd.allreduce(wire, op=OPS[op], name=name, process_set=ranks)
+            combined = hvd.allreduce(wire, op=OPS[op], name=name, ignore_name_scope=True, process_set=ranks)
         else:
-            after = predivide / ranks.size()
             combined = hvd.allreduce(
-                wire, op=hvd.Sum, name=name, process_set=ranks, prescale_factor=1 / predivide, postscale_factor=after
+                wire,
+                op=hvd.Sum,
+                name=name,
+                ignore_name_scope=True,
+                process_set=ranks,
+                prescale_factor=1 / predivide,
+                postscale_factor=predivide / ranks.size(),
             )
         return tf.cast(combined, gradient.dtype)
 
     def exchange(gradient: tf.Tensor, name: str) -> tf.Tensor:
+        name = exchange_name(name)
         if not isinstance(gradient, tf.IndexedSlices):
             return exchange_dense(gradient, name)
         if sparse_as_dense or op == "adasum":
             return exchange_dense(tf.convert_to_tensor(gradient), name)
         own = add_up_rows(gradient)  # so that no rank sends a row twice
-        values = hvd.allgather(own.values, name=f"{name}.values", process_set=ranks)
-        indices = hvd.allgather(own.indices, name=f"{name}.indices", process_set=ranks)
+        values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
+        indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
         if op == "average":
             values = values / tf.cast(ranks.size(), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))

@@ -6,15 +6,57 @@ The latter are the two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_train.errors import UserError
+
+_names: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+"""How often each name has been given to an exchange of a graph."""
+
+
+def exchange_name(name: str) -> str:
+    """`name`, numbered from its second exchange in one graph on; for a Horovod operation with ignore_name_scope.
+
+    So the name says the same on all ranks, however their graphs are arranged, and exchanges under way differ in it.
+    Raises UserError in a graph that XLA is to compile, which cannot hold an exchange.
+    """
+    if tf.executing_eagerly():
+        return name
+    graph = tf.compat.v1.get_default_graph()
+    if _is_for_xla(graph):
+        raise UserError(
+            "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False), or the callback "
+            "BroadcastVariables(), which does so; a tf.function around the exchange must not have jit_compile=True."
+        )
+    given = _names.setdefault(graph, Counter())
+    given[name] += 1
+    return name if given[name] == 1 else f"{name}.{given[name]}"
+
+
+def _is_for_xla(graph: Any) -> bool:
+    # TensorFlow has no public way to ask. Where this one goes, its own error remains, at the first step.
+    while graph is not None:
+        context = getattr(graph, "_get_control_flow_context", lambda: None)()
+        if context is not None and context.IsXLAContext():
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
 
 def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.Tensor:
-    """Collective: the sum, of the same shape and dtype. deterministic: as sum_in_order adds, not as Horovod does."""
-    return sum_in_order(values, name) if deterministic else hvd.allreduce(values, op=hvd.Sum, name=name)
+    """Collective: the sum, of the same shape and dtype. deterministic: as sum_in_order adds, not as Horovod does.
+
+    name: as exchange_name gives it, where two exchanges of one name could be under way.
+    """
+    if deterministic:
+        return sum_in_order(values, name)
+    return hvd.allreduce(values, op=hvd.Sum, name=name, ignore_name_scope=True)
 
 
 def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.global_process_set) -> tf.Tensor:
@@ -83,6 +125,7 @@ def _by_slices(values: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor], name: s
     length = tf.size(values)
     slice_length = -(-length // size)
     padded = tf.pad(tf.reshape(values, [-1]), [[0, slice_length * size - length]])
-    slices = hvd.alltoall(padded, name=f"{name}.scatter", process_set=ranks)
-    whole = hvd.allgather(add(tf.reshape(slices, [size, -1])), name=f"{name}.gather", process_set=ranks)
+    slices = hvd.alltoall(padded, name=f"{name}.scatter", ignore_name_scope=True, process_set=ranks)
+    summed = add(tf.reshape(slices, [size, -1]))
+    whole = hvd.allgather(summed, name=f"{name}.gather", ignore_name_scope=True, process_set=ranks)
     return tf.reshape(whole[:length], tf.shape(values))

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import sum_over_ranks
+from horovod_train.distributed.sums import exchange_name, sum_over_ranks
 from horovod_train.errors import UserError
 
 SumOverRanks = Callable[[tf.Tensor, str], tf.Tensor]
@@ -32,12 +31,12 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
 
     The same model is returned, with the same weights: the class of the layers becomes a subclass with the same name,
     so that the model is saved as a plain one and loads where there is no Horovod. Their moving statistics are equal on
-    all ranks. Every rank must call the model in training as often as the others. Under a jit_compile'd call there is no
-    exchange: leave it off. deterministic: as in DistributedOptimizer.
+    all ranks. Every rank must call the model in training as often as the others, and not under jit_compile: XLA cannot
+    compile the exchange, and tracing it raises UserError. deterministic: as in DistributedOptimizer.
 
     Raises UserError where there is no such layer, or one that cannot be synchronised.
     """
-    layers = [layer for layer in _layers(model, set()) if isinstance(layer, keras.layers.BatchNormalization)]
+    layers = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
     if not layers:
         raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
     for number, layer in enumerate(layers):
@@ -58,8 +57,9 @@ def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
         _row_weights.reset(token)
 
 
-def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
-    """A layer and those inside it, each once, in the order in which they were attached."""
+def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[keras.Layer]:
+    """A layer and those inside it, each once, in the order in which they were attached. seen: ids to leave out."""
+    seen = set() if seen is None else seen
     if id(layer) in seen:
         return
     seen.add(id(layer))
@@ -67,7 +67,7 @@ def _layers(layer: keras.Layer, seen: set[int]) -> Iterator[keras.Layer]:
     for value in vars(layer).values():
         for inner in keras.tree.flatten(value):
             if isinstance(inner, keras.Layer):
-                yield from _layers(inner, seen)
+                yield from layers_inside(inner, seen)
 
 
 def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_ranks: SumOverRanks) -> None:
@@ -78,13 +78,6 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
     if base.call is not keras.layers.BatchNormalization.call or renorm:
         reason = "renorm=True" if renorm else f"a call() of its own ({base.__name__})"
         raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
-    calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-
-    def exchange_name() -> str:
-        # A layer can be called twice in one step; exchanges under way must differ in name, and agree over ranks.
-        graph = tf.compat.v1.get_default_graph()
-        calls[graph] = calls.get(graph, 0) + (not tf.executing_eagerly())
-        return f"{name}.{calls[graph]}"
 
     class Synchronised(base, _Synchronised):  # type: ignore[misc, valid-type]
         def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -93,7 +86,12 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
             x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
             axis = self.axis % len(x.shape)
             normal, mean, variance = _normalise(
-                x, _position_weights(x, axis, mask, layer.path), axis, self.epsilon, exchange_name(), total_over_ranks
+                x,
+                _position_weights(x, axis, mask, layer.path),
+                axis,
+                self.epsilon,
+                exchange_name(name),
+                total_over_ranks,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
                 kept = tf.cast(average, x.dtype) * self.momentum

@@ -1,15 +1,18 @@
-"""Sums of rows whose bits do not depend on the order in which a device adds."""
+"""Sums of rows whose bits do not depend on the order in which a device adds, and names that are equal on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.distributed.sums import add_up_rows, add_up_rows_in_order
+from horovod_train.distributed.sums import add_up_rows, add_up_rows_in_order, exchange_name
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.errors import UserError
 
 AddUp = Callable[[tf.IndexedSlices], tf.IndexedSlices]
 
@@ -73,3 +76,36 @@ def test_rows_in_order_are_a_segment_sum_of_the_cpu_to_the_bit(ranks: int) -> No
     ours, plain = add_up_rows_in_order(rows), add_up_rows(rows)
     assert ours.indices.numpy().tolist() == plain.indices.numpy().tolist()
     assert ours.values.numpy().tobytes() == plain.values.numpy().tobytes()
+
+
+def test_exchanges_of_one_name_in_a_graph_are_numbered() -> None:
+    names: list[str] = []
+
+    def trace() -> None:
+        names.append(exchange_name("a"))
+        with tf.name_scope("deeper"):
+            names.append(exchange_name("a"))
+        names.append(exchange_name("b"))
+
+    for _ in range(2):
+        tf.function(trace, autograph=False).get_concrete_function()
+    assert names == ["a", "a.2", "b"] * 2
+    assert [exchange_name("a"), exchange_name("a")] == ["a", "a"]  # one after the other
+
+
+def test_an_exchange_is_refused_in_whatever_xla_compiles() -> None:
+    def trace() -> None:
+        tf.cond(tf.constant(True), lambda: exchange_name("a"), lambda: "")
+
+    with pytest.raises(UserError, match=r"XLA cannot compile the exchange between ranks: give compile\(..., jit_comp"):
+        tf.function(trace, autograph=False, jit_compile=True).get_concrete_function()
+    tf.function(lambda: exchange_name("a") and None, autograph=False).get_concrete_function()
+
+
+def test_a_batch_norm_that_knows_no_renorm_can_be_synchronised() -> None:
+    """Keras 3.12, the last for Python 3.10, has none."""
+    layer = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((2,)), layer])
+    del layer.renorm
+    synchronise_batch_norm(model)
+    assert type(layer) is not keras.layers.BatchNormalization
