@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from horovod_train.distributed.agreement import digest
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.stages import variable_beside
-from horovod_train.synchronization import EveryStep
+from horovod_train.synchronization import EveryStep, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
 """Of the moving average of the training loss, as in system S6."""
@@ -50,13 +51,7 @@ class TrainState:
         )
         self.loss_average = tf.Variable(0.0, trainable=False, name="loss_average")
         """float32: moving average of this rank's part of the mean loss times the number of ranks; see `note_loss`."""
-        # Unlike model.weights, model.variables has the seeds of dropout: they are not to be equal on all ranks.
-        weights = {id(weight) for weight in model.weights}
-        self.seeds = [
-            as_tf_variable(variable)
-            for variable in model.variables
-            if id(variable) not in weights and "seed" in variable.path
-        ]
+        self.seeds = find_seeds(model)
 
     def variables(self) -> dict[str, tf.Variable]:
         """Every variable that ranks must agree on and a checkpoint must hold, by a name that is unique and stable."""
@@ -67,7 +62,7 @@ class TrainState:
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
-        others = dict(_unique((name, as_tf_variable(variable)) for name, variable in named))
+        others = dict(by_unique_name((name, as_tf_variable(variable)) for name, variable in named))
         return weights_by_name(self.model.weights, "model") | others
 
     @property
@@ -162,7 +157,7 @@ class MovingAverages:
         kept = [] if decay is None else model.trainable_variables
         self._weights = [as_tf_variable(weight) for weight in kept]
         named = ((weight.path, variable_beside(weight, as_tf_variable(weight))) for weight in kept)
-        self.variables: dict[str, tf.Variable] = dict(_unique(iter(named)))
+        self.variables: dict[str, tf.Variable] = dict(by_unique_name(named))
 
     def update(self, step: tf.Tensor) -> None:
         """In the compiled step, after an update. step: int64 scalar, updates so far."""
@@ -187,18 +182,26 @@ class MovingAverages:
                 weight.assign(value)
 
 
+def find_seeds(model: keras.Model) -> list[tf.Variable]:
+    """The states of its random generators, such as dropout's, in the model's order: each rank is to have its own."""
+    weights = {id(weight) for weight in model.weights}
+    seeds = [variable for variable in model.variables if id(variable) not in weights]
+    states = {
+        id(part.state)
+        for layer in layers_inside(model)
+        for part in keras.tree.flatten([*vars(layer).values()])
+        if isinstance(part, keras.random.SeedGenerator)
+    }
+    # A seed that was missed would draw equal masks on all ranks, silently.
+    assert {id(seed) for seed in seeds} <= states, "model.variables has more than weights and seeds"
+    assert seeds or not states, "model.variables does not have the seeds"
+    return [as_tf_variable(seed) for seed in seeds]
+
+
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
     """Weights as a checkpoint names them: `model/` and the path, or `ema/` for their moving averages."""
-    return dict(_unique((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
+    return dict(by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
 
 
 def _bytes(variable: tf.Variable) -> bytes:
     return np.ascontiguousarray(variable.numpy()).tobytes()
-
-
-def _unique(named: Iterator[tuple[str, tf.Variable]]) -> Iterator[tuple[str, tf.Variable]]:
-    """Paths can repeat, where a model holds two layers of one name."""
-    seen: dict[str, int] = {}
-    for name, variable in named:
-        seen[name] = seen.get(name, 0) + 1
-        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), variable

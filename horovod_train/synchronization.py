@@ -7,7 +7,8 @@ Does not compute gradients and does not apply them; see step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -86,7 +87,9 @@ class Stale(EveryStep):
         ]
         self.settled = _settled_step()
         paths = [variable.path for variable in model.trainable_variables]
-        self.variables = {f"pending/{path}": own for path, own in zip(paths, self.pending, strict=True)}
+        self.variables = dict(
+            by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
+        )
         self.variables["settled_step"] = self.settled
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
@@ -189,3 +192,11 @@ def build_synchronization(
 def _settled_step() -> tf.Variable:
     """The step after which ranks last were made equal."""
     return tf.Variable(-1, dtype=tf.int64, trainable=False, name="settled_step")
+
+
+def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> Iterator[tuple[str, tf.Variable]]:
+    """As a checkpoint names variables: paths can repeat, where a model holds two layers of one name."""
+    seen: Counter[str] = Counter()
+    for name, variable in named:
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), variable
