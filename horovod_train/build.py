@@ -13,7 +13,7 @@ from horovod_train.best import Best, EarlyStopping
 from horovod_train.config import Config, Watched
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
 from horovod_train.data.records import Records, open_records
-from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.group import WorkerGroup, check_sendable
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
@@ -122,6 +122,7 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     """The model as it trains: on the devices of this rank, in stages where there are several."""
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
+    check_sendable(model.weights)
     if config.train.sync_batch_norm:
         synchronise_batch_norm(model, deterministic=config.deterministic)
     model = cut_into_stages(model, config.device.cut_before, devices)

@@ -83,7 +83,7 @@ class WorkerGroup:
     def broadcast(self, variables: Sequence[Any]) -> None:
         """Collective: gives every rank root's values. variables: tf or Keras variables, the same on every rank."""
         with self.heartbeat.phase("exchange"):
-            hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
+            broadcast_variables(variables, root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
         """Collective: root's value, on every rank. Small ones, of the kinds that serialize.dump takes."""
@@ -105,6 +105,14 @@ class WorkerGroup:
             splits = [len(rows), *[0] * (self.size - 1)]
             found, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
         return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+
+    def share(self, *arrays: Any) -> tuple[Any, ...]:
+        """This rank's rows of each array: every size-th, as many on each rank, so that ranks take the same steps.
+
+        Where the number of rows is not a multiple of the ranks, the last ones (fewer than ranks) go to no rank.
+        """
+        shares = (array[self.rank : len(array) // self.size * self.size : self.size] for array in arrays)
+        return tuple(shares)
 
     def barrier(self) -> None:
         """Collective: returns when every rank has come here."""
@@ -146,14 +154,15 @@ class WorkerGroup:
 
 
 def start(
-    horovod: HorovodConfig,
-    devices: DeviceConfig,
+    horovod: HorovodConfig | None = None,
+    devices: DeviceConfig | None = None,
     *,
     deterministic: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> WorkerGroup:
     """Collective: brings Horovod up, pins this process to its device and learns who the others are.
 
+    horovod, devices: default: as a config that says nothing of them.
     environment: what Horovod and TensorFlow are to find where the user's says nothing, such as stall limits.
 
     Raises UserError where the processes would not find each other, or ranks of one host would share a GPU.
@@ -161,7 +170,7 @@ def start(
     started_by = launch.detect()
     started_by.check()
     settings = defaults.choose(
-        horovod,
+        horovod or HorovodConfig(),
         os.environ,
         launcher=started_by.launcher,
         uses_mpi=started_by.uses_mpi,
@@ -174,7 +183,7 @@ def start(
     with come_up.meeting(started_by):
         cores = come_up.initialise(started_by)
         come_up.check_place(started_by)
-        mine = device.pin(devices, hvd.local_rank(), hvd.local_size(), len(cores))
+        mine = device.pin(devices or DeviceConfig(), hvd.local_rank(), hvd.local_size(), len(cores))
         if deterministic:
             tf.config.experimental.enable_op_determinism()
         facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
@@ -202,6 +211,23 @@ def as_tf_variable(variable: Any) -> tf.Variable:
     taken outside any autocast scope, where it is the variable.
     """
     return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+    """Collective: gives every rank the values of one. Raises UserError for a variable that Horovod cannot send."""
+    check_sendable(variables)
+    hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=root_rank)
+
+
+def check_sendable(variables: Sequence[Any]) -> None:
+    """Raises UserError for a variable whose numbers Horovod cannot send, nor add up: bfloat16 and narrower."""
+    for variable in variables:
+        own = as_tf_variable(variable)
+        if own.dtype.is_floating and own.dtype not in (tf.float16, tf.float32, tf.float64):
+            raise UserError(
+                f"variable {getattr(variable, 'path', own.name)} is {own.dtype.name}, which Horovod cannot exchange. "
+                "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
+            )
 
 
 def is_connection_loss(error: BaseException) -> bool:

@@ -94,7 +94,15 @@ def test_collectives_say_so() -> None:
     for method in (node for node in group.body if isinstance(node, ast.FunctionDef)):
         meets = any(
             word in ast.unparse(method)
-            for word in ("hvd.", "objects.", "self.sum(", "self.sum_in_step(", "sum_over_ranks(", "self.gather(")
+            for word in (
+                "hvd.",
+                "objects.",
+                "self.sum(",
+                "self.sum_in_step(",
+                "sum_over_ranks(",
+                "self.gather(",
+                "broadcast_variables(",
+            )
         )
         says = (ast.get_docstring(method) or "").startswith("Collective:")
         assert meets == says, method.name
