@@ -161,6 +161,59 @@ def test_different_initial_weights_are_mended_by_the_broadcast_alone(
 
 
 @pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
+def test_a_model_compiled_for_xla_trains_without_it(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    """Keras compiles for XLA by itself where there is a GPU; the weights are those of jit_compile=False."""
+    for facts in rank_facts("optimizers", launcher, np):
+        assert facts["xla_with_broadcast"] == facts["ours"]["sgd"]
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), *IN_MODEL_FIT])
+@pytest.mark.parametrize("name", ["xla_without_broadcast", "xla_with_synchronised_batch_norm"])
+def test_an_exchange_inside_xla_is_refused_in_one_line(
+    rank_facts: RankFacts, launcher: str, np: int, name: str
+) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False)" in facts[name]
+
+
+@pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
+def test_ranks_with_different_numbers_of_batches_all_end_with_the_numbers(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    others = "rank 1" if np == 2 else "ranks " + ", ".join(map(str, range(1, np)))
+    for facts in rank_facts("optimizers", launcher, np):
+        assert f"received rank 0: epoch 1 of 3 batches; {others}: epoch 1 of 4 batches." in facts["uneven"]
+
+
+@pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
+def test_ranks_of_which_one_stops_early_all_end_with_its_number(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert "received rank 0: stops after epoch 1; rank" in facts["stopped_alone"]
+        assert "epoch 2 of 4 batches." in facts["stopped_alone"]
+
+
+@pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
+def test_data_of_unknown_length_is_refused_until_its_steps_are_given(
+    rank_facts: RankFacts, launcher: str, np: int
+) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert "received data of unknown length. Give fit(steps_per_epoch=...)" in facts["unknown_length"]
+        assert facts["known_length"] == "accepted"
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), *IN_MODEL_FIT])
+def test_every_rank_gets_as_many_rows(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for rank, facts in enumerate(rank_facts("optimizers", launcher, np)):
+        assert facts["shared"] == [list(range(rank, 4 * np, np)), [rank]]
+
+
+@pytest.mark.parametrize(("launcher", "np"), [("none", 1), *IN_MODEL_FIT])
+def test_variables_that_horovod_cannot_send_are_refused(rank_facts: RankFacts, launcher: str, np: int) -> None:
+    for facts in rank_facts("optimizers", launcher, np):
+        assert "kernel is bfloat16, which Horovod cannot exchange. Keep variables in float32" in facts["bfloat16"]
+
+
+@pytest.mark.parametrize(("launcher", "np"), IN_MODEL_FIT)
 def test_logged_metrics_are_means_over_ranks(rank_facts: RankFacts, launcher: str, np: int) -> None:
     assert {facts["averaged_log"] for facts in rank_facts("optimizers", launcher, np)} == {(np - 1) / 2}
 

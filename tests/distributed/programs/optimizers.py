@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,17 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import AverageMetrics, BroadcastVariables, DistributedOptimizer
-from horovod_train.distributed.group import start
+from horovod_train.distributed import (
+    AverageMetrics,
+    BroadcastVariables,
+    DistributedOptimizer,
+    start,
+    synchronise_batch_norm,
+)
 from horovod_train.errors import UserError
 from horovod_train.lars import LARS
 
-group = start(HorovodConfig(), DeviceConfig())
+group = start()
 rank, size = group.rank, group.size
 
 
@@ -45,12 +49,39 @@ def sha(model: keras.Model) -> str:
     return hashlib.sha256(weights(model).tobytes()).hexdigest()
 
 
-def fit(optimizer: Any, *, seed: int = 0, callbacks: Any = (), model: keras.Model | None = None) -> keras.Model:
+def fit(
+    optimizer: Any,
+    *,
+    seed: int = 0,
+    callbacks: Any = (),
+    model: keras.Model | None = None,
+    rows: int = 32,
+    compiled: Mapping[str, Any] | None = None,
+) -> keras.Model:
     model = model or build_model(seed)
-    model.compile(optimizer, "mse")
-    x, y = data(rank)
+    model.compile(optimizer, "mse", **(compiled or {}))
+    x, y = (values[:rows] for values in data(rank))
     model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
     return model
+
+
+def error_of(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except UserError as error:
+        return str(error)
+    return "accepted"
+
+
+def sgd() -> keras.optimizers.Optimizer:
+    return DistributedOptimizer(keras.optimizers.SGD(0.01))
+
+
+class StopOneRank(keras.callbacks.Callback):
+    """As EarlyStopping on what one rank has seen."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = rank == 0
 
 
 def fit_alone(build: Callable[[], keras.optimizers.Optimizer]) -> keras.Model:
@@ -97,6 +128,30 @@ facts["without_broadcast"] = sha(fit(**different_start))
 different_start["optimizer"] = DistributedOptimizer(keras.optimizers.Adam(0.01))
 facts["with_broadcast"] = sha(fit(**different_start, callbacks=[BroadcastVariables()]))
 
+# XLA: what Keras chooses where there is a GPU.
+with_xla = {"compiled": {"jit_compile": True}}
+facts["xla_with_broadcast"] = sha(fit(sgd(), callbacks=[BroadcastVariables()], **with_xla))
+facts["xla_without_broadcast"] = error_of(lambda: fit(sgd(), **with_xla))
+normed = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+synchronise_batch_norm(normed)
+facts["xla_with_synchronised_batch_norm"] = error_of(lambda: fit("sgd", model=normed, **with_xla))
+
+# Ranks that would not take the same steps; all of them learn of it, so that they can go on here.
+in_step = [BroadcastVariables()]
+facts["uneven"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=32 - 8 * (rank == 0)))
+facts["stopped_alone"] = error_of(lambda: fit(sgd(), callbacks=[*in_step, StopOneRank()]))
+stream = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8).filter(lambda *_: True)
+endless = build_model(0)
+endless.compile(sgd(), "mse")
+facts["unknown_length"] = error_of(lambda: endless.fit(stream, verbose=0, callbacks=in_step))
+facts["known_length"] = error_of(lambda: endless.fit(stream.repeat(), steps_per_epoch=3, verbose=0, callbacks=in_step))
+facts["bfloat16"] = error_of(
+    lambda: fit(
+        sgd(), model=keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, dtype="bfloat16")]), callbacks=in_step
+    )
+)
+facts["shared"] = group.share(np.arange(5 * size - 1), [*range(size)])
+
 logs: dict[str, float] = {"loss": float(rank)}
 AverageMetrics().on_epoch_end(0, logs)
 facts["averaged_log"] = logs["loss"]
@@ -125,16 +180,12 @@ scaled.apply([tf.constant([0.0, 0.0])], [weight])
 facts["recovered_scale"] = float(scaled.dynamic_scale)
 
 for name, attempt in {
-    "wrapped_twice": lambda: DistributedOptimizer(DistributedOptimizer(keras.optimizers.SGD())),
+    "wrapped_twice": lambda: DistributedOptimizer(sgd()),
     "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
     "predivided_sum": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="sum", predivide=2.0),
     "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
 }.items():
-    try:
-        attempt()
-        facts[name] = "accepted"
-    except UserError as error:
-        facts[name] = str(error)
+    facts[name] = error_of(attempt)
 
 saved = fit(DistributedOptimizer(keras.optimizers.Adam(0.01)))
 facts["saved_model"] = str(Path(sys.argv[1]) / f"model-{rank}.keras")
