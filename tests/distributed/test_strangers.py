@@ -49,6 +49,12 @@ def answers(port: int) -> bool:
     return False
 
 
+def rows_of(run_dir: Path) -> int:
+    """How many lines of metrics a run has written."""
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
 @pytest.mark.long
 def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path) -> None:
     """Started as by plain srun: both servers of ours are up, one until the ranks have met, one from then on."""
@@ -79,13 +85,13 @@ def test_a_besieged_run_trains_as_if_it_were_alone(digits: Path, tmp_path: Path)
         rendezvous.send(MESSAGES)
         other = start(1)
 
-        log = run_dir / "logs" / "rank-0.log"
-        listens = re.compile(r" watch listens at ([\d.]+):(\d+)")
-        wait_until(lambda: log.exists() and bool(listens.search(log.read_text())), root)
-        host, port = listens.search(log.read_text()).groups()  # type: ignore[union-attr]
-        watch = stack.enter_context(Siege(host, int(port), IDLE))
+        wait_until(lambda: rows_of(run_dir) > 0, root)
+        listens = re.search(r" watch listens at ([\d.]+):(\d+)", (run_dir / "logs" / "rank-0.log").read_text())
+        assert listens is not None
+        watch = stack.enter_context(Siege(listens[1], int(listens[2]), IDLE))
         watch.send(MESSAGES)
-        assert root.poll() is other.poll() is None
+        before = rows_of(run_dir)
+        wait_until(lambda: rows_of(run_dir) > before, root)
         (run_dir / "STOP").touch()
         said = [process.communicate(timeout=120)[1] for process in (root, other)]
         assert [root.returncode, other.returncode] == [75, 75], said
