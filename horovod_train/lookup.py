@@ -8,12 +8,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from horovod_train.config import Spec
 from horovod_train.errors import UserError
+
+_LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def load_function(name: str, where: str) -> Any:
@@ -89,7 +95,22 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> 
         return function(**given, **spec.options)
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())
-        raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}") from error
+        raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
+
+
+def raised_at(error: BaseException) -> str:
+    """` (at FILE:LINE)`: the innermost line of the user's code that an error passed; empty where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not _is_library(Path(frame.filename)):
+            return f" (at {frame.filename}:{frame.lineno})"
+    return ""
+
+
+def _is_library(file: Path) -> bool:
+    for name in ("site-packages", "dist-packages"):
+        if name in file.parts:
+            return file.parts[file.parts.index(name) + 1] in _LIBRARIES
+    return not file.is_file() or file.is_relative_to(_STDLIB) or file.is_relative_to(Path(__file__).parent)
 
 
 def fold(name: str) -> str:

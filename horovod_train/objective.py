@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
+from horovod_train.lookup import raised_at
 from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 
@@ -32,8 +33,8 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
         tf.function(forward, autograph=False).get_concrete_function(batch)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason[-400:]}") from error
+        reason = " ".join(str(error).split())[-400:] + raised_at(error)
+        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
 
 
 class Passed(NamedTuple):

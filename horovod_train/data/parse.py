@@ -16,7 +16,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.reader import Data, as_list
 from horovod_train.data.template import NotPlain, Template, is_plain
 from horovod_train.errors import UserError
-from horovod_train.lookup import load_function
+from horovod_train.lookup import load_function, raised_at
 
 Arrays = dict[str, np.ndarray]
 
@@ -108,7 +108,8 @@ class OwnParser:
         try:
             self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
         except (TypeError, ValueError) as error:
-            raise UserError(f"data.parse: {name} cannot be traced: {' '.join(str(error).split())}") from error
+            text = " ".join(str(error).split())
+            raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
         outputs = self._function.structured_outputs
         if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import user_models  # noqa: F401  found by its name below
@@ -62,3 +63,19 @@ def test_a_wrong_choice_is_one_line_with_what_would_be_right(name: str) -> None:
     assert expected in str(found.value)
     assert "\n" not in str(found.value)
     assert found.value.exit_code == 2
+
+
+def test_what_a_users_function_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line on the screen is all that a user sees of it."""
+    (tmp_path / "models_of_mine.py").write_text(
+        "import keras\n\n\ndef build(width=8):\n    return keras.layers.Dense(width='wide')\n\n\n"
+        "def adds():\n    return 1 + 'one'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for function, line in {"build": 5, "adds": 9}.items():
+        with pytest.raises(UserError) as raised:
+            build_model(Spec(f"models_of_mine:{function}"))
+        assert str(raised.value).endswith(f" (at {tmp_path / 'models_of_mine.py'}:{line})")
+    with pytest.raises(UserError) as raised:
+        optimizer("sgd", momentum=2.0)
+    assert "(at " not in str(raised.value)
