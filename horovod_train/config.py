@@ -16,9 +16,9 @@ Seconds = NewType("Seconds", float)
 """A length of time: in YAML a number of seconds, or a string as schedulers write it, [D-]HH:MM:SS."""
 
 
-def setting(default: Any, doc: str, *, minimum: float | None = None) -> Any:
-    """A dataclass field with the line that documents it and, for numbers, the least value allowed."""
-    metadata = {"doc": doc, "minimum": minimum}
+def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A dataclass field with the line that documents it and, for numbers, the least and greatest value allowed."""
+    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -143,7 +143,9 @@ class HorovodConfig:
     predivide: float = setting(1.0, "divides gradients by this before, the rest after they are added up", minimum=1e-9)
     sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
     cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
-    fusion_threshold_mb: float | None = setting(None, "most bytes exchanged at once; default: Horovod's", minimum=0)
+    fusion_threshold_mb: float | None = setting(
+        None, "most bytes exchanged at once; default: Horovod's", minimum=0, maximum=1e6
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class DeviceConfig:
 @dataclass(frozen=True)
 class Config:
     output_dir: str | None = setting(None, "the run directory")
-    seed: int = setting(1, "of initial weights, dropout and data order", minimum=0)
+    seed: int = setting(1, "of initial weights, dropout and data order", minimum=0, maximum=2**32 - 1)
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting("float32", "Keras dtype policy")
     jit_compile: bool = setting(False, "compile forward and backward pass by XLA; the exchange stays outside")
     deterministic: bool = setting(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 import types
 import typing
@@ -20,6 +21,7 @@ import yaml
 from horovod_train.config import Config, Seconds, Spec
 from horovod_train.config_rules import broken_rules
 from horovod_train.errors import UserError
+from horovod_train.yaml_nodes import compose, plain_value
 
 Origins = dict[str, str]
 """Where each value came from: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
@@ -73,6 +75,13 @@ def dump(config: Config, origins: Origins | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def remote_problem(text: str) -> str | None:
+    """What is wrong with a path if it is not one of a local file system; None if it may be one."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        return f"expected a local path; received {text}. Remote ones are not read: mount it, or copy it."
+    return None
+
+
 def parse_seconds(text: str, where: str) -> float:
     """Seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
     try:
@@ -91,52 +100,32 @@ def _read_yaml(name: str) -> _Located:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"--config {name}: cannot be read: {reason}.") from error
-    return _located(_compose(text, name), name)
-
-
-def _compose(text: str, name: str) -> yaml.Node | None:
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(f"{name}:{line}: not valid YAML: {error.problem}.") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
+    return _located(compose(text, name), name)
 
 
 def _located(node: yaml.Node | None, name: str) -> _Located:
     if node is None:
         return _Located()
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{name}: expected `section: …` mappings, got {_value(node)!r}.")
+        raise UserError(f"{name}: expected `section: …` mappings, got {plain_value(node)!r}.")
     tree = _Located()
     for key_node, value_node in node.value:
         where, key = f"{name}:{key_node.start_mark.line + 1}", str(key_node.value)
         if key in tree:
             raise UserError(f"{where}: {key} is given twice; it was set at {tree[key][1]} already.")
         is_section = isinstance(value_node, yaml.MappingNode)
-        tree[key] = (_located(value_node, name) if is_section else _value(value_node), where)
+        tree[key] = (_located(value_node, name) if is_section else plain_value(value_node), where)
     return tree
-
-
-def _value(node: yaml.Node) -> Any:
-    loader = yaml.SafeLoader("")
-    try:
-        return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {error.problem}.") from error
-    finally:
-        loader.dispose()
 
 
 def _parse_override(text: str) -> _Located:
     key, equals, value = text.partition("=")
-    if not equals or not all(part.isidentifier() for part in key.split(".")):
+    if not equals or not all(re.fullmatch(r"[^\s.=]+", part) for part in key.split(".")):
         raise UserError(f"argument {text!r}: expected section.key=value.")
-    node = _compose(value, f"argument {text!r}")
+    node = compose(value, f"argument {text!r}")
     is_section = isinstance(node, yaml.MappingNode)
     where = "command line"
-    content: Any = _located(node, where) if is_section else (None if node is None else _value(node))
+    content: Any = _located(node, where) if is_section else (None if node is None else plain_value(node))
     for part in reversed(key.split(".")):
         content = _Located({part: (content, where)})
     return typing.cast(_Located, content)
@@ -168,6 +157,8 @@ def _forget(origins: Origins, path: str) -> None:
         del origins[stale]
 
 
+_LARGEST_INT = 2**53
+"""Beyond this not every reader of JSON gets the same number."""
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
@@ -207,6 +198,9 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
         minimum = field.metadata.get("minimum")
         if minimum is not None and converted is not None and converted < minimum:
             _fail(path, origins, f"must be at least {minimum}; received {converted}.")
+        maximum = field.metadata.get("maximum")
+        if maximum is not None and converted is not None and converted > maximum:
+            _fail(path, origins, f"must be at most {maximum:.10g}; received {converted}.")
     required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
     for key in required:
         if key not in arguments:
@@ -242,8 +236,15 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
             return _seconds(value)
         except ValueError as error:
             _fail(path, origins, str(error))
-    if hint is float and _is_number(value):
-        return float(value)
+    if hint is float:
+        if _is_number(value):
+            return float(value)
+        _fail(path, origins, f"expected a number; received {value!r}.")
+    # Every string, since most are paths, and none is an address.
+    if hint is str and isinstance(value, str) and (problem := remote_problem(value)):
+        _fail(path, origins, problem)
+    if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
+        _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
@@ -259,10 +260,10 @@ def _seconds(value: Any) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """Also strings like "1e-3", which YAML 1.1 does not take for a number."""
+    """Whether it is finite; also strings like "1e-3", which YAML 1.1 does not take for a number."""
     try:
-        return not isinstance(value, bool) and float(value) == float(value)
-    except (TypeError, ValueError):
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

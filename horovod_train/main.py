@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from horovod_train import __version__, quiet
+from horovod_train.arguments import Parser
 from horovod_train.config import Config
 from horovod_train.config_yaml import dump, load
 from horovod_train.distributed import launch
@@ -67,12 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command(name: str, words: Sequence[str]) -> int:
     module_name, line = COMMANDS[name]
     module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(prog=f"horovod_train.main {name}", description=line)
+    parser = Parser(prog=f"horovod_train.main {name}", description=line)
     module.add_arguments(parser)
-    try:
-        arguments = parser.parse_intermixed_args(words)
-    except TypeError:  # a command of several kinds, each with arguments of its own
-        arguments = parser.parse_args(words)
+    with _root_speaks_first():
+        try:
+            arguments = parser.parse_intermixed_args(words)
+        except TypeError:  # a command of several kinds, each with arguments of its own
+            arguments = parser.parse_args(words)
     if name in WITH_KERAS:
         _choose_backend()
     with _root_speaks_first():
@@ -80,9 +82,9 @@ def _run_command(name: str, words: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
-    arguments = _parser().parse_args(words)
     place = launch.detect()
     with _root_speaks_first():
+        arguments = _parser().parse_args(words)
         if not arguments.print_config:
             place.check()
         config = _load(arguments)
@@ -109,7 +111,7 @@ def _choose_backend() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     commands = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="horovod_train.main",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains a Keras model with one process per device.",

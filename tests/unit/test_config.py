@@ -156,3 +156,62 @@ def test_as_dict_holds_plain_values_only(least: str) -> None:
 
     config, _ = load([least])
     assert json.loads(json.dumps(as_dict(config))) == as_dict(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("released: 2024-01-01", "4: expected what JSON can hold; 2024-01-01 is a date"),
+        ("key: !!binary aGk=", "4: expected what JSON can hold; aGk= is binary data"),
+        ("names: !!set {a, b}", "4: expected what JSON can hold; set"),
+        ("rate: .nan", r"4: expected a finite number; received \.nan"),
+        ("rates:\n  - 1.0\n  - -.inf", r"6: expected a finite number; received -\.inf"),
+        ("weights: [{0: 1.0, 10: 2.0}]", "4: expected a string as key"),
+        ("a: &a [*a]", "4: expected values; received one that contains itself"),
+    ],
+)
+def test_what_a_checkpoint_cannot_hold_is_refused_where_it_stands(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "c.yaml"
+    body = "\n".join(f"    {line}" for line in text.splitlines())
+    path.write_text(f"model:\n  name: mlp\n  options:\n{body}\n{LEAST}")
+    with pytest.raises(UserError, match=rf"^{path}:{said}"):
+        load([str(path)])
+
+
+def test_shared_values_are_no_values_that_contain_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    options = "{a: &a [1], b: *a, c: &c {d: 1}, e: *c, f: [{<<: *c}]}"
+    path.write_text(f"{LEAST}model: {{name: mlp, options: {options}}}\n")
+    assert load([str(path)])[0].model.options == {"a": [1], "b": [1], "c": {"d": 1}, "e": {"d": 1}, "f": [{"d": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("lr_schedule.base_lr=.nan", "finite number; received .nan"),
+        ("lr_schedule.base_lr=.inf", "finite number; received .inf"),
+        ("lr_schedule.base_lr=inf", "expected a number; received 'inf'"),
+        ("lr_schedule.base_lr=1.0e+999", "finite number; received 1.0e+999"),
+        ("horovod.fusion_threshold_mb=.inf", "finite number; received .inf"),
+        ("horovod.fusion_threshold_mb=1e30", "must be at most 1000000; received 1e+30"),
+        ("seed=4294967296", "must be at most 4294967295; received 4294967296"),
+        ("train.epochs=100000000000000000000", "must be at most 9007199254740992"),
+    ],
+)
+def test_numbers_that_no_run_can_take_are_refused(least: str, override: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        load([least], [override])
+    assert said in str(raised.value)
+    assert override.partition("=")[0] in str(raised.value)
+
+
+def test_the_largest_seed_is_taken(least: str) -> None:
+    assert load([least], ["seed=4294967295"])[0].seed == 2**32 - 1
+
+
+def test_features_with_slashes_in_their_names_can_be_set_on_the_command_line(least: str) -> None:
+    config, _ = load([least], ["data.features.image/encoded.resize=crop", "data.features.image/class-label.classes=3"])
+    assert config.data.features == {"image/encoded": {"resize": "crop"}, "image/class-label": {"classes": 3}}
+    for wrong in ("data..train=x", "=x", "data.train", ".data=x", "data train=x"):
+        with pytest.raises(UserError, match=r"expected section\.key=value"):
+            load([least], [wrong])
