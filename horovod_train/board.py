@@ -6,12 +6,13 @@ A disk that is full or gone costs charts, not the run: it is said once, and trai
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from horovod_train.removal import rename
 
 BUCKETS = 30
 """As tf.summary.histogram has them, whose many small operations take ten times as long."""
@@ -64,7 +65,7 @@ class Board:
             self._profiled.__enter__()
 
     def stop_profile(self, step: int) -> None:
-        """Writes what was seen to `plugins/profile/step-N`."""
+        """Writes what was seen to `plugins/profile/step-N`, or `step-N-2`, … where that is taken."""
         if self._profiled is None:
             return
         self._profiled.__exit__(None, None, None)
@@ -74,9 +75,11 @@ class Board:
             before = set(folder.glob("*"))
             self._tf.profiler.experimental.stop()
             for made in set(folder.glob("*")) - before:
-                place = folder / f"step-{step:09d}"
-                shutil.rmtree(place, ignore_errors=True)  # of a course that the run left
-                made.replace(place)
+                place, number = folder / f"step-{step:09d}", 1
+                while place.exists():  # of a course that the run left
+                    number += 1
+                    place = folder / f"step-{step:09d}-{number}"
+                rename(made, place)
 
     def close(self) -> None:
         if self._profiled is not None:  # the run left before that step

@@ -7,10 +7,10 @@ ranks get everything by broadcast. What a checkpoint is made of: checkpoint_file
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +123,8 @@ class CheckpointStore(NoStore):
                 write(partial, arrays, facts)
                 self.checkpoints.put_in_place(partial, facts.step)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                with suppress(OSError):
+                    self.checkpoints.remove_partial(partial)
                 raise
         except (OSError, tf.errors.OpError) as error:
             where = self.checkpoints.folder
@@ -150,7 +151,7 @@ class CheckpointStore(NoStore):
     def _newest_after(self, path: str) -> Checkpoint | None:
         """The newest whole one if it is of a run that began at `path`."""
         found, _ = self.checkpoints.newest_whole()
-        return found if found and found.facts.config["checkpoint"]["resume"] == path else None
+        return found if found and found.facts.setting("checkpoint.resume") == path else None
 
     def _newest_whole(self) -> Checkpoint | None:
         found, damaged = self.checkpoints.newest_whole()

@@ -19,6 +19,8 @@ import tensorflow as tf
 
 from horovod_train import checkpoint_manifest
 from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, Damaged, reason, sha256
+from horovod_train.config import Config
+from horovod_train.config_yaml import as_dict
 from horovod_train.errors import UserError
 
 PREFIX = "state"
@@ -47,6 +49,15 @@ class Facts:
     best: Best | None = None
     data: str = ""
     """Fingerprint of the order of the training records; equal where `records` means the same records."""
+
+    def setting(self, path: str) -> Any:
+        """A setting of the run that wrote it, by its `section.key`; today's default where that version had none."""
+        found: Any = self.config
+        default: Any = as_dict(Config())
+        for key in path.split("."):
+            default = default[key]
+            found = found[key] if isinstance(found, Mapping) and key in found else default
+        return found
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,8 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
     }
-    (folder / MANIFEST).write_bytes(checkpoint_manifest.pack(content))
+    with (folder / MANIFEST).open("xb") as manifest:
+        manifest.write(checkpoint_manifest.pack(content))
     sync(folder / MANIFEST)
     sync(folder)
 

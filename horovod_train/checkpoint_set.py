@@ -8,16 +8,24 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from horovod_train.checkpoint_files import Checkpoint, sync, verify
+from horovod_train.checkpoint_files import PREFIX, Checkpoint, sync, verify
 from horovod_train.checkpoint_manifest import MANIFEST, Damaged, reason
 from horovod_train.errors import UserError
+from horovod_train.removal import Made, check, remove, rename, replace
 
 BEST = "best"
 """A symbolic link beside the checkpoints to the best of them. For people: the record is in every manifest."""
+
+_INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
+_CHECKPOINT = Made("a checkpoint", r"step-\d{9,}", "folder", _INSIDE)
+_HIDDEN = Made("a checkpoint", r"\.step-\d{9,}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
+_LINK = Made(
+    "a link to a checkpoint", rf"\.?{BEST}", "link", is_ours=lambda path: _step_of(os.readlink(path)) is not None
+)
 
 
 class CheckpointSet:
@@ -51,17 +59,22 @@ class CheckpointSet:
         if not self._is_ours():
             raise OSError(None, "another run has taken the directory")
         place, replaced = self.place(step), self._hidden(step, ".replaced")
-        if place.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            place.rename(replaced)  # clear_leftovers puts it back, should this process die here.
+        if check(place, _CHECKPOINT):
+            remove(replaced, _HIDDEN)
+            rename(place, replaced)  # clear_leftovers puts it back, should this process die here.
         try:
-            partial.rename(place)
+            rename(partial, place)
         except OSError:
             if replaced.exists():
-                replaced.rename(place)
+                rename(replaced, place)
             raise
         sync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):  # clear_leftovers tries again
+            remove(replaced, _HIDDEN)
+
+    def remove_partial(self, partial: Path) -> None:
+        """Removes what a save that failed has written."""
+        remove(partial, _HIDDEN)
 
     def mark_best(self, step: int) -> int:
         """Points the link at the best checkpoint; returns its step.
@@ -72,27 +85,43 @@ class CheckpointSet:
         try:
             if self.place(step).exists():
                 draft = link.with_name(f".{BEST}")
-                draft.unlink(missing_ok=True)
+                remove(draft, _LINK)
                 draft.symlink_to(_name(step))
-                draft.replace(link)
+                replace(draft, link, _LINK)
             linked = _step_of(os.readlink(link))
         except OSError:  # No link as yet, or a file system that has none: only people miss it.
             linked = None
         return step if linked is None else linked
 
     def remove(self, steps: Iterable[int]) -> None:
+        """Removes all that it can of these checkpoints. Raises OSError for the first that it cannot."""
+        failures: list[OSError] = []
         for step in steps:
-            if self._is_ours():
-                removed = self._hidden(step, ".removed")
-                self.place(step).rename(removed)  # At once: half a checkpoint would look like a damaged one.
-                shutil.rmtree(removed)
+            try:
+                if self._is_ours() and check(self.place(step), _CHECKPOINT):
+                    self._forget_best(step)
+                    removed = self._hidden(step, ".removed")
+                    rename(self.place(step), removed)  # One rename: half a checkpoint would look like a damaged one.
+                    remove(removed, _HIDDEN)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _forget_best(self, step: int) -> None:
+        """Removes the link where it points at this step, so that it never points at nothing."""
+        link = self.folder / BEST
+        with suppress(OSError):
+            if _step_of(os.readlink(link)) == step:
+                remove(link, _LINK)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Renames a checkpoint to `….why`, where nothing here looks at it again; returns its new name."""
         place, number = self.place(step), 1
         while (aside := place.with_name(f"{place.name}.{why}{'' if number == 1 else f'-{number}'}")).exists():
             number += 1
-        return place.rename(aside)
+        self._forget_best(step)
+        return rename(place, aside)
 
     def newest_whole(self) -> tuple[Checkpoint | None, dict[int, Damaged]]:
         """The newest checkpoint that is as it was written, and by step what is wrong with those after it."""
@@ -109,9 +138,9 @@ class CheckpointSet:
         for path in self.folder.glob(".step-*"):
             place = self.folder / path.name[1:].partition(".")[0]
             if path.suffix == ".replaced" and not place.exists():
-                path.rename(place)
+                rename(path, place)
             else:
-                shutil.rmtree(path)
+                remove(path, _HIDDEN)
 
     def _hidden(self, step: int, suffix: str) -> Path:
         return self.folder / f".{_name(step)}{suffix}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -19,8 +20,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from horovod_train.errors import UserError
+from horovod_train.removal import Made, NotOurs, remove, replace
 
 NAME = "lease.json"
+_LEASE = Made("a run's lease", re.escape(NAME), is_ours=lambda path: _is_lease(path.read_bytes()))
+_PROBE = Made("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 REFRESH_S = 5.0
 STALE_S = 30.0
 """A lease without a sign of life for this long is nobody's. Six missed signs; and ranks that wait for root to learn
@@ -80,7 +84,7 @@ class Lease(NoLease):
         with suppress(OSError), _opened(self._path) as descriptor, _alone(self._path, descriptor) as is_alone:
             holder = _read(descriptor)
             if is_alone and holder is not None and holder.token == self._holder.token:
-                self._path.unlink()
+                remove(self._path, _LEASE)
 
     def _keep_fresh(self) -> None:
         while self.lost is None and not self._released.wait(self._refresh_s):
@@ -123,7 +127,11 @@ def open_lease(
         try:
             _acquire(path, probe, mine, say, stale_s)
         finally:
-            probe.unlink(missing_ok=True)
+            remove(probe, _PROBE)
+    except NotOurs as error:
+        raise UserError(
+            f"output_dir: {path} {error.strerror}, and a run would replace it. Choose another: --output-dir."
+        ) from error
     except OSError as error:
         raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
     return Lease(path, mine, refresh_s)
@@ -166,9 +174,9 @@ def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) ->
     """Puts ours in the place of the stale lease that is open, unless that has changed or gone; whether it did."""
     with _alone(path, lease) as is_alone:
         if is_alone and os.fstat(lease).st_mtime_ns == sign_ns:
-            probe.unlink()
+            remove(probe, _PROBE)
             _create(probe, mine)
-            probe.replace(path)
+            replace(probe, path, _LEASE)
     with _opened(path) as now:
         holder = _read(now)
     return holder is not None and holder.token == mine.token
@@ -202,7 +210,7 @@ def _remove_old_probes(path: Path, stale_s: float) -> None:
     for probe in path.parent.glob(f".{path.name}.*"):
         with suppress(FileNotFoundError):
             if now - probe.stat().st_mtime > stale_s:
-                probe.unlink()
+                remove(probe, _PROBE)
 
 
 def _describe_me(job: str) -> Holder:
@@ -246,7 +254,7 @@ def _create(path: Path, holder: Holder) -> None:
     try:
         os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
     except OSError:
-        path.unlink()
+        remove(path, _LEASE if path.name == NAME else _PROBE)
         raise
     finally:
         os.close(descriptor)
@@ -264,8 +272,18 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _read(descriptor: int) -> Holder | None:
     """The holder named in a lease; None where it holds anything else, as in the instant after it was made."""
+    return _parse(os.pread(descriptor, 1 << 16, 0))
+
+
+def _parse(text: bytes) -> Holder | None:
     try:
-        content = json.loads(os.pread(descriptor, 1 << 16, 0))
+        content = json.loads(text)
         return Holder(**{field.name: content[field.name] for field in fields(Holder)})
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_lease(content: bytes) -> bool:
+    """Whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
+    head = b'{\n  "host": '
+    return content.startswith(head) or head.startswith(content) or _parse(content) is not None

@@ -18,17 +18,40 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from horovod_train.board import Board
 from horovod_train.errors import RunError, UserError
+from horovod_train.removal import Made, NotOurs, check
 from horovod_train.run_files import Lines, write_whole
 from horovod_train.stdio import to_stdout, unfailing
 
+_CONFIG_HEAD = "# Written by horovod_train: the config that this run trains with\n"
+
+
+def _begins(path: Path, head: str) -> bool:
+    with path.open("rb") as file:
+        found = file.read(len(head))
+    return head.encode().startswith(found)  # also the beginning, which a kill may leave
+
+
+_CONFIG = Made("a run's config", r"config\.yaml", is_ours=lambda path: _begins(path, _CONFIG_HEAD))
+_METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
+_SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: _begins(path, '{\n  "steps": '))
+
 
 def check_writable(directory: str) -> Path:
-    """The run directory, made if need be. Raises UserError where files cannot be written there."""
+    """The run directory, made if need be.
+
+    Raises UserError where files cannot be written there, or would take the place of files that no run has written.
+    """
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        for name, made in (("config.yaml", _CONFIG), ("metrics.jsonl", _METRICS), ("summary.json", _SUMMARY)):
+            check(path / name, made)
         with tempfile.TemporaryFile(dir=path):
             pass
+    except NotOurs as error:
+        raise UserError(
+            f"output_dir: {error.filename} {error.strerror}, and a run would replace it. Choose another: --output-dir."
+        ) from error
     except OSError as error:
         reason = f"{error.strerror}: {error.filename or directory}"
         raise UserError(
@@ -89,7 +112,7 @@ class RunOutput(NoOutput):
         self._task: Any = None
 
     def write_config(self, text: str) -> None:
-        write_whole(self._path("config.yaml"), text)
+        write_whole(self._path("config.yaml"), _CONFIG_HEAD + text, _CONFIG)
 
     def say(self, line: str) -> None:
         if self._bar is None:
@@ -99,7 +122,7 @@ class RunOutput(NoOutput):
 
     def rewind(self, step: int) -> None:
         """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
-        self._metrics.keep(lambda line: _step_of(line) <= step)
+        self._metrics.keep(lambda line: _step_of(line) <= step, _METRICS)
         for row in map(json.loads, self._metrics.read()):
             self._last[row["split"]] = {name: value for name, value in row.items() if name not in _ABOUT}
 
@@ -148,7 +171,7 @@ class RunOutput(NoOutput):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Raises RunError: a run whose end is not written down has not ended well."""
         try:
-            write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n")
+            write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n", _SUMMARY)
         except OSError as error:
             raise RunError(f"{self._path('summary.json')}: cannot be written: {error.strerror}.") from error
 

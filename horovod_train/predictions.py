@@ -5,9 +5,9 @@ Rows may come in any order, with padding between them. Does not know where they 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
-import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +20,8 @@ import tensorflow as tf
 
 from horovod_train.data.pipeline import Batch
 from horovod_train.errors import RunError, UserError
+from horovod_train.made import PREDICTIONS, PREDICTIONS_DRAFT
+from horovod_train.removal import draft_of, remove, replace
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Name of an output → shape and dtype of one row."""
@@ -46,7 +48,7 @@ class Outputs:
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = " ".join(str(error).split())
-            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text[-400:]}") from error
+            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
         for name, output in found.items():
             if not output.shape.is_fully_defined() or not output.shape.rank or output.shape[0] != rows:
                 raise UserError(f"predict: expected output {name} to be one row a record; it is {output.shape}.")
@@ -102,12 +104,12 @@ class Predictions(NoPredictions):
 
     def __init__(self, path: Path, specs: Specs, num_records: int) -> None:
         self._path, self._records = path, num_records
-        self._folder = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        self._folder = draft_of(path)
         try:
             self._folder.mkdir()
             self._arrays = {name: self._open(str(i), spec) for i, (name, spec) in enumerate(specs.items())}
         except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             raise UserError(
                 f"--out {path}: cannot be written: {error.strerror or error}. Choose another place."
             ) from error
@@ -124,25 +126,29 @@ class Predictions(NoPredictions):
         draft = self._folder / "whole"
         try:
             (self._write_csv if self._path.suffix == ".csv" else self._write_npz)(draft)
-            draft.replace(self._path)
+            replace(draft, self._path, PREDICTIONS)
         except OSError as error:
             raise RunError(f"{self._path}: cannot be written: {error.strerror or error}.") from error
         return int(self._is_there.sum())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._arrays.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):
+            remove(self._folder, PREDICTIONS_DRAFT)
 
     def _open(self, name: str, spec: tuple[tuple[int, ...], np.dtype]) -> np.ndarray:
         shape, dtype = (self._records, *spec[0]), np.dtype(spec[1])
-        with (self._folder / name).open("wb") as file:
+        with (self._folder / name).open("xb") as file:
             # Takes the room now: a mapped file on a disk that is full later would end the process without a word.
             os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
         return np.memmap(self._folder / name, dtype, "r+", shape=shape)
 
     def _write_npz(self, draft: Path) -> None:
         record = np.flatnonzero(self._is_there)
-        with zipfile.ZipFile(draft, "w", allowZip64=True) as archive:
+        with zipfile.ZipFile(draft, "x", allowZip64=True) as archive:
             for name, array in [("record", record), *self._arrays.items()]:
                 values = array if len(array) == len(record) else array[record]  # all but those left out
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -150,7 +156,7 @@ class Predictions(NoPredictions):
 
     def _write_csv(self, draft: Path) -> None:
         record = np.flatnonzero(self._is_there)
-        with draft.open("w", newline="", encoding="utf-8") as file:
+        with draft.open("x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(
                 ["record", *(column for name, array in self._arrays.items() for column in _columns(name, array))]

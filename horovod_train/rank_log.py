@@ -17,9 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
+from horovod_train.removal import DRAFT, Made, draft_of, remove, replace
 from horovod_train.stdio import to_stderr
 
 FOLDER = "logs"
+_END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
 class NoRankLog:
@@ -60,7 +62,7 @@ class RankLog(NoRankLog):
         self._about = {"rank": rank, "host": host, "pid": os.getpid()}
         self._end = end_file(folder, rank)
         self._lock = threading.Lock()
-        self._end.unlink(missing_ok=True)
+        remove(self._end, _END)
         self._file = log_file(folder, rank).open("a", encoding="utf-8", buffering=1)
 
     def write(self, kind: str, text: str) -> None:
@@ -79,10 +81,14 @@ class RankLog(NoRankLog):
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
         self.write("end", f"{ended}, exit code {exit_code}")
-        temporary = self._end.with_suffix(".tmp")
+        draft = draft_of(self._end)
         with self._lock, contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-            temporary.replace(self._end)
+            try:
+                with draft.open("x", encoding="utf-8") as file:
+                    file.write(json.dumps(content) + "\n")
+                replace(draft, self._end, _END)
+            finally:
+                remove(draft, DRAFT)
 
 
 def make_folder(run_dir: Path | None) -> None:
@@ -92,7 +98,7 @@ def make_folder(run_dir: Path | None) -> None:
     with contextlib.suppress(OSError):
         (run_dir / FOLDER).mkdir(exist_ok=True)
         for old in (run_dir / FOLDER).glob("rank-*.end.json"):
-            old.unlink()
+            remove(old, _END)
 
 
 def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NoRankLog:

@@ -20,7 +20,7 @@ from horovod_train.output import NoOutput
 
 def batch_of(found: Checkpoint | None) -> int | None:
     """The global batch size of the run that wrote it."""
-    return found.facts.config["data"]["global_batch_size"] if found else None
+    return found.facts.setting("data.global_batch_size") if found else None
 
 
 def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NoOutput) -> Config:
@@ -45,10 +45,10 @@ def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOu
         return {}
     arrays = load(parts.state.variables(), found)
     _check_position(parts, found)
-    if found.facts.config["checkpoint"]["best"] != as_dict(config.checkpoint.best):
+    if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # the best of another metric
-    watched, then = as_dict(config.early_stopping), found.facts.config["early_stopping"]
-    if (watched["metric"], watched["mode"]) != (then["metric"], then["mode"]):
+    then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
+    if (config.early_stopping.metric, config.early_stopping.mode) != then:
         parts.early_stopping.best.forget()
     output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
@@ -59,12 +59,12 @@ def _check_position(parts: Parts, found: Checkpoint) -> None:
 
     And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
     """
-    was = found.facts.config
+    seed, batch = found.facts.setting("seed"), found.facts.setting("data.global_batch_size")
     if found.facts.records and found.facts.data != parts.train.fingerprint:
         raise UserError(
             f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
-            f"Go on with the training files of then, seed {was['seed']}, data.global_batch_size "
-            f"{was['data']['global_batch_size']} and the same data.shuffle… settings; or from the end of an epoch."
+            f"Go on with the training files of then, seed {seed}, data.global_batch_size "
+            f"{batch} and the same data.shuffle… settings; or from the end of an epoch."
         )
     steps, epochs = found.facts.step, found.facts.epoch
     if not found.facts.records and steps != epochs * parts.train.steps_per_epoch:
@@ -72,7 +72,7 @@ def _check_position(parts: Parts, found: Checkpoint) -> None:
             f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
             f"data.global_batch_size {parts.train.global_batch_size} of this config an epoch has "
             f"{parts.train.steps_per_epoch} steps, and learning rates and the end are reckoned in steps. Go on with "
-            f"data.global_batch_size {was['data']['global_batch_size']} and the training files of then."
+            f"data.global_batch_size {batch} and the training files of then."
         )
 
 

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from horovod_train.removal import DRAFT, Made, draft_of, remove, replace
+
 STOP_FILE = "STOP"
 """In a run directory it asks the run to end."""
 
@@ -15,14 +17,22 @@ MOST_HELD = 16_000_000
 """Characters: tens of thousands of lines of metrics."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def write_whole(path: Path, text: str, made: Made) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it.
+
+    made: what an old one must be. Raises OSError; NotOurs where something else has the name.
+    """
+    draft = draft_of(path)
+    try:
+        with draft.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(draft, path, made)
+    except OSError:
+        with contextlib.suppress(OSError):
+            remove(draft, DRAFT)
+        raise
 
 
 class Lines:
@@ -73,14 +83,14 @@ class Lines:
         if self._is_failing:
             self._say(f"warning: {self.path} lacks its last {len(self._held)} lines: it cannot be written.")
 
-    def keep(self, is_kept: Callable[[str], bool]) -> None:
-        """Takes back the lines that are not kept. Raises OSError."""
+    def keep(self, is_kept: Callable[[str], bool], made: Made) -> None:
+        """Takes back the lines that are not kept, of a file that is `made`. Raises OSError."""
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if is_kept(line)]
         if len(kept) < len(lines):
-            write_whole(self.path, "".join(kept))
+            write_whole(self.path, "".join(kept), made)
 
     def _write(self, data: bytes, sync: bool) -> None:
         # Without a buffer, which would try once more to write its rest when the file is closed.

@@ -18,12 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.errors import UserError
+from horovod_train.removal import Made, remove
 from horovod_train.run_files import Lines
 from horovod_train.stdio import to_stderr
 
 FOLDER = "audit"
 _WRITTEN_AT_ONCE = 1 << 16
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
+_FILE = Made("a rank's audit", _NAME.pattern)
 
 
 class Place(NamedTuple):
@@ -76,7 +78,7 @@ class AuditLog(NoAudit):
             # Each rank removes its own, so no rank can remove what another has just begun; root, those of ranks that
             # are no more.
             if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
-                path.unlink(missing_ok=True)
+                remove(path, _FILE)
         name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
         self.lines = Lines(folder / name, say, at_once=_WRITTEN_AT_ONCE)
         self._write(asdict(start))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +16,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from horovod_train.removal import DRAFT, Made, draft_of, remove, replace
+
 INDEX_NAME = "index.npz"
+DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
+"""Pattern of an index that is being written."""
 _FORMAT = 1
+
+
+def _is_index(path: Path) -> bool:
+    """Other programs too call a file index.npz. One that is broken is not known for ours, and stays."""
+    if path.name != INDEX_NAME or not path.stat().st_size:
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name.removesuffix(".npy") for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError):
+        return False
+    return {"format", "blocks", "packing", *Blocks._fields} <= arrays
+
+
+_INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
 
 
 class Source(NamedTuple):
@@ -93,11 +113,11 @@ def save_entries(place: str, entries: Entries) -> None:
     arrays["size"] = np.array([s.size for s in sources], np.int64)
     arrays["mtime_ns"] = np.array([s.mtime_ns for s in sources], np.int64)
     arrays["packing"] = np.array([s.packing for s in sources])
-    partial = f"{place}.{os.getpid()}.partial"
+    draft = draft_of(Path(place))
     try:
-        with open(partial, "wb") as file:
+        with draft.open("xb") as file:
             np.savez(file, **arrays)
-        os.replace(partial, place)
+        replace(draft, Path(place), _INDEX)
     finally:
         with contextlib.suppress(OSError):
-            os.remove(partial)
+            remove(draft, DRAFT)

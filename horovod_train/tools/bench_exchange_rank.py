@@ -134,7 +134,8 @@ def main() -> int:
         for name in arguments.systems
     }
     if group.is_root:
-        Path(arguments.out).write_text(json.dumps({"exchange": group.exchange, "systems": found}))
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            json.dump({"exchange": group.exchange, "systems": found}, file)
     group.close()
     return 0
 

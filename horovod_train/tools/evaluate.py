@@ -13,6 +13,7 @@ from pathlib import Path
 from horovod_train import quiet
 from horovod_train.data.records import open_records
 from horovod_train.errors import RunError, UserError
+from horovod_train.made import FIGURES
 from horovod_train.run_files import write_whole
 from horovod_train.tools import trained_run
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not config.data.eval:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
-        trained_run.check_out(arguments.out)
+        trained_run.check_out(arguments.out, FIGURES)
     open_records(config.data, "eval")  # a wrong path is said before TensorFlow is loaded
     quiet.load_tensorflow()
     from horovod_train.inference import evaluate
@@ -47,6 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _write(out: str, figures: dict[str, float | int | str]) -> None:
     try:
-        write_whole(Path(out), json.dumps(figures, indent=2) + "\n")
+        write_whole(Path(out), json.dumps(figures, indent=2) + "\n", FIGURES)
     except OSError as error:
         raise RunError(f"--out {out}: cannot be written: {error.strerror}.") from error

@@ -7,13 +7,15 @@ python -m horovod_train.main export runs/digits_convnet --out digits           #
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from horovod_train import quiet
 from horovod_train.distributed import launch
 from horovod_train.errors import UserError
+from horovod_train.made import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
+from horovod_train.removal import draft_of, remove, replace
 from horovod_train.tools import trained_run
 
 
@@ -27,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     if launch.detect().size > 1:
         raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
     config, checkpoint = trained_run.choose(arguments)
-    out = Path(arguments.out)
-    trained_run.check_out(str(out.absolute()))
+    out = Path(os.path.abspath(arguments.out))
+    made, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
+    trained_run.check_out(str(out), made)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
     quiet.load_tensorflow()
@@ -39,25 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
     model = build_bare_model(config)
     found = open_checkpoint(checkpoint, "--checkpoint")
     weights = load_weights(model, found, arguments.weights)
-    draft = out.with_name(f".{out.stem}.partial-{os.getpid()}{out.suffix}")
+    draft = draft_of(out).with_suffix(f".partial{out.suffix}" if made is KERAS_FILE else ".partial")
     try:
         write_model(model, draft)
-        _replace(out, draft)
+        replace(draft, out, made)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error
     finally:
-        _remove(draft)
+        with contextlib.suppress(OSError):
+            remove(draft, unfinished)
     print(f"{out}: {weights} weights of {found.folder}, step {found.facts.step}, epoch {found.facts.epoch}")
     return 0
-
-
-def _replace(out: Path, draft: Path) -> None:
-    _remove(out)  # one rename cannot replace a folder
-    draft.rename(out)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

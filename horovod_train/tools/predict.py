@@ -14,6 +14,7 @@ from horovod_train import quiet
 from horovod_train.data.records import open_records
 from horovod_train.distributed import launch
 from horovod_train.errors import UserError
+from horovod_train.made import PREDICTIONS
 from horovod_train.tools import trained_run
 
 SUFFIXES = (".npz", ".csv")
@@ -34,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("predict: of which records? Give --data PATH, or data.eval.")
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
-    trained_run.check_out(arguments.out)
+    trained_run.check_out(arguments.out, PREDICTIONS)
     # A wrong path is said before TensorFlow is loaded.
     open_records(dataclasses.replace(config.data, eval=paths, targets=()), "eval")
     quiet.load_tensorflow()

@@ -11,6 +11,7 @@ from horovod_train.config import Config
 from horovod_train.config_yaml import load
 from horovod_train.distributed import launch
 from horovod_train.errors import UserError
+from horovod_train.removal import Made, check
 
 
 class Choice(NamedTuple):
@@ -50,11 +51,17 @@ def choose(arguments: argparse.Namespace) -> Choice:
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
 
 
-def check_out(out: str) -> None:
-    """Raises UserError, on root, where a file of this name cannot be made."""
+def check_out(out: str, made: Made) -> None:
+    """Raises UserError, on root, where `made` cannot be put under this name, or would take another thing's place."""
+    if launch.detect().rank != 0:
+        return
     folder = os.path.dirname(out) or "."
-    if launch.detect().rank == 0 and not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"--out {out}: {folder} is not a folder that can be written to. Make it, or choose another.")
+    try:
+        check(Path(os.path.abspath(out)), made)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Choose another name.") from error
 
 
 def _checkpoint(asked: str, run_dir: str | None) -> str:

@@ -15,6 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"main"},
+    {"arguments"},
     {"train", "tools"},
     {"agenda", "resume", "inference"},
     {"loop"},
@@ -27,10 +28,10 @@ LAYERS = [
     {"distributed", "data", "models", "optim", "checkpoint_files", "board", "losses"},
     {"schedules"},
     {"lookup", "config_yaml", "config_reference", "rank_story", "lars", "stages", "checkpoint_manifest"},
-    {"config_rules"},
+    {"config_rules", "yaml_nodes"},
     {"config"},
-    {"errors", "finite", "quiet", "rank_log", "run_files"},
-    {"stdio"},
+    {"errors", "finite", "quiet", "rank_log", "run_files", "made"},
+    {"stdio", "removal"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
 
@@ -85,6 +86,60 @@ def test_only_distributed_imports_horovod_and_mpi(path: Path) -> None:
 def test_only_main_and_distributed_read_the_environment(path: Path) -> None:
     reads = re.search(r"os\.(environ|getenv)", path.read_text())
     assert not reads or room(path) in MAY_READ_ENVIRONMENT
+
+
+_REMOVES = {
+    *("os.remove", "os.unlink", "os.rmdir", "os.removedirs", "os.rename", "os.renames", "os.replace", "os.truncate"),
+    *("shutil.rmtree", "shutil.move", "shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.copy2"),
+}
+_REMOVING_METHODS = {"unlink", "rmdir", "rename", "write_text", "write_bytes", "extractall"}
+
+
+def _may_lose_a_file(call: ast.Call) -> bool:
+    """Whether a call removes, renames or empties a file: by the name of what is called, and the mode of an `open`."""
+    name = ast.unparse(call.func)
+    if name in _REMOVES:
+        return True
+    words = [word for word in [*call.args, *(key.value for key in call.keywords)] if isinstance(word, ast.Constant)]
+    if name == "open" or (isinstance(call.func, ast.Attribute) and call.func.attr in ("open", "fdopen", "ZipFile")):
+        return any(isinstance(word.value, str) and re.fullmatch(r"[bt+]*w[bt+]*", word.value) for word in words)
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    # str.replace takes two words, Path.replace one.
+    is_path_replace = call.func.attr == "replace" and len(call.args) == 1 and not call.keywords
+    return is_path_replace or call.func.attr in _REMOVING_METHODS
+
+
+MAY_TRUNCATE = {"run_files.py": "os.truncate(self.path, before)"}
+"""Takes back half a line that this process has just appended."""
+INSIDE_A_NEW_ARCHIVE = {"predictions.py": "archive.open(f'{name}.npy', 'w', force_zip64=True)"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_removal_removes_renames_or_empties_files(path: Path) -> None:
+    """It knows what we have made. Everything else is opened to be read, appended to, or made new (mode x)."""
+    if path.name == "removal.py":
+        return
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    found = {ast.unparse(call) for call in calls if _may_lose_a_file(call)}
+    assert found <= {MAY_TRUNCATE.get(path.name), INSIDE_A_NEW_ARCHIVE.get(path.name)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "shutil.rmtree(a)",
+        "os.replace(a, b)",
+        "a.unlink()",
+        "a.replace(b)",
+        "open(a, 'w')",
+        "a.open('wb')",
+        "a.rename(b)",
+    ],
+)
+def test_what_may_lose_a_file_is_seen(line: str) -> None:
+    (call,) = [node for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call)]
+    assert _may_lose_a_file(call)
 
 
 def test_collectives_say_so() -> None:

@@ -568,3 +568,58 @@ def test_a_replacement_that_was_cut_short_loses_nothing(run: Run, left: dict[str
     assert again.found() == found
     assert not [name for name in run.names() if name.startswith(".")]
     assert json.loads((run.place(found) / MANIFEST).read_text())["step"] == found
+
+
+# What others put there.
+
+
+def test_what_others_put_into_a_checkpoint_keeps_it_and_is_said(run: Run) -> None:
+    run.save(100, 200, 300)
+    (run.place(100) / "notes.txt").write_text("mine")
+    run.save(400, 500)
+    assert run.names() == {run.place(step).name for step in (100, 300, 400, 500)}
+    assert (run.place(100) / "notes.txt").read_text() == "mine"
+    assert "holds notes.txt, which is no part of a checkpoint" in run.said[0]
+
+
+def test_folders_that_only_look_like_leftovers_stay(run: Run) -> None:
+    run.save(100)
+    mine = [".step-000000001.mine", ".step-notes", ".step-000000002.removed"]
+    for name in mine:
+        (run.folder / name).mkdir()
+        (run.folder / name / "notes.txt").write_text("mine")
+    again = Run(run.directory)
+    assert all((run.folder / name / "notes.txt").read_text() == "mine" for name in mine)
+    assert "cannot remove what an interrupted save left" in again.said[0]
+    assert again.found() == 100
+
+
+def test_a_file_of_another_that_is_called_best_stays(run: Run) -> None:
+    run.folder.mkdir()
+    (run.folder / "best").write_text("mine")
+    run.save(100, 200, best=Best("loss", 0.5, 100))
+    assert (run.folder / "best").read_text() == "mine"
+
+
+def test_the_link_to_the_best_goes_with_what_it_points_at(run: Run) -> None:
+    """As where a run goes on without checkpoint.best, or from before its best."""
+    run.save(100, best=Best("loss", 0.5, 100)).save(200, 300)
+    assert os.readlink(run.folder / "best") == run.place(100).name
+    run.save(400)
+    assert not os.path.lexists(run.folder / "best")
+    run.save(500, best=Best("loss", 0.4, 500))
+    run.store.rewind(400)
+    assert not os.path.lexists(run.folder / "best")
+
+
+def test_settings_that_the_version_of_then_had_not_are_todays_defaults(run: Run) -> None:
+    run.save(100)
+    told = verify(run.place(100)).facts
+    assert told.setting("checkpoint.resume") == "auto"
+    assert told.setting("seed") == 1
+    assert told.setting("checkpoint.best") is None
+    assert told.setting("data.global_batch_size") is None
+    assert told.setting("early_stopping.metric") == "loss"
+    assert dataclasses.replace(told, config={}).setting("checkpoint.resume") == "auto"
+    found = run.store.find(str(run.directory))  # not "auto", so it must have begun elsewhere
+    assert found is not None

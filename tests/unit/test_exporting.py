@@ -15,7 +15,9 @@ import tensorflow as tf
 from horovod_train.config import Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.exporting import write_model
+from horovod_train.made import KERAS_FILE, SAVED_MODEL
 from horovod_train.models import MODELS, build_model
+from horovod_train.tools.trained_run import check_out
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "convnet": {"dropout": 0.5},
@@ -102,3 +104,17 @@ def test_a_layer_without_its_config_is_named_and_a_saved_model_needs_none(tmp_pa
     write_model(model, tmp_path / "model")
     saved = tf.saved_model.load(str(tmp_path / "model"))
     assert saved.serve(tf.ones((1, 3))).numpy().tolist() == [[2.0] * 3]
+
+
+def test_exported_models_are_known_for_what_they_are_and_other_things_stay(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    kinds = {"a.keras": KERAS_FILE, "a": SAVED_MODEL}
+    for name, made in kinds.items():
+        write_model(model, tmp_path / name)
+        check_out(str(tmp_path / name), made)
+    (tmp_path / "a" / "other-model").mkdir()
+    (tmp_path / "b.keras").write_text("a script")
+    (tmp_path / "models/one").mkdir(parents=True)
+    for name, made in {"a": SAVED_MODEL, "b.keras": KERAS_FILE, "models": SAVED_MODEL, "a.keras": SAVED_MODEL}.items():
+        with pytest.raises(UserError, match=rf"^--out .*{name}: (holds|is) .*, and stays as it is"):
+            check_out(str(tmp_path / name), made)

@@ -155,3 +155,14 @@ def test_a_window_is_no_larger_than_its_memory(tmp_path: Path) -> None:
         data = config(tmp_path, features={"a": "int64"}, inputs=("a",), shuffle_mb=megabytes)
         plan = build_plan(open_records(data, "train"), data, seed=1, training=True, global_batch_size=4)
         assert plan.shuffle_window == records
+
+
+def test_an_index_npz_of_another_program_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    folder = make_images(tmp_path / "train")
+    np.savez(folder / "index.npz", embeddings=np.arange(3))
+    before = (folder / "index.npz").read_bytes()
+    for _ in range(2):
+        assert open_records(config(folder), "train").index.num_records == 70
+    assert (folder / "index.npz").read_bytes() == before
+    assert len(list((tmp_path / "home").rglob("*.npz"))) == 1

@@ -104,3 +104,24 @@ def test_hooks_at_chosen_steps_are_due_there_and_nowhere_else() -> None:
     hook = at([7, 3], lambda step: None)
     assert [step for step in range(1, 11) if hook.is_due(step)] == [3, 7]
     assert [hook.next_step(step) for step in (0, 3, 6, 7)] == [3, 7, 7, float("inf")]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])
+def test_files_that_no_run_wrote_are_not_replaced_by_one(tmp_path: Path, name: str) -> None:
+    """As with `--config config.yaml --output-dir .`."""
+    (tmp_path / name).write_text("seed: 3  # mine\n")
+    with pytest.raises(UserError, match=rf"^output_dir: .*{name} is not a run's \w+, and a run would replace it"):
+        check_writable(str(tmp_path))
+    assert (tmp_path / name).read_text() == "seed: 3  # mine\n"
+
+
+def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        output = open_output(str(tmp_path), is_root=True, tensorboard=False, progress="plain", launched=False)
+        output.rewind(0)
+        output.write_config(f"seed: {seed}\n")
+        output.append_metrics("train", 1, 0, {"loss": 1.0})
+        output.write_summary({"steps": 1})
+        output.close()
+    assert (tmp_path / "config.yaml").read_text().endswith("\nseed: 2\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "summary.json"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
+from horovod_train.made import PREDICTIONS
 from horovod_train.predictions import NoPredictions, Specs, open_predictions
+from horovod_train.tools.trained_run import check_out
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 
@@ -68,3 +70,22 @@ def test_only_root_writes(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_named() -> None:
     with pytest.raises(UserError, match="cannot be written"):
         open_predictions("/proc/out.npz", SPECS, 3, is_root=True)
+
+
+@pytest.mark.parametrize(("name", "content"), [("out.csv", b"name,age\nann,3\n"), ("out.npz", b"PK not an archive")])
+def test_a_file_that_predict_did_not_write_stays(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"^--out .*{name}: is not a file that predict wrote, and stays as it is"):
+        check_out(str(tmp_path / name), PREDICTIONS)
+    with pytest.raises(RunError, match="is not a file that predict wrote"):
+        write(tmp_path / name, [[1, 0]], 2)
+    assert (tmp_path / name).read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.npz"])
+def test_predictions_are_replaced_by_new_ones(tmp_path: Path, name: str) -> None:
+    write(tmp_path / name, [[1, 0]], 2)
+    check_out(str(tmp_path / name), PREDICTIONS)
+    assert write(tmp_path / name, [[1, 0, 2]], 3) == 3
+    assert [path.name for path in tmp_path.iterdir()] == [name]

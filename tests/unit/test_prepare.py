@@ -247,7 +247,7 @@ prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
-        while not any(path.stat().st_size for path in tmp_path.glob(".out.partial-*/train/*.tfrecord")):
+        while not any(path.stat().st_size for path in tmp_path.glob(".out.*.partial/train/*.tfrecord")):
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline, "it never began to write"
             time.sleep(0.02)
@@ -321,3 +321,29 @@ def test_shards_are_sized_by_what_they_hold(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(writing, "_SHARD_BYTES", 50_000)
     run("npz", "--file", tmp_path / "a.npz", "--inputs", "x", "--out", tmp_path / "out")
     assert len(list((tmp_path / "out/train").glob("*.tfrecord"))) == 11  # 500 records of 1030 bytes
+
+
+@pytest.mark.parametrize(
+    "stranger", ["imagenet/best.keras", "train/notes.txt", "dataset.json.bak", "train/00000-of-00004.tfrecord.gz"]
+)
+def test_force_replaces_no_folder_that_holds_anything_else(tmp_path: Path, stranger: str) -> None:
+    out = tmp_path / "out"
+    run("mlp-samples", "--records", 20, "--eval-records", 0, "--out", out)
+    (out / stranger).parent.mkdir(exist_ok=True)
+    (out / stranger).write_text("mine")
+    with pytest.raises(UserError, match=r"^--out .*: holds .*, which is no part of a prepared dataset, and stays"):
+        run("mlp-samples", "--records", 30, "--eval-records", 0, "--out", out, "--force")
+    assert (out / stranger).read_text() == "mine"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_force_replaces_no_folder_of_another_kind_and_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "data/imagenet").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"^--out .*data: is not a prepared dataset, and stays as it is"):
+        run("mlp-samples", "--records", 30, "--out", tmp_path / "data", "--force")
+    run("mlp-samples", "--records", 20, "--eval-records", 0, "--out", tmp_path / "far")
+    (tmp_path / "link").symlink_to(tmp_path / "far")
+    with pytest.raises(UserError, match=r"^--out .*link: is a link, not a prepared dataset"):
+        run("mlp-samples", "--records", 30, "--out", f"{tmp_path / 'link'}/", "--force")
+    assert len(values(tmp_path / "far")) == 20
+    assert sorted(os.listdir(tmp_path)) == ["data", "far", "link"]

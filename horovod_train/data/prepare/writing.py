@@ -11,23 +11,31 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 
 from horovod_train import quiet
 from horovod_train.data import draws, framing
 from horovod_train.data.index import write_index
+from horovod_train.data.index_file import DRAFT_NAME, INDEX_NAME
 from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
 from horovod_train.errors import UserError
+from horovod_train.removal import Made, check, draft_of, remove, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
 Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
 
+
+_IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}|{DRAFT_NAME}"
+_INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
+DATASET = Made("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
+_DRAFT = Made("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
 
 _SHARD_BYTES = 128 << 20
 _LEAST_SHARDS = 4
@@ -51,7 +59,7 @@ def write_dataset(
             for split, records in splits.items()
             if len(records)
         }
-        with open(os.path.join(folder, DATASET_NAME), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, DATASET_NAME), "x", encoding="utf-8") as file:
             file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
             _to_disk(file.fileno())
     print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
@@ -104,7 +112,7 @@ def _sensible_shards(records: np.ndarray, encode: Encode) -> int:
 
 
 def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         for record in records.tolist():
             file.write(framing.frame(_example(encode(record))))
         file.flush()
@@ -133,29 +141,26 @@ def _example(values: Values) -> bytes:
 def _check_free(out: str, force: bool) -> None:
     if os.path.lexists(out) and not force:
         raise UserError(f"--out {out}: exists already. Give another folder, or --force to replace it.")
-    if os.path.lexists(out) and not os.path.isdir(out):
-        raise UserError(f"--out {out}: is a file; --force replaces folders only.")
+    try:
+        check(Path(os.path.abspath(out)), DATASET)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
 
 
 @contextlib.contextmanager
 def _new_folder(out: str) -> Iterator[str]:
-    parent, name = os.path.split(os.path.abspath(out))
-    partial = os.path.join(parent, f".{name}.partial-{os.getpid()}")
+    place = Path(os.path.abspath(out))
+    partial = draft_of(place)
     try:
         os.makedirs(partial)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be made: {error.strerror}.") from error
     try:
-        yield partial
-        if os.path.exists(out):
-            old = f"{partial}-old"
-            os.rename(out, old)
-            os.rename(partial, out)
-            shutil.rmtree(old)
-        else:
-            os.rename(partial, out)
+        yield str(partial)
+        replace(partial, place, DATASET)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(partial, _DRAFT)
 
 
 def _to_disk(fd: int) -> None:

@@ -18,7 +18,9 @@ from horovod_train import quiet
 from horovod_train.config import Config
 from horovod_train.config_yaml import load
 from horovod_train.distributed import launch
-from horovod_train.errors import AlreadySaid, RunError
+from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.made import FINDINGS
+from horovod_train.run_files import write_whole
 from horovod_train.tools.doctor.finding import Finding, fail
 from horovod_train.tools.screen import open_screen
 
@@ -118,7 +120,10 @@ def _show(findings: Sequence[Finding], to: str | None) -> None:
         if to == "-":
             print(text, flush=True)
             return
-        Path(to).write_text(text + "\n", encoding="utf-8")
+        try:
+            write_whole(Path(to), text + "\n", FINDINGS)
+        except OSError as error:
+            raise UserError(f"--json {to}: {error.strerror}. Choose another name.") from error
     console = open_screen(launched=launch.detect().launcher != "none")
     for finding in findings:
         # Written at once: launchers put a prefix before what comes apart.

@@ -16,12 +16,14 @@ import psutil
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.probe import clock_offsets_s, exchange_interface
+from horovod_train.removal import Made, remove
 from horovod_train.tools.doctor.finding import Finding, fail, ok, warning
 
 MOST_SKEW_S = 1.0
 """Beyond this, times in logs mislead and other tools misjudge which file is newer."""
 SEEN_WITHIN_S = 10.0
 LEAST_FREE_BYTES = 1 << 30
+_PLACE = Made("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
 class Interface(NamedTuple):
@@ -107,7 +109,8 @@ def check_file_system(group: WorkerGroup, folder: Path) -> Finding:
     missing: list[int] = []
     if group.is_root:
         missing = [rank for rank in range(group.size) if not _sees(place / f"rank-{rank}")]
-        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(place, _PLACE)
     missing = group.broadcast_object(missing)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
     problems = [f"{group.name(rank)} {own}" for rank, (own, _) in enumerate(rows) if own]
@@ -137,7 +140,7 @@ def _make(place: Path, token: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with path.open("x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
