@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from typing import BinaryIO
 
 from horovod_train.data import framing
@@ -25,13 +26,22 @@ def detect(head: bytes) -> str:
 
 def unpack(path: str, packing: str, out: BinaryIO) -> int:
     """Writes what the file holds to `out`; returns the bytes. Raises UserError for a broken or cut file."""
+    written = sum(out.write(piece) for piece in pieces(path, packing))
+    out.flush()
+    return written
+
+
+def pieces(path: str, packing: str) -> Iterator[bytes]:
+    """What the file holds, piece by piece. Raises UserError for a file that is broken, cut or cannot be read."""
     written = 0
     with open(path, "rb") as file:
         decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
         try:
             while piece := file.read(_PIECE):
                 while piece:
-                    written += out.write(decoder.decompress(piece))
+                    unpacked = decoder.decompress(piece)
+                    written += len(unpacked)
+                    yield unpacked
                     piece = decoder.unused_data  # gzip files may be several, one after another
                     if decoder.eof and piece:
                         decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -39,5 +49,3 @@ def unpack(path: str, packing: str, out: BinaryIO) -> int:
             raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
     if not decoder.eof:
         raise UserError(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")
-    out.flush()
-    return written

@@ -49,10 +49,14 @@ class Reader:
 
     def __init__(self, index: Index, stage_dir: str | None) -> None:
         """`stage_dir` is a node-local folder for copies of what is read."""
-        self._index, self._stage = index, Stage(stage_dir, index.files, len(index.file))
+        self._index, self._stage = index, Stage(stage_dir, index.files, _unpacked_bytes(index))
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
         self._blocks: dict[int, Future[_Block]] = {}
         self._header = framing.Header()
+
+    def room_needed(self) -> str | None:
+        """A sentence on the disk space that unpacking will take; None where nothing is packed."""
+        return self._stage.room_needed()
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Starts reading the blocks that are not held yet."""
@@ -141,6 +145,13 @@ class Reader:
         return data
 
 
+def _unpacked_bytes(index: Index) -> dict[Source, int]:
+    """Of each packed file, what it holds."""
+    ends = np.zeros(len(index.files), np.int64)
+    np.maximum.at(ends, index.file, index.blocks.offset + index.blocks.length)
+    return {source: int(end) for source, end in zip(index.files, ends.tolist(), strict=True) if source.packing}
+
+
 def _join_tables(groups: list[tuple[_Block, np.ndarray]], inside: np.ndarray) -> np.ndarray | None:
     """All records as one table; None if their lengths differ, or where a checksum is wrong and wants a closer look."""
     widths = {None if block.table is None else block.table.shape[1] for block, _ in groups}
@@ -170,7 +181,7 @@ def _read_source(source: Source, offset: int, length: int, stage: Stage) -> byte
                     f"{source.path}: was changed while in use: {source.size} bytes before, {stat.st_size} now, "
                     "or a newer date. Put it back as it was, or start again on the new file."
                 )
-            data = os.pread(stage.unpacked(source) if source.packing else fd, length, offset)
+            data = stage.read_unpacked(source, offset, length) if source.packing else os.pread(fd, length, offset)
         finally:
             os.close(fd)
     except OSError as error:

@@ -19,6 +19,7 @@ from horovod_train.data.parse import Arrays, Parser, blank
 from horovod_train.data.plan import Line, Plan, Rows
 from horovod_train.data.reader import Data, Fault, Reader, as_list
 from horovod_train.errors import UserError
+from horovod_train.stdio import to_stderr
 
 _SEGMENT_RECORDS = 4096
 _SEGMENT_BYTES = 16 << 20
@@ -75,6 +76,8 @@ class Loader:
         self._plan, self._index, self._parser = plan, index, parser
         self._rank, self._size, self._skip_bad = rank, size, skip_bad
         self._reader = Reader(index, stage_dir)
+        if rank == 0 and (room := self._reader.room_needed()):
+            to_stderr(room)
         self._cache = ParsedCache(index.num_records, parser.shapes, parser.dtypes) if cache else None
         self._lines: dict[int, Line] = {}
         self._needs: dict[Span, _Need] = {}

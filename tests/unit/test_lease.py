@@ -273,21 +273,6 @@ def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(
     assert os.listdir(directory) == []
 
 
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 kB; the test fills it."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("mounting a tmpfs needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 def fill(disk: Path) -> None:
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     with (disk / "others").open("ab") as others:
@@ -388,3 +373,13 @@ def test_where_files_cannot_be_locked_one_wins_as_well(tmp_path: Path) -> None:
 def test_without_the_lock_two_would_win(tmp_path: Path) -> None:
     """The races above can be lost: two that judge a lease stale at the same time both replace it."""
     assert 2 in winners(directories(tmp_path, 4, stale=True), "none")
+
+
+def test_a_lease_json_that_is_no_lease_stays(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    path.write_text('{"flat": "4 B", "rent": 950}')
+    os.utime(path, (time.time() - 1000,) * 2)
+    with pytest.raises(UserError, match=r"lease\.json is not a run's lease, and a run would replace it"):
+        open_lease(tmp_path, stale_s=0.5)
+    assert path.read_text() == '{"flat": "4 B", "rent": 950}'
+    assert os.listdir(tmp_path) == ["lease.json"]
