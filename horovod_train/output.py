@@ -6,6 +6,7 @@ Decides once, when it is opened, who writes. Does not decide when, and does not 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ from horovod_train.run_files import Lines, write_whole
 from horovod_train.stdio import to_stdout, unfailing
 
 _CONFIG_HEAD = "# Written by horovod_train: the config that this run trains with\n"
+_SETTINGS_IN_ORDER = re.compile(rb"output_dir: [^\n]+\nseed: \d+\nprecision: \w+\njit_compile: \w+\ndeterministic: ")
 
 
 def _begins(path: Path, head: str) -> bool:
@@ -31,7 +33,12 @@ def _begins(path: Path, head: str) -> bool:
     return head.encode().startswith(found)  # also the beginning, which a kill may leave
 
 
-_CONFIG = Made("a run's config", r"config\.yaml", is_ours=lambda path: _begins(path, _CONFIG_HEAD))
+def _is_resolved_config(path: Path) -> bool:
+    """Also of a version that wrote no head: all settings are there, in the order of the dataclasses."""
+    return _begins(path, _CONFIG_HEAD) or bool(_SETTINGS_IN_ORDER.match(path.read_bytes()))
+
+
+_CONFIG = Made("a run's config", r"config\.yaml", is_ours=_is_resolved_config)
 _METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
 _SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: _begins(path, '{\n  "steps": '))
 

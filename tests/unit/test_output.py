@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_train.config import Config
+from horovod_train.config_yaml import dump
 from horovod_train.errors import UserError
 from horovod_train.hooks import at, every
 from horovod_train.output import NoOutput, RunOutput, check_writable, open_output
@@ -125,3 +128,12 @@ def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
         output.close()
     assert (tmp_path / "config.yaml").read_text().endswith("\nseed: 2\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "summary.json"]
+
+
+def test_a_run_directory_of_a_version_without_the_head_is_still_ours(tmp_path: Path) -> None:
+    resolved = dataclasses.replace(Config(), output_dir=str(tmp_path))
+    (tmp_path / "config.yaml").write_text(dump(resolved))
+    check_writable(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("output_dir: runs/a\ntrain:\n  epochs: 2\n")
+    with pytest.raises(UserError, match=r"config\.yaml is not a run's config"):
+        check_writable(str(tmp_path))

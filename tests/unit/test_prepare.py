@@ -343,7 +343,7 @@ def test_force_replaces_no_folder_of_another_kind_and_follows_no_link(tmp_path: 
         run("mlp-samples", "--records", 30, "--out", tmp_path / "data", "--force")
     run("mlp-samples", "--records", 20, "--eval-records", 0, "--out", tmp_path / "far")
     (tmp_path / "link").symlink_to(tmp_path / "far")
-    with pytest.raises(UserError, match=r"^--out .*link: is a link, not a prepared dataset"):
+    with pytest.raises(UserError, match=r"^--out .*link/?: is a link, not a prepared dataset"):
         run("mlp-samples", "--records", 30, "--out", f"{tmp_path / 'link'}/", "--force")
     assert len(values(tmp_path / "far")) == 20
     assert sorted(os.listdir(tmp_path)) == ["data", "far", "link"]
