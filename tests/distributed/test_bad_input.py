@@ -57,7 +57,7 @@ WITH_TENSORFLOW = {
         "log.activations.y: the model has no layer 'dens'; near it: dense",
     ),
     "unknown metric to stop by": (
-        ["early_stopping.metric=acuracy"],
+        ["early_stopping.metric=acuracy", "early_stopping.patience=2"],
         "early_stopping.metric: the evaluation has no 'acuracy'; it has loss.",
     ),
     "unknown metric of the best": (

@@ -128,7 +128,7 @@ LOCAL = ["train.synchronization=local", "train.average_every_steps=2"]
 def test_how_gradients_are_exchanged_is_no_setting_where_they_are_not(least: str, setting: str) -> None:
     key = setting.partition("=")[0]
     with pytest.raises(
-        UserError, match=f"^command line: {key}: does not go with synchronization: local, which exchang"
+        UserError, match=f"^command line: {key}: needs train.synchronization: not local, without which it has no effect"
     ):
         load([least], [*LOCAL, setting])
     load([least], [setting])
