@@ -22,6 +22,8 @@ class Augmentation(NamedTuple):
     apply: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     fits: bool = False
     """Whether it takes images of any size and gives the feature's: then it replaces the feature's resizing."""
+    is_own: bool = False
+    """Whether it is a user's function, of which nothing is known."""
 
 
 def flip(direction: str = "horizontal") -> Augmentation:
@@ -53,8 +55,8 @@ def random_crop(padding: int = 4) -> Augmentation:
 
 def random_resized_crop(
     area: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)
-) -> Callable[[tuple[int, ...]], Augmentation]:
-    """A part of `area` (fraction) and aspect `ratio`, resized bilinearly. (Szegedy et al. 2014, section 6.)
+) -> Callable[[tuple[int, ...], str], Augmentation]:
+    """A part of `area` (fraction) and aspect `ratio`, resized. (Szegedy et al. 2014, section 6.)
 
     A part that would not fit is cut to the image, where other implementations draw again.
     """
@@ -62,15 +64,17 @@ def random_resized_crop(
         if not 0 < low <= high:
             raise ValueError(f"{name} must be [low, high] with 0 < low <= high; received {[low, high]}")
 
-    def to_shape(shape: tuple[int, ...]) -> Augmentation:
+    def to_shape(shape: tuple[int, ...], interpolation: str) -> Augmentation:
         def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
             count, size = tf.shape(draws)[0], tf.cast(tf.shape(images)[1:3], tf.float32)
             part = (area[0] + draws[:, 0] * (area[1] - area[0])) * size[0] * size[1]
             aspect = tf.exp(tf.math.log(ratio[0]) + draws[:, 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
             extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], 1), size)
+            extent = tf.maximum(extent, 1.0)  # a pixel at least
             start = draws[:, 2:] * (size - extent)
-            boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(size - 1, [2])
-            return _like(tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2]), images.dtype)
+            boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
+            cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
+            return _like(cut, images.dtype)
 
         return Augmentation(4, apply, fits=True)
 
@@ -84,8 +88,11 @@ AUGMENTATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...]) -> list[Augmentation]:
-    """What `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError."""
+def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpolation: str) -> list[Augmentation]:
+    """What `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError.
+
+    `interpolation`: bilinear or nearest, where an image gets another size.
+    """
     built = []
     for number, spec in enumerate(specs):
         where = f"data.augment[{number}]"
@@ -94,7 +101,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...]) -> list[A
             built.append(_own(make, spec.options))
             continue
         made = call(make, spec, where)
-        augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape)
+        augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape, interpolation)
         if augmentation.fits and number:
             raise UserError(f"{where}: {spec.name} must come first: it decides the size of the image.")
         built.append(augmentation)
@@ -112,7 +119,7 @@ def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augment
         )
         return tf.ensure_shape(changed, images.shape)
 
-    return Augmentation(2, apply)
+    return Augmentation(2, apply, is_own=True)
 
 
 def _like(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -30,6 +30,8 @@ class Feature:
     """Of an image that has not `shape`: none, an error; stretch, all of it; crop, a centred part of that aspect."""
     crop_fraction: Number = 1.0
     """How much of the largest such part, by height; 0.875 is usual where training crops at random."""
+    interpolation: Literal["bilinear", "nearest"] = "bilinear"
+    """How an image gets another size, also by augmentation; nearest where pixels are numbers of classes."""
     cast: str | None = None
     scale: Number | None = None
     """The tensor is value * scale + offset, computed in `cast`, float32 by default."""
@@ -104,6 +106,16 @@ def _contradiction(feature: Feature) -> str | None:
         return f"an image needs shape [height, width, channels], channels 1 or 3; received {list(feature.shape)}."
     if feature.resize != "none" and feature.decode != "image":
         return "resize is for decode: image."
+    if feature.raw_dtype != Feature.raw_dtype and feature.decode != "raw":
+        return f"raw_dtype: {feature.raw_dtype} has no effect without decode: raw."
+    if feature.crop_fraction != 1 and feature.resize != "crop":
+        return f"crop_fraction: {feature.crop_fraction} has no effect without resize: crop."
+    if feature.padding != 0 and not feature.max_length:
+        return f"padding: {feature.padding} has no effect without max_length."
+    if feature.interpolation != "bilinear" and len(feature.shape) != 3:
+        return f"interpolation is for shape [height, width, channels]; received {list(feature.shape)}."
+    if feature.classes and feature.resize != "none" and feature.interpolation != "nearest":
+        return f"resize: {feature.resize} would mix numbers of classes; give interpolation: nearest."
     if not 0 < feature.crop_fraction <= 1:
         return f"crop_fraction must be above 0 and at most 1; received {feature.crop_fraction}."
     if feature.max_length and (feature.shape or feature.decode != "none"):

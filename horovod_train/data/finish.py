@@ -14,6 +14,7 @@ from horovod_train.config import Spec
 from horovod_train.data.augment import Augmentation, build_augmentations
 from horovod_train.data.features import Feature
 from horovod_train.data.images import Fit, decode_images
+from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 
@@ -27,17 +28,21 @@ class _Steps(NamedTuple):
 class Finisher:
     """Turns the stored values of some features into tensors."""
 
-    def __init__(self, features: dict[str, Feature], inputs: Sequence[str], augment: Sequence[Spec]) -> None:
-        """`augment` is done to those inputs that are images, [height, width, channels]. Raises UserError."""
-        images = [name for name in inputs if name in features and len(features[name].tensor_shape) == 3]
+    def __init__(self, features: dict[str, Feature], schema: Schema, augment: Sequence[Spec]) -> None:
+        """`augment` is done to inputs that are images, [height, width, channels], and to targets that are, alike.
+
+        Raises UserError where the two would not stay in step.
+        """
+        images = _images(features, schema.inputs)
         if augment and not images:
             raise UserError(
-                f"data.augment: is for inputs [height, width, channels]; there is none among {', '.join(inputs)}."
+                "data.augment: is for inputs [height, width, channels]; "
+                f"there is none among {', '.join(schema.inputs)}."
             )
-        self._steps = {
-            name: _Steps(feature, build_augmentations(augment, feature.shape) if name in images else [])
-            for name, feature in features.items()
-        }
+        images |= _images(features, schema.targets)
+        done = {name: build_augmentations(augment, image.shape, image.interpolation) for name, image in images.items()}
+        _check_in_step(images, done, [name for name in schema.targets if name not in schema.inputs])
+        self._steps = {name: _Steps(feature, done.get(name, [])) for name, feature in features.items()}
         # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
         self.draws = max([1, *(sum(a.draws for a in steps.augmentations) for steps in self._steps.values())])
         """Random numbers that a row needs."""
@@ -65,6 +70,34 @@ class Finisher:
                 at += augmentation.draws
             tensors[name] = cast_and_scale(feature, values)
         return tensors, fine
+
+
+def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
+    return {name: features[name] for name in names if name in features and len(features[name].tensor_shape) == 3}
+
+
+def _check_in_step(
+    images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
+) -> None:
+    """Each image gets the same draws; that is the same change only where they are alike. Raises UserError."""
+    for name in filter(images.__contains__, targets):
+        first = next(iter(images))  # an input
+        one, other = images[first], images[name]
+        if any(augmentation.is_own for augmentation in augmentations[name]):
+            raise UserError(
+                f"data.augment: target {name} is an image and would have to change with the inputs; "
+                "a function of your own is for inputs only. Use ours, or make the target no image."
+            )
+        if augmentations[name] and one.shape[:2] != other.shape[:2]:
+            raise UserError(
+                f"data.augment: target {name} changes with input {first} and must have its height and width, "
+                f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
+            )
+        if augmentations[name] and augmentations[name][0].fits and one.decode != other.decode:
+            raise UserError(
+                f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
+                f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
+            )
 
 
 def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:

@@ -16,7 +16,7 @@ Fit = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False, and zeros, if it fails.
+    """Images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False where it cannot be used.
 
     `fit` replaces the feature's own resizing; row i gets `draws[i]`.
     """
@@ -36,6 +36,8 @@ def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit
     whole = rows.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True).ignore_errors()
     singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
     images, fine = whole.concatenate(singly).take(1).get_single_element()
+    if feature.classes:
+        fine &= tf.reduce_max(tf.cast(images, tf.int32), [1, 2, 3]) < feature.classes
     return images, fine
 
 
@@ -45,10 +47,9 @@ def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, fit: Fit | 
     image.set_shape((None, None, feature.shape[2]))
     if fit is not None:
         image = fit(image, draw)
-    elif feature.resize == "stretch":
-        image = tf.image.resize(image, feature.shape[:2], antialias=True)
-    elif feature.resize == "crop":
-        image = tf.image.resize(_centre(image, feature), feature.shape[:2], antialias=True)
+    elif feature.resize != "none":
+        part = _centre(image, feature) if feature.resize == "crop" else image
+        image = tf.image.resize(part, feature.shape[:2], feature.interpolation, antialias=True)
     if image.dtype != tf.uint8:
         image = tf.cast(tf.clip_by_value(tf.round(image), 0, 255), tf.uint8)
     return tf.ensure_shape(image, feature.shape)
@@ -61,6 +62,8 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
     except tf.errors.InvalidArgumentError as error:
         reason = str(error.message).split(" [Op:")[0].rsplit("}} ", 1)[-1]
         return f"expected a JPEG or PNG image; {len(file)} bytes that cannot be decoded: {reason.strip(' .')}"
+    if feature.classes and int(tf.reduce_max(image)) >= feature.classes:
+        return f"expected values from 0 to {feature.classes - 1}; the image holds {int(tf.reduce_max(image))}"
     if feature.resize != "none" or tuple(image.shape) == feature.shape:
         return None
     return f"expected an image of {list(feature.shape)}; the record holds {list(image.shape)}, and resize is none"

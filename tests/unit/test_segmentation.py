@@ -1,0 +1,140 @@
+"""Targets that are images: their classes are checked, they are resized as they are, and they change with the inputs."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_records import batches, config, example, ids, pipeline, write_file
+from PIL import Image
+
+from horovod_train.config import Spec
+from horovod_train.data.features import parse_feature
+from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.errors import UserError
+
+CLASSES = (0, 5, 20)
+RECORDS = 24
+
+
+def png(values: np.ndarray) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(values).save(out, "PNG")
+    return out.getvalue()
+
+
+def mask_of(number: int) -> np.ndarray:
+    """uint8 [12, 16]: rectangles of three classes."""
+    rows, columns = np.indices((12, 16))
+    return np.array(CLASSES, np.uint8)[(rows // (2 + number % 3) + columns // (3 + number % 5) + number) % 3]
+
+
+def make_masks(folder: Path, worst: int | None = None) -> Path:
+    """Records of a mask, and of an image that holds ten times the mask's classes: so one tells the other."""
+    masks = [mask_of(number) for number in range(RECORDS)]
+    if worst is not None:
+        masks[5][3, 4] = worst
+    rows = [example(image=png(np.stack([mask * 10] * 3, 2)), mask=png(mask)) for mask in masks]
+    write_file(folder / "a.tfrecord", rows)
+    return folder
+
+
+def made(
+    folder: Path, shape: tuple[int, int] = (12, 16), more: dict[str, Any] | None = None, **values: Any
+) -> Pipeline:
+    common = {"type": "bytes", "decode": "image", "interpolation": "nearest", **(more or {})}
+    features = {
+        "image": {**common, "shape": [*shape, 3]},
+        "mask": {**common, "shape": [*shape, 1], "classes": 21},
+    }
+    return pipeline(config(folder, features=features, inputs=("image",), targets=("mask",), **values))
+
+
+def read(pipeline: Pipeline) -> list[Batch]:
+    with pipeline.explaining():
+        return batches(pipeline)
+
+
+def differs(one: Batch) -> bool:
+    return not np.array_equal(one.inputs, np.repeat(one.targets * 10, 3, axis=3))
+
+
+def test_masks_come_as_they_are(tmp_path: Path) -> None:
+    for batch in read(made(make_masks(tmp_path))):
+        for number, mask in zip(batch.ids.tolist(), batch.targets, strict=True):
+            assert np.array_equal(mask[..., 0], mask_of(number))
+        assert not differs(batch)
+
+
+def test_a_class_that_is_not_there_is_named_and_can_be_skipped(tmp_path: Path) -> None:
+    folder = make_masks(tmp_path, worst=21)
+    said = r"record 5 at byte .* feature mask: expected values from 0 to 20; the image holds 21"
+    with pytest.raises(UserError, match=said):
+        read(made(folder))
+    found = ids(read(made(folder, on_bad_record="skip")))
+    assert sorted(found) == [number for number in range(RECORDS) if number != 5]
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop"])
+def test_a_mask_of_another_size_keeps_its_classes(tmp_path: Path, resize: str) -> None:
+    for batch in read(made(make_masks(tmp_path), (7, 9), {"resize": resize})):
+        assert set(np.unique(batch.targets)) <= set(CLASSES)
+        assert not differs(batch)
+
+
+@pytest.mark.parametrize("first", ["flip", "random_crop", "random_resized_crop"])
+def test_image_and_mask_change_together(tmp_path: Path, first: str) -> None:
+    augment = (Spec(first), Spec("flip", {"direction": "vertical"}), Spec("random_crop", {"padding": 2}))
+    folder = make_masks(tmp_path)
+    changed = read(made(folder, (8, 10), {"resize": "stretch"}, augment=augment))
+    plain = read(made(folder, (8, 10), {"resize": "stretch"}))
+    assert not any(map(differs, changed))
+    assert sum(not np.array_equal(a.targets, b.targets) for a, b in zip(changed, plain, strict=True)) == len(plain)
+
+
+def brighter(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    return image
+
+
+@pytest.mark.parametrize(
+    ("change", "augment", "said"),
+    [
+        ({"shape": [6, 8, 1], "resize": "stretch"}, "flip", r"mask changes with input image and must have its height"),
+        ({}, "test_segmentation:brighter", "target mask is an image and would have to change with the inputs"),
+        ({"decode": "raw"}, "random_resized_crop", "both must be decode: image, or neither. Received raw and image"),
+    ],
+)
+def test_a_mask_that_would_not_change_with_its_image_is_refused(
+    tmp_path: Path, change: dict[str, Any], augment: str, said: str
+) -> None:
+    image = {"type": "bytes", "decode": "image", "interpolation": "nearest", "shape": [12, 16, 3]}
+    mask = {**image, "shape": [12, 16, 1], "classes": 21, **change}
+    data = {"features": {"image": image, "mask": mask}, "inputs": ("image",), "targets": ("mask",)}
+    with pytest.raises(UserError, match=said):
+        pipeline(config(make_masks(tmp_path), augment=(Spec(augment),), **data))
+    pipeline(config(tmp_path, **data))
+
+
+@pytest.mark.parametrize(
+    ("feature", "said"),
+    [
+        ({"type": "int64", "padding": 3}, "padding: 3 has no effect without max_length"),
+        ({"type": "bytes", "raw_dtype": "int16"}, "raw_dtype: int16 has no effect without decode: raw"),
+        (
+            {"type": "bytes", "decode": "image", "shape": [4, 4, 3], "resize": "stretch", "crop_fraction": 0.9},
+            "crop_fraction: 0.9 has no effect without resize: crop",
+        ),
+        ({"type": "int64", "interpolation": "nearest"}, "interpolation is for shape"),
+        (
+            {"type": "bytes", "decode": "image", "shape": [4, 4, 1], "resize": "crop", "classes": 3},
+            "resize: crop would mix numbers of classes; give interpolation: nearest",
+        ),
+    ],
+)
+def test_what_would_have_no_effect_on_a_feature_is_refused(feature: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_feature(feature, "data.features: x")
