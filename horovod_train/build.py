@@ -151,6 +151,7 @@ def open_split(config: Config, group: WorkerGroup, *, training: bool, records: R
         seed=config.seed,
         training=training,
         global_batch_size=global_batch_size,
+        ranks_on_host=group.local_size,
     )
 
 

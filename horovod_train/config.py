@@ -58,6 +58,7 @@ class DataConfig:
     shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
     augment: tuple[Spec, ...] = setting((), "what happens to training images, in order; see docs/data.md")
+    parallel_parse_calls: int = setting(2, "calls at the same time that parse thousands of records each", minimum=1)
     prefetch_batches: int | None = setting(None, "batches made ahead; default: as many as pay", minimum=1)
     audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")
     on_bad_record: Literal["error", "skip"] = setting("error", "error: name it and stop; skip: leave it out, count it")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
 
-from horovod_train.data.parse import Arrays
+from horovod_train.data.index import Index
+from horovod_train.data.parse import Arrays, Parser
 from horovod_train.errors import UserError
 
 
@@ -15,7 +17,6 @@ class ParsedCache:
 
     def __init__(self, num_records: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
         self._held = np.zeros(num_records, bool)
-        _check_room(num_records, shapes, dtypes)
         self._arrays: Arrays = {
             name: np.empty((num_records, *shapes[name]), object if dtype == "string" else dtype)
             for name, dtype in dtypes.items()
@@ -33,16 +34,22 @@ class ParsedCache:
         self._held[records] = True
 
 
-def _check_room(num_records: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
-    """Strings, and with them images, are not counted: how long they are is known when they have come."""
-    sizes = (
-        np.dtype(dtype).itemsize * int(np.prod(shapes[name], dtype=np.int64))
-        for name, dtype in dtypes.items()
+def bytes_to_cache(index: Index, parser: Parser) -> int:
+    """What all records come to when they are parsed; of strings, and so of images, as many bytes as are stored."""
+    sizes = {
+        name: np.dtype(dtype).itemsize * math.prod(parser.shapes[name])
+        for name, dtype in parser.dtypes.items()
         if dtype != "string"
-    )
-    needed, there = num_records * sum(sizes), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    }
+    stored = int(index.blocks.length.sum()) if len(sizes) < len(parser.dtypes) else 0
+    return index.num_records * sum(sizes.values()) + stored
+
+
+def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:
+    """Whether this host has the memory for what each of its ranks keeps in the end. Raises UserError."""
+    needed, there = ranks_on_host * bytes_each, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise UserError(
-            f"data.cache: memory needs {needed / 1e9:.1f} GB on each rank; this host has {there / 1e9:.1f} GB. "
-            "Use none: the operating system keeps what fits."
+            f"data.cache: memory needs {needed / 1e9:.1f} GB for {ranks_on_host} rank(s) of this host, which has "
+            f"{there / 1e9:.1f} GB. Use none: the operating system keeps what fits."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -17,8 +17,11 @@ import tensorflow as tf
 class Feed:
     """Enqueues what the iterator gives, one item ahead; at its end, or when it raises, closes the queue."""
 
-    def __init__(self, items: Iterator[Sequence[np.ndarray]], dtypes: Sequence[str]) -> None:
-        self._items = items
+    def __init__(
+        self, items: Iterator[Sequence[np.ndarray]], dtypes: Sequence[str], failed: Callable[[Exception], None]
+    ) -> None:
+        """`failed` is told why the items end before their time: to the reader of the queue, it is closed, no more."""
+        self._items, self._failed = items, failed
         with tf.device("cpu:0"):
             self.queue = tf.queue.FIFOQueue(1, [tf.as_dtype(dtype) for dtype in dtypes])
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -36,8 +39,9 @@ class Feed:
                 with tf.device("cpu:0"):
                     for item in self._items:
                         self.queue.enqueue(item)
-            except Exception:
-                # Whoever made the items knows. To the reader of the queue, it ends before its time.
-                pass
+            except tf.errors.CancelledError:
+                raise
+            except Exception as error:
+                self._failed(error)
             finally:
                 self.queue.close()

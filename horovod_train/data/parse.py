@@ -110,6 +110,7 @@ class OwnParser:
         except (TypeError, ValueError) as error:
             text = " ".join(str(error).split())
             raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
+        self._name = name
         outputs = self._function.structured_outputs
         if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
             raise UserError(
@@ -121,13 +122,24 @@ class OwnParser:
 
     def parse(self, records: Data) -> Arrays | None:
         try:
-            return {name: tensor.numpy() for name, tensor in self._call(as_list(records)).items()}
+            arrays = {name: tensor.numpy() for name, tensor in self._call(as_list(records)).items()}
         except _PARSE_ERRORS:
             return None
+        wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
+        if wrong is None:
+            return arrays
+        if any(map(self.problem, as_list(records))):
+            return None
+        raise UserError(
+            f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "
+            "for each record alone. It must give as many rows as it gets records, in their order."
+        )
 
     def problem(self, record: bytes) -> str | None:
         try:
-            self._call([record])
+            for name, tensor in self._call([record]).items():
+                if len(tensor) != 1:
+                    return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
         except tf.errors.InvalidArgumentError as error:
             return " ".join(str(error.message).split())
         except UnicodeDecodeError:
@@ -168,6 +180,9 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
 
 
 def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
+    """Whether the values are classes that there are; those of an image are looked at when it has been decoded."""
+    if feature.decode == "image":
+        return True
     return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)
 
 

@@ -20,18 +20,18 @@ import tensorflow as tf
 
 from horovod_train.config import DataConfig
 from horovod_train.data import draws
+from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.feed import Feed
 from horovod_train.data.finish import Finisher
 from horovod_train.data.images import image_problem
 from horovod_train.data.parse import build_parser
 from horovod_train.data.plan import Plan
-from horovod_train.data.records import Records, build_plan
-from horovod_train.data.segments import Loader, Segment, Span
+from horovod_train.data.records import Records, build_plan, check_room_to_shuffle
+from horovod_train.data.segments import Loader, Segment, Span, Unparsed
 from horovod_train.errors import UserError
 
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 
-_AT_ONCE = 2  # segments on their way from disk to TensorFlow: one is read while the other is parsed
 _AUGMENT = 3  # so that augmentation has nothing in common with the order; see plan
 _NOT_AN_IMAGE = "records that are no images: "
 
@@ -61,7 +61,7 @@ class Pipeline:
         self._features = {name: f for name, f in records.schema.features.items() if name in used}
         self._parser = build_parser(self._features, config.parse)
         _check_names(used, self._parser.dtypes, config.parse)
-        self._finisher = Finisher(self._features, records.schema.inputs, config.augment if training else ())
+        self._finisher = Finisher(self._features, records.schema, config.augment if training else ())
         self._loader = Loader(
             plan,
             records.index,
@@ -80,7 +80,7 @@ class Pipeline:
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(size)
-        self.element_spec: Batch = self._dataset(Feed(iter(()), self._dtypes).queue, 0).element_spec
+        self.element_spec: Batch = self._dataset(self._feed(iter(())).queue, 0).element_spec
 
     def count(self, step: int) -> int:
         """Records over all ranks in a step of an epoch, counted from 0."""
@@ -90,6 +90,11 @@ class Pipeline:
     def fingerprint(self) -> str:
         """Equal for two pipelines where a position in an epoch means the same records, whatever their rank and size."""
         return self._plan.fingerprint
+
+    @property
+    def bytes_to_cache(self) -> int:
+        """What this rank keeps in the end with `cache: memory`."""
+        return bytes_to_cache(self._records.index, self._parser)
 
     @property
     def skipped(self) -> int:
@@ -107,7 +112,7 @@ class Pipeline:
         loader = self._loader
         segments = None if epochs is None else loader.segments(first_step, epochs)
         numbers = itertools.count() if segments is None else range(segments)
-        feed = Feed(self._values(loader.span(number, epoch, first_step) for number in numbers), self._dtypes)
+        feed = self._feed(self._values(loader.span(number, epoch, first_step) for number in numbers))
         data = self._dataset(feed.queue, segments)
         # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
         weakref.finalize(data, feed.stop)
@@ -152,21 +157,31 @@ class Pipeline:
             yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]
 
     def _segments(self, spans: Iterator[Span]) -> Iterator[tuple[Span, Segment]]:
-        """Loads the segments in order, two at a time: one is read while the other is parsed."""
+        """The segments in order: read one after the other, several parsed at the same time."""
+        at_once = self._config.parallel_parse_calls
         begun: deque[tuple[Span, Future[Segment]]] = deque()
         span = next(spans, None)
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="load-segments") as threads:
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="read-segments") as reading,
+            ThreadPoolExecutor(at_once, thread_name_prefix="parse-segments") as parsing,
+        ):
             while span or begun:
-                while span and len(begun) < _AT_ONCE:
+                while span and len(begun) < at_once:
                     following = next(spans, None)
-                    begun.append((span, threads.submit(self._loader.load, span, following)))
+                    read = reading.submit(self._loader.read, span, following)
+                    begun.append((span, parsing.submit(self._parse, read)))
                     span = following
-                first, loaded = begun.popleft()
-                try:
-                    yield first, loaded.result()
-                except Exception as error:
-                    self._failure = error
-                    raise
+                first, parsed = begun.popleft()
+                yield first, parsed.result()
+
+    def _parse(self, read: Future[Unparsed]) -> Segment:
+        return self._loader.parse(read.result())
+
+    def _feed(self, items: Iterator[list[np.ndarray]]) -> Feed:
+        return Feed(items, self._dtypes, self._remember)
+
+    def _remember(self, failure: Exception) -> None:
+        self._failure = failure
 
     def _dataset(self, queue: tf.queue.QueueBase, segments: int | None) -> tf.data.Dataset:
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if segments is None else segments)
@@ -205,14 +220,27 @@ class Pipeline:
 
 
 def build_pipeline(
-    records: Records, config: DataConfig, *, rank: int, size: int, seed: int, training: bool, global_batch_size: int
+    records: Records,
+    config: DataConfig,
+    *,
+    rank: int,
+    size: int,
+    seed: int,
+    training: bool,
+    global_batch_size: int,
+    ranks_on_host: int = 1,
 ) -> Pipeline:
-    """The pipeline of one rank among `size`. Only `training` shuffles and augments.
+    """The pipeline of one rank among `size`, `ranks_on_host` of which share memory. Only `training` shuffles, augments.
 
-    Raises UserError where nothing is left to read, or where the config asks for what the records do not have.
+    Raises UserError where nothing is left to read, where the config asks for what the records do not have, and where
+    there is no room for what it keeps in memory.
     """
     plan = build_plan(records, config, seed=seed, training=training, global_batch_size=global_batch_size)
-    return Pipeline(records, plan, config, rank, size, training=training)
+    check_room_to_shuffle(plan, records, config, size)
+    pipeline = Pipeline(records, plan, config, rank, size, training=training)
+    if config.cache == "memory":
+        check_room_to_cache(pipeline.bytes_to_cache, ranks_on_host)
+    return pipeline
 
 
 def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:

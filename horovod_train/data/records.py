@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +67,19 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
             f"{global_batch_size}, so nothing would be read. Make the batch smaller or leave it out."
         )
     return plan
+
+
+def check_room_to_shuffle(plan: Plan, records: Records, config: DataConfig, size: int) -> None:
+    """A rank holds at least a block for each of its lanes, or else all records. Raises UserError."""
+    lengths = records.index.blocks.length
+    lanes, total, each = plan.rows_per_rank(size), int(lengths.sum()), float(lengths.mean())
+    held_mb = math.ceil(min(lanes * each, total) / 1e6)
+    if plan.order == "shuffled" and held_mb > config.shuffle_mb:
+        raise UserError(
+            f"data.shuffle_mb: must be at least {held_mb}; received {config.shuffle_mb}. A rank draws from as many "
+            f"places of {records.setting} as its batch has records, {lanes}, and holds {each / 1e6:.2g} MB for each. "
+            "Raise it, start more ranks, or give data.shuffle: false."
+        )
 
 
 def check_counts(index: Index, schema: Schema, folders: Sequence[str]) -> None:

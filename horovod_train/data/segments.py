@@ -51,6 +51,18 @@ class Span(NamedTuple):
     last: int
 
 
+class Unparsed(NamedTuple):
+    """A segment as it was read."""
+
+    span: Span
+    records: np.ndarray
+    real: np.ndarray
+    """bool: False for padding."""
+    data: Data | None
+    """None where the cache holds all of it."""
+    faults: list[Fault]
+
+
 class _Need(NamedTuple):
     rows: Rows
     blocks: np.ndarray
@@ -58,7 +70,7 @@ class _Need(NamedTuple):
 
 
 class Loader:
-    """One rank's segments. Several threads may load; best those that follow each other, since it reads ahead by one."""
+    """One rank's segments: read by one thread in their order, since it reads ahead by one; parsed by any number."""
 
     def __init__(
         self,
@@ -104,8 +116,8 @@ class Loader:
         first = first_step + number * self.steps
         return Span(epoch, first, min(first + self.steps, steps))
 
-    def load(self, span: Span, following: Span | None) -> Segment:
-        """Reads and parses a segment, and starts reading the following one. Raises UserError; names a bad record."""
+    def read(self, span: Span, following: Span | None) -> Unparsed:
+        """Reads a segment, and starts reading the following one. In the order of the spans. Raises UserError."""
         with self._lock:
             need = self._need(span)
             near = [need.blocks, *([self._need(following).blocks] if following else [])]
@@ -114,10 +126,13 @@ class Loader:
             self._reader.keep_only(np.concatenate(near).tolist())
             self._needs = {s: n for s, n in self._needs.items() if s == following}
             self._lines = {epoch: line for epoch, line in self._lines.items() if epoch >= span.epoch}
-        # Parsing needs no lock: the next segment is read meanwhile.
-        arrays, bad = self._parse(records, data, faults)
-        count = np.array([self._plan.count(step) for step in range(span.first, span.last)], np.int64)
-        return Segment(arrays, records, need.rows.real.ravel() & ~bad, count)
+        return Unparsed(span, records, need.rows.real.ravel(), data, faults)
+
+    def parse(self, read: Unparsed) -> Segment:
+        """Parses what was read; several at the same time, in any order. Raises UserError; names a bad record."""
+        arrays, bad = self._parse(read.records, read.data, read.faults)
+        count = np.array([self._plan.count(step) for step in range(read.span.first, read.span.last)], np.int64)
+        return Segment(arrays, read.records, read.real & ~bad, count)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """The error that names a bad record, what is wrong with it, and who met it."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_train.config import Config, resolve
 from horovod_train.data.plan import Plan
-from horovod_train.data.records import Records, build_plan, open_records
+from horovod_train.data.records import Records, build_plan, check_room_to_shuffle, open_records
 from horovod_train.errors import UserError
 from horovod_train.schedules import Horizon, build_formula, build_horizon
 from horovod_train.tools.plan_sizes import find_size, memory, newest_manifest
@@ -20,6 +20,7 @@ from horovod_train.tools.plan_sizes import find_size, memory, newest_manifest
 Facts = dict[str, Any]
 
 _RATE_ROWS = 10
+_LOOKS = 16
 
 
 def collect(
@@ -35,6 +36,7 @@ def collect(
     batch = config.data.global_batch_size
     assert batch is not None
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
+    check_room_to_shuffle(plan, records, config.data, ranks)
     horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
     steps = save_steps(config, horizon)
     size = find_size(config, parameters)
@@ -136,12 +138,13 @@ def _extremes(values: list[int]) -> dict[str, int]:
 
 
 def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
-    """Bytes of the blocks that a rank holds in the middle of an epoch; with data.cache those of all records."""
+    """Most bytes of the blocks that rank 0 holds for a step, of some steps all over the first epoch."""
     if plan.order != "shuffled":
         return 0
-    step = plan.steps_per_epoch // 2
-    places, _ = plan.places(0, ranks, step, step + 1)
-    return int(records.index.blocks.length[plan.line(0).blocks_near(places)].sum())
+    line, lengths = plan.line(0), records.index.blocks.length
+    steps = {plan.steps_per_epoch * part // _LOOKS for part in range(_LOOKS)}
+    places = (plan.places(0, ranks, step, step + 1)[0] for step in sorted(steps))
+    return max(int(lengths[line.blocks_near(place)].sum()) for place in places)
 
 
 def _resume(config: Config, horizon: Horizon) -> Facts | None:

@@ -129,7 +129,7 @@ def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
     loader = made._loader
     most = 0
     for number in range(loader.segments(0, 1)):
-        loader.load(loader.span(number, 0, 0), None)
+        loader.parse(loader.read(loader.span(number, 0, 0), None))
         most = max(most, len(loader._reader._blocks))
     blocks_of_a_segment = 4 * (-(-loader.steps // 208) + 1)  # 2000 records make blocks of 256 and one of 208
     assert most <= blocks_of_a_segment < 64
@@ -178,7 +178,8 @@ def test_images_are_decoded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resize", ["stretch", "crop"])
 def test_images_are_resized(tmp_path: Path, resize: str) -> None:
-    folder = make_encoded(tmp_path / "train", resize, crop_fraction=0.9, scale=1 / 255)
+    fraction = {"crop_fraction": 0.9} if resize == "crop" else {}
+    folder = make_encoded(tmp_path / "train", resize, **fraction, scale=1 / 255)
     for batch in batches(pipeline(config(folder))):
         assert batch.inputs.shape == (8, 8, 8, 3)
         assert 0 <= batch.inputs.min() <= batch.inputs.max() <= 1

@@ -54,7 +54,7 @@ def inputs() -> Iterator[tuple[np.ndarray]]:
         yield (np.float32(number),)
 
 
-feed = Feed(inputs(), ["float32"])
+feed = Feed(inputs(), ["float32"], failed=print)
 
 
 @tf.function
