@@ -84,7 +84,9 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     optimizer.build(model.trainable_variables)  # slots exist before the broadcast
     averages = MovingAverages(model, config.train.ema_decay)
     kept = list(averages.variables.values())
-    synchronization = build_synchronization(config.train, group, model, optimizer, kept)
+    synchronization = build_synchronization(
+        config.train, group, model, optimizer, kept, sparse_as_dense=exchange.sparse_as_dense
+    )
     state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization)
     objective = Objective(
         model,

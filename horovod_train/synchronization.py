@@ -17,6 +17,7 @@ import tensorflow as tf
 from horovod_train.config import TrainConfig
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sums import add_up_rows
+from horovod_train.errors import UserError
 from horovod_train.stages import variable_beside
 
 
@@ -79,14 +80,18 @@ class Stale(EveryStep):
 
     delay = 1
 
-    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(
+        self, model: keras.Model, optimizer: keras.optimizers.Optimizer, *, sparse_as_dense: bool = True
+    ) -> None:
+        """sparse_as_dense: whether tables of gradients are welcome; no others can wait for a step."""
         super().__init__(optimizer)
+        self._sparse_as_dense = sparse_as_dense
         self.pending = [
             variable_beside(variable, tf.zeros(variable.shape, variable.dtype))
             for variable in model.trainable_variables
         ]
         self.settled = _settled_step()
-        paths = [variable.path for variable in model.trainable_variables]
+        self._paths = paths = [variable.path for variable in model.trainable_variables]
         self.variables = dict(
             by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
         )
@@ -94,6 +99,12 @@ class Stale(EveryStep):
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         present = [index for index, gradient in enumerate(own) if gradient is not None]
+        sparse = [index for index in present if isinstance(own[index], tf.IndexedSlices)]
+        if sparse and not self._sparse_as_dense:
+            raise UserError(
+                "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
+                f"{self._paths[sparse[0]]} waits for a step, and is then exchanged, as a whole table."
+            )
         # Nothing here waits for `own`, so that it is computed meanwhile.
         before = [tf.convert_to_tensor(self.pending[index]) for index in present]
         late = tf.cond(tf.equal(self.settled, step), lambda: before, lambda: self.optimizer.combine(before))
@@ -178,10 +189,12 @@ def build_synchronization(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     averages: Sequence[tf.Variable],
+    *,
+    sparse_as_dense: bool = True,
 ) -> EveryStep:
     """The way that `train.synchronization` names. averages: the moving averages of the weights, if there are any."""
     if config.synchronization == "stale":
-        return Stale(model, optimizer)
+        return Stale(model, optimizer, sparse_as_dense=sparse_as_dense)
     if config.synchronization == "local":
         assert config.average_every_steps is not None
         slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
