@@ -1,0 +1,25 @@
+"""What cannot wait for a step as it is."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from horovod_train.errors import UserError
+from horovod_train.synchronization import Stale
+
+
+def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
+    tokens = keras.Input((3,), dtype="int32")
+    model = keras.Model(tokens, layers.Dense(1)(layers.Flatten()(layers.Embedding(5, 2, name="words")(tokens))))
+    with tf.GradientTape() as tape:
+        total = tf.reduce_sum(model(tf.zeros((2, 3), tf.int32)))
+    gradients = tape.gradient(total, model.trainable_variables)
+    assert isinstance(gradients[0], tf.IndexedSlices)
+    stale = Stale(model, keras.optimizers.SGD(), sparse_as_dense=False)
+    with pytest.raises(
+        UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
+    ):
+        stale.exchange(gradients, tf.constant(0))
