@@ -104,7 +104,7 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if value == default or not _is_given(value):
             continue
-        for need in filter(lambda need: not _holds(need, config), NEEDS.get(key, ())):
+        for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
             found = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
             yield (
                 key,
@@ -125,7 +125,8 @@ def lookup(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-def _holds(need: str, config: Config) -> bool:
+def holds(need: str, config: Config) -> bool:
+    """Whether one of NEEDS does."""
     return any(_is_true(term, config) for term in need.split(" or "))
 
 
