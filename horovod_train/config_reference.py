@@ -12,6 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from horovod_train.config import Config, Seconds, Spec
+from horovod_train.config_rules import NEEDS
 
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -34,9 +35,10 @@ def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
         if _is_section(hint):
             yield from entries(hint, f"{prefix}{field.name}.")
         else:
-            meaning, least = field.metadata["doc"], field.metadata["minimum"]
+            key, least = f"{prefix}{field.name}", field.metadata["minimum"]
             bound = f"{_type_name(hint)}, at least {least:g}" if least is not None else _type_name(hint)
-            yield Entry(f"{prefix}{field.name}", bound, _default(field), meaning)
+            needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
+            yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
 
 
 def markdown() -> str:
