@@ -58,7 +58,10 @@ class Loss:
 
     def sums(self, targets: Any, outputs: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
         """Float32 sums over a batch by name. weights: float32 [batch], of records."""
-        return {name: tf.reduce_sum(values * weights) for name, values in self(targets, outputs).items()}
+        return {
+            name: tf.reduce_sum(tf.math.multiply_no_nan(values, weights))
+            for name, values in self(targets, outputs).items()
+        }
 
 
 def build_loss(spec: Spec) -> Loss:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import keras
 import numpy as np
 import pytest
@@ -93,3 +95,14 @@ def test_a_metric_may_not_take_the_name_of_an_outputs_loss() -> None:
     metrics = build_metrics([MetricSpec("accuracy", {"name": "one_loss"}, output="one")])
     with pytest.raises(UserError, match="metrics: names must differ, also from loss, one_loss; received"):
         Accumulator(loss.names, metrics)
+
+
+def test_a_row_that_weighs_nothing_adds_nothing_whatever_its_loss() -> None:
+    """A record that was left out is all zeros, and a model may divide by its norm."""
+    loss = build_loss(Spec(**ENTROPY))
+    outputs = tf.concat([LOGITS[:5], tf.fill([1, 5], math.nan)], axis=0)
+    weights = tf.constant([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    found = loss.sums(LABELS, outputs, weights)["loss"]
+    assert np.array_equal(found, loss.sums(LABELS[:5], LOGITS[:5], weights[:5])["loss"])
+    weighed = loss.sums(LABELS, outputs, tf.ones(6))["loss"]
+    assert np.isnan(weighed)
