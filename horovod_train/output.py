@@ -6,6 +6,7 @@ Decides once, when it is opened, who writes. Does not decide when, and does not 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import tempfile
@@ -149,7 +150,7 @@ class RunOutput(NoOutput):
         """Adds one line of metrics, a point to each TensorBoard curve and a line on the screen."""
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
-        self._metrics.append(json.dumps(row))
+        self._metrics.append(_json(row))
         self._last[split] = values
         self.show_progress(step)
         if self._tensorboard is not None:
@@ -178,7 +179,7 @@ class RunOutput(NoOutput):
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Raises RunError: a run whose end is not written down has not ended well."""
         try:
-            write_whole(self._path("summary.json"), json.dumps(summary, indent=2) + "\n", _SUMMARY)
+            write_whole(self._path("summary.json"), _json(summary, indent=2) + "\n", _SUMMARY)
         except OSError as error:
             raise RunError(f"{self._path('summary.json')}: cannot be written: {error.strerror}.") from error
 
@@ -216,6 +217,19 @@ def open_output(
 def _build_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON has no NaN and no infinity; both become null."""
+
+    def known(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {name: known(each) for name, each in part.items()}
+        if isinstance(part, list | tuple):
+            return [known(each) for each in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(known(value), indent=indent, allow_nan=False)
 
 
 def _step_of(line: str) -> float:

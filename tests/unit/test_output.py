@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,23 @@ def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> No
     again.append_metrics("train", 30, 0, {"loss": 0.5})
     again.close()
     assert steps(tmp_path) == [10, 20, 30]
+
+
+def test_numbers_that_are_not_finite_are_null_and_the_line_is_json_to_every_reader(tmp_path: Path) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    output = RunOutput(tmp_path, tensorboard=False, bar=False)
+    output.append_metrics("train", 1, 0, {"loss": math.nan, "gain": -math.inf, "accuracy": 0.5})
+    output.write_summary({"eval": output.last_metrics("train"), "examples_per_s": None, "list": [math.nan, 1]})
+    output.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=refuse)
+    assert (row["loss"], row["gain"], row["accuracy"]) == (None, None, 0.5)
+    summary = json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
+    assert summary == {
+        "eval": {"loss": None, "gain": None, "accuracy": 0.5}, "examples_per_s": None, "list": [None, 1]
+    }  # fmt: skip
 
 
 def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
