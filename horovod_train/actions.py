@@ -50,9 +50,13 @@ class LogTraining:
             return  # nothing to tell since
         self.last_step = step
         values = self.train_step.seen.result(self.group)
-        values["loss_average"] = self.state.average_loss(self.group)
-        if not values["penalty"]:
-            del values["penalty"]
+        averages = self.state.average_losses(self.group)
+        averages["total_loss"] = averages["loss"] + averages["penalty"]
+        values["total_loss"] = values["loss"] + values["penalty"]
+        if not values["penalty"]:  # without one, the sum is the loss
+            for name in ("penalty", "total_loss"):
+                del values[name], averages[name]
+        values |= {f"{name}_average": average for name, average in averages.items()}
         read = self.watch.read()
         seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
         self.last_read = read
@@ -132,8 +136,7 @@ class CheckAgreement:
 
     def __call__(self, step: int) -> None:
         started = time.perf_counter()
-        self.state.settle(self.group)
-        agreement.check(self.group, self.state.digests(), f"at step {step}")
+        agreement.check(self.group, self.state.settle(self.group).digests(), f"at step {step}")
         self.log.add("check_agreement_s", time.perf_counter() - started)
 
 
@@ -158,9 +161,9 @@ class Save:
             return None
         started = time.perf_counter()
         with self.watch.stopped(), self.group.heartbeat.phase("save"):
-            self.state.settle(self.group)
-            agreement.check(self.group, self.state.digests(), f"at step {step}")
-            arrays = self.state.snapshot(self.group)
+            settled = self.state.settle(self.group)
+            agreement.check(self.group, settled.digests(), f"at step {step}")
+            arrays = settled.snapshot(self.group)
             self.audit.flush()
             self.store.save(arrays, self.facts())
         self.last_step = step

@@ -58,7 +58,8 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     eval_ = open_split(config, group, training=False) if config.data.eval else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
-    means = {"train": [*loss.names, "penalty"], "eval": loss.names}
+    losses = [*loss.names, "penalty"]
+    means = {"train": losses, "eval": loss.names}
     seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
     for name, pipeline in (("train", train), ("eval", eval_)):
         if pipeline is not None:
@@ -87,7 +88,7 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     synchronization = build_synchronization(
         config.train, group, model, optimizer, kept, sparse_as_dense=exchange.sparse_as_dense
     )
-    state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization)
+    state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization, losses=losses)
     objective = Objective(
         model,
         optimizer,

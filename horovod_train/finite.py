@@ -1,23 +1,73 @@
-"""Gradients and losses that are not finite any more: seeing it, telling the other ranks, remembering where it began."""
+"""Numbers that are not finite any more: seeing it, telling the other ranks, remembering where it began."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import tensorflow as tf
 
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import DivergedError
 
-class Failure(NamedTuple):
-    """Where a rank's numbers stopped being finite for good."""
+_THEN = "lower lr_schedule.base_lr, or see train.non_finite"
 
-    step: tf.Variable
-    """int64; 0 where they have not."""
-    is_cause: tf.Variable
-    """bool: by its own gradients, not by those of others."""
-    loss: tf.Variable
-    """float32."""
+
+class Failure:
+    """Where this rank's numbers stopped being finite for good. Variables, so that a compiled step can set them.
+
+    step: int64; 0 where they have not. is_cause: bool: by this rank's own gradients, not by those of others.
+    loss: float32, of that step; last_loss: of the last one. Both are this rank's part of the mean, penalties included.
+    skips: int32, the updates that were left out in a row before it.
+    """
+
+    def __init__(self) -> None:
+        self.step, self.is_cause, self.loss, self.last_loss, self.skips = (
+            tf.Variable(value, trainable=False) for value in (tf.constant(0, tf.int64), False, 0.0, 0.0, 0)
+        )
+        self._what = ""
+        """The variable that is not finite; "" where it is loss or gradients."""
+
+    def note(self, step: tf.Tensor, own: Sequence[Any], loss: tf.Tensor, skips: tf.Tensor) -> None:
+        """In the compiled step: the combined gradients are not finite. own: this rank's part in them."""
+        self.step.assign(step)
+        self.is_cause.assign(tf.logical_not(are_finite(own)))
+        self.loss.assign(loss)
+        self.skips.assign(skips)
+
+    def note_variables(self, step: int, variables: Mapping[str, tf.Variable]) -> None:
+        """Between steps: notes the first of the variables that is not finite, unless the run has failed already."""
+        found = not_finite(variables)
+        if found and not int(self.step):
+            self._what = found[0]
+            # A run can be resumed at step 0, which here means none.
+            self.step.assign(max(1, step))
+            self.is_cause.assign(True)
+            self.loss.assign(self.last_loss)
+
+    def divergence(self, group: WorkerGroup) -> DivergedError:
+        """Collective: what to tell the user, with the ranks on which numbers stopped being finite."""
+        loss = float(self.loss)
+        own = [int(self.step), bool(self.is_cause), math.isfinite(loss), _readable(loss), int(self.skips), self._what]
+        facts = group.gather(own)
+        failed = [rank for rank, (step, *_) in enumerate(facts) if step]
+        causes = [rank for rank in failed if facts[rank][1]]
+        step, _, loss_is_finite, shown, skips, what = facts[(causes or failed)[0]]
+        ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
+        tried = f", after {skips} skipped updates in a row" if skips else ""
+        before = f"The weights are those before that step; {_THEN}."
+        if not causes:
+            return DivergedError(
+                f"Model diverged at step {step}: gradients are finite on each rank, but not once they are combined"
+                f"{tried}. horovod.compression: fp16 overflows above 65504; use bf16 or none. {before}"
+            )
+        lead = f"Model diverged{'' if loss_is_finite else f' with loss = {shown}'} at step {step}"
+        if what:
+            return DivergedError(f"{lead}: {what} is not finite on {ranks}. It has not been saved; {_THEN}.")
+        numbers = "gradients, but not the loss," if loss_is_finite else "loss or gradients"
+        return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {before}")
 
 
 def present(gradients: Sequence[Any]) -> list[tf.Tensor]:
@@ -33,6 +83,31 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """
     squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in present(gradients)]
     return tf.math.is_finite(tf.add_n(squares))
+
+
+def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
+    """The names of those floating-point variables that hold a NaN or an infinity."""
+    floating = {name: variable for name, variable in variables.items() if variable.dtype.is_floating}
+    if not floating:
+        return []
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(variable)) for variable in floating.values()])
+    return [name for name, is_finite in zip(floating, finite.numpy(), strict=True) if not is_finite]
+
+
+@contextmanager
+def taken_back(variables: Sequence[tf.Variable], judged: Sequence[tf.Variable]) -> Iterator[None]:
+    """In the compiled step: gives `variables` back their values if in the block one of `judged` stops being finite.
+
+    A moving average or a sum that has once been NaN stays NaN, while training, which does not read it, goes on.
+    """
+    before = [variable.read_value() for variable in variables]
+    yield
+
+    def take_back() -> None:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+    tf.cond(are_finite(judged), lambda: None, take_back)
 
 
 def spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
@@ -51,3 +126,7 @@ def spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
         else:
             spoilt[least] = gradient + tf.cast(0.0 * loss, gradient.dtype)
     return spoilt
+
+
+def _readable(loss: float) -> str:
+    return "NaN" if math.isnan(loss) else f"{loss:g}"

@@ -63,13 +63,12 @@ def train(
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:
-            raise train_step.divergence(group)
+            raise state.failure.divergence(group)
         leaving.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
         asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
-    if state.synchronization.has_failed():
-        raise train_step.divergence(group)
+    state.check_finite(group)
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
     if late:  # it may be an evaluation that was asked to end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -34,6 +35,12 @@ class Accumulator:
         self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
         self.sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in losses}
 
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All that `add` changes."""
+        states = [as_tf_variable(variable) for metric in self.metrics for variable in metric.variables]
+        return [self.weight, *self.sums.values(), *states]
+
     def add(self, loss_sums: dict[str, tf.Tensor], targets: Any, outputs: Any, weights: tf.Tensor) -> None:
         """In the compiled step: one batch. loss_sums: weighted, over the batch; weights: float32 [batch]."""
         self.weight.assign_add(tf.reduce_sum(tf.cast(weights, tf.float64)))
@@ -45,10 +52,12 @@ class Accumulator:
     def result(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: the means over all records that all ranks have added; starts anew."""
         own = [self.weight, *self.sums.values()]
-        states = [as_tf_variable(variable) for metric in self.metrics for variable in metric.variables]
+        states = self.variables[len(own) :]
         totals = group.sum([variable.numpy() for variable in [*own, *states]])
-        weight, loss_totals, state_totals = totals[0], totals[1 : len(own)], totals[len(own) :]
-        values = {name: float(total / weight) for name, total in zip(self.sums, loss_totals, strict=True)}
+        weight, loss_totals, state_totals = float(totals[0]), totals[1 : len(own)], totals[len(own) :]
+        # Nothing has been added where every step was left out.
+        means = [float(total) / weight if weight else math.nan for total in loss_totals]
+        values = dict(zip(self.sums, means, strict=True))
         for variable, total in zip(states, state_totals, strict=True):
             variable.assign(tf.cast(total, variable.dtype))
         values |= {metric.name: _number(metric.result()) for metric in self.metrics}

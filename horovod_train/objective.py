@@ -5,6 +5,7 @@ Does not exchange, apply or count anything; see step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -75,15 +76,16 @@ class Objective:
         if jit_compile:
             self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
 
-    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], tf.Tensor]:
-        """In the compiled step: this rank's gradients, and its part of the global mean loss times `size` (float32).
+    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
+        """In the compiled step: this rank's gradients, and its parts of the global means times `size` (float32).
 
-        Adds what it saw to `seen`. The records are passed in `accumulate_steps` parts, to bound memory.
+        Those are of each loss and of the "penalty", by name. Adds what it saw to `seen`. The records are passed in
+        `accumulate_steps` parts, to bound memory.
         """
         if self.accumulate_steps == 1:
             passed = self._pass(batch)
             _note(seen, batch, passed)
-            return passed.gradients, self._share(passed.losses["loss"], batch)
+            return passed.gradients, self._shares(passed.losses, passed.penalty, batch)
 
         def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             length = value.shape[0] // self.accumulate_steps
@@ -93,22 +95,29 @@ class Objective:
             own = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
             return own._replace(count=batch.count)
 
-        def one_part(index: tf.Tensor, sums: list[Any], loss_sum: tf.Tensor) -> tuple[Any, ...]:
+        def one_part(
+            index: tf.Tensor, sums: list[Any], losses: dict[str, tf.Tensor], penalty: tf.Tensor
+        ) -> tuple[Any, ...]:
             own = rows(index)
             passed = self._pass(own)
             _note(seen, own, passed)
             added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
-            return index + 1, added, loss_sum + passed.losses["loss"]
+            losses = {name: losses[name] + value for name, value in passed.losses.items()}
+            return index + 1, added, losses, penalty + passed.penalty
 
         kinds = self._kinds_of_gradients(rows(0))
-        _, sums, loss_sum = tf.while_loop(
+        nothing = [_nothing(kind, self.accumulate_steps) for kind in kinds]
+        _, sums, losses, penalty = tf.while_loop(
             lambda index, *_: index < self.accumulate_steps,
             one_part,
-            (0, [_nothing(kind, self.accumulate_steps) for kind in kinds], 0.0),
+            (0, nothing, dict.fromkeys(self.loss.names, tf.constant(0.0)), tf.constant(0.0)),
             parallel_iterations=1,  # a forward pass may exchange too
         )
         totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
-        return totals, self._share(loss_sum, batch)
+        return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
+
+    def _shares(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
+        return {name: self._share(value, batch) for name, value in sums.items()} | {"penalty": penalty}
 
     def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
         """What the gradients of such a batch are, in order; None where a variable has no part in the loss."""

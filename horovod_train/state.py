@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ import tensorflow as tf
 from horovod_train.distributed.agreement import digest
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.finite import Failure, not_finite
 from horovod_train.stages import variable_beside
 from horovod_train.synchronization import EveryStep, by_unique_name
 
@@ -37,8 +39,12 @@ class TrainState:
         *,
         averages: MovingAverages | None = None,
         synchronization: EveryStep | None = None,
+        losses: Sequence[str] = ("loss", "penalty"),
     ) -> None:
-        """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step."""
+        """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
+
+        losses: what `note_losses` is told of, by name.
+        """
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
@@ -49,16 +55,20 @@ class TrainState:
         self.step, self.epoch, self.records = (
             tf.Variable(0, dtype=tf.int64, trainable=False, name=name) for name in ("step", "epoch", "records")
         )
-        self.loss_average = tf.Variable(0.0, trainable=False, name="loss_average")
-        """float32: moving average of this rank's part of the mean loss times the number of ranks; see `note_loss`."""
+        self.losses = tuple(losses)
+        self.loss_averages = tf.Variable(tf.zeros(len(self.losses)), trainable=False, name="loss_averages")
+        """float32 [losses]: moving averages of this rank's parts of the means times the number of ranks."""
         self.seeds = find_seeds(model)
+        self.failure = Failure()
+        # What is not finite by design, such as a mask that a layer keeps, is so from the start.
+        self._finite_by_design = self._numbers().keys() - not_finite(self._numbers())
 
     def variables(self) -> dict[str, tf.Variable]:
         """Every variable that ranks must agree on and a checkpoint must hold, by a name that is unique and stable."""
         named = [
             *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
-            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records", "loss_average")),
+            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records", "loss_averages")),
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
@@ -67,32 +77,59 @@ class TrainState:
 
     @property
     def statistics(self) -> list[tf.Variable]:
-        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its loss.
+        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its losses.
 
         Those are floating-point weights that were made not to be trained. Weights that are frozen are not among them.
         """
         own = [as_tf_variable(weight) for weight in self.model.weights]
         # Freezing a layer changes the Keras variable; the tf.Variable in it says for ever what it was made as.
         gathered = (variable for variable in own if not variable.trainable and variable.dtype.is_floating)
-        return [*gathered, self.loss_average]
+        return [*gathered, self.loss_averages]
 
-    def settle(self, group: WorkerGroup) -> None:
-        """Collective: makes equal on all ranks what they let differ between exchanges; mostly nothing."""
-        with group.heartbeat.phase("exchange"):
-            self.synchronization.settle(int(self.step))
+    def settle(self, group: WorkerGroup) -> Settled:
+        """Collective: makes equal on all ranks what they let differ between exchanges; mostly nothing.
 
-    def note_loss(self, share: tf.Tensor) -> None:
-        """In the compiled step: takes this rank's part of the mean loss, times the number of ranks, into its average.
-
-        The average is linear, so its mean over ranks is the average of the global loss, though no rank knows that.
+        What is returned can be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
         """
-        moved = LOSS_AVERAGE_DECAY * self.loss_average + (1 - LOSS_AVERAGE_DECAY) * share
-        self.loss_average.assign(tf.where(tf.math.is_finite(share), moved, self.loss_average))
+        self.check_finite(group)  # before an exchange spreads it over all ranks
+        with group.heartbeat.phase("exchange"):
+            has_exchanged = self.synchronization.settle(int(self.step))
+        if has_exchanged:
+            self.check_finite(group)
+        return Settled(self)
 
-    def average_loss(self, group: WorkerGroup) -> float:
-        """Collective: the moving average of the global training loss, corrected for its start at zero."""
-        (mean,) = group.average([self.loss_average.numpy()])
-        return float(mean) / (1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step)))
+    def check_finite(self, group: WorkerGroup) -> None:
+        """Collective: raises DivergedError, on all ranks, where on any of them numbers have stopped being finite."""
+        by_design, numbers = self._finite_by_design, self._numbers().items()
+        shown = {
+            name.replace("exchange/pending/", "the gradient of "): own for name, own in numbers if name in by_design
+        }
+        self.failure.note_variables(int(self.step), shown)
+        (failed,) = group.sum([int(self.failure.step) > 0])
+        if failed:
+            raise self.failure.divergence(group)
+
+    def _numbers(self) -> dict[str, tf.Variable]:
+        """What must be finite for a run to go on: weights, their averages, statistics, what is yet to be applied."""
+        pending = {variable.ref() for variable in self.synchronization.must_be_finite}
+        followed = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
+        followed |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
+        return {name: variable for name, variable in self.variables().items() if variable.ref() in followed}
+
+    def note_losses(self, shares: Mapping[str, tf.Tensor]) -> None:
+        """In the compiled step: takes this rank's parts of the means, times the number of ranks, into their averages.
+
+        An average is linear, so its mean over ranks is the average of the global loss, though no rank knows that.
+        """
+        new = tf.stack([shares[name] for name in self.losses])
+        moved = LOSS_AVERAGE_DECAY * self.loss_averages + (1 - LOSS_AVERAGE_DECAY) * new
+        self.loss_averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(new)), moved, self.loss_averages))
+
+    def average_losses(self, group: WorkerGroup) -> dict[str, float]:
+        """Collective: the moving averages of the global training losses by name, corrected for their start at zero."""
+        (means,) = group.average([self.loss_averages.numpy()])
+        correction = 1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step))
+        return {name: float(mean) / correction for name, mean in zip(self.losses, means, strict=True)}
 
     def average_statistics(self, group: WorkerGroup) -> list[np.ndarray]:
         """Collective: gives all ranks the mean of their statistics; returns this rank's own, for `set_statistics`."""
@@ -104,33 +141,11 @@ class TrainState:
         for variable, value in zip(self.statistics, values, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
 
-    def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
-        """Collective: a copy of every variable, statistics averaged; and under `ranks/` those of each rank.
-
-        With the latter a resume at the same number of ranks goes on bit for bit; at another it takes the mean.
-        """
-        self.settle(group)
-        own = self.average_statistics(group)
-        arrays = {name: np.array(variable.numpy()) for name, variable in self.variables().items()}
-        self.set_statistics(own)
-        if own:
-            by_rank = group.gather(own)
-            for index in range(len(own)):
-                arrays[f"ranks/{index}"] = np.stack([statistics[index] for statistics in by_rank])
-        return arrays
-
     def restore_statistics(self, group: WorkerGroup, arrays: Mapping[str, np.ndarray]) -> None:
         """Collective: gives each rank the statistics that it had, where root's `ranks/` arrays are of as many ranks."""
         by_rank = group.broadcast_object([arrays[f"ranks/{index}"] for index in range(len(arrays))])
         if by_rank and len(by_rank[0]) == group.size:
             self.set_statistics([statistics[group.rank] for statistics in by_rank])
-
-    def digests(self) -> dict[str, str]:
-        """Name of each variable that must be equal on all ranks at every step → SHA-256 of its bytes."""
-        own = {variable.ref() for variable in self.statistics}
-        return {
-            name: digest(_bytes(variable)) for name, variable in self.variables().items() if variable.ref() not in own
-        }
 
     def weights_sha256(self) -> str:
         """One SHA-256 over the bytes of all weights of the model, in its order."""
@@ -143,6 +158,33 @@ class TrainState:
         """Notes the place in the data; the compiled step counts `step` itself."""
         self.epoch.assign(epoch)
         self.records.assign(records)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A state that is finite, and equal on all ranks but for statistics; until the next step. See `settle`."""
+
+    state: TrainState
+
+    def digests(self) -> dict[str, str]:
+        """Name of each variable that must be equal on all ranks at every step → SHA-256 of its bytes."""
+        own = {variable.ref() for variable in self.state.statistics}
+        variables = self.state.variables()
+        return {name: digest(_bytes(variable)) for name, variable in variables.items() if variable.ref() not in own}
+
+    def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
+        """Collective: a copy of every variable, statistics averaged; and under `ranks/` those of each rank.
+
+        With the latter a resume at the same number of ranks goes on bit for bit; at another it takes the mean.
+        """
+        own = self.state.average_statistics(group)
+        arrays = {name: np.array(variable.numpy()) for name, variable in self.state.variables().items()}
+        self.state.set_statistics(own)
+        if own:
+            by_rank = group.gather(own)
+            for index in range(len(own)):
+                arrays[f"ranks/{index}"] = np.stack([statistics[index] for statistics in by_rank])
+        return arrays
 
 
 class MovingAverages:

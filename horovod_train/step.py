@@ -5,9 +5,8 @@ Does not know epochs, hooks or files. What is minimised is in objective, what ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import keras
@@ -15,10 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.pipeline import Batch
-from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.place import Place
-from horovod_train.errors import DivergedError
-from horovod_train.finite import Failure, are_finite, present, spoilt_by
+from horovod_train.finite import are_finite, present, spoilt_by, taken_back
 from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective
@@ -62,11 +59,7 @@ class TrainStep:
         self.scales_loss = isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
         self.max_skips_in_a_row = max(max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW if self.scales_loss else 0)
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
-        self.skipped, self.skipped_in_a_row, self.last_loss = (
-            tf.Variable(value, trainable=False) for value in (0, 0, 0.0)
-        )
-        nothing = (tf.constant(0, tf.int64), False, 0.0)
-        self.failure = Failure(*(tf.Variable(value, trainable=False) for value in nothing))
+        self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
         self.place = Place(state.step)
         self._run = tf.function(self._run_steps, autograph=False)
 
@@ -77,20 +70,6 @@ class TrainStep:
         """
         done, goes_on, ids = self._run(batches, tf.constant(steps, tf.int32))
         return int(done), bool(goes_on), ids.numpy()[: int(done)]
-
-    def divergence(self, group: WorkerGroup) -> DivergedError:
-        """Collective: why `run` ended early, with the ranks where the numbers stopped being finite."""
-        facts = group.gather(tuple(fact.numpy().item() for fact in self.failure))
-        failed = [rank for rank, (step, _, _) in enumerate(facts) if step]
-        causes = [rank for rank in failed if facts[rank][1]] or failed
-        step, _, loss = facts[causes[0]]
-        shown = "NaN" if math.isnan(loss) else f"{loss:g}"
-        ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
-        tried = f", after {self.max_skips_in_a_row} skipped updates in a row" if self.max_skips_in_a_row else ""
-        return DivergedError(
-            f"Model diverged with loss = {shown} at step {step}: loss or gradients are not finite on {ranks}"
-            f"{tried}. The weights are those before that step; lower lr_schedule.base_lr, or see train.non_finite."
-        )
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         def has_more(done: tf.Tensor, goes_on: tf.Tensor, _: tf.TensorArray) -> tf.Tensor:
@@ -116,26 +95,29 @@ class TrainStep:
         self.place.enter("compute", after=batch.count)
         # The same scope on all ranks: Horovod takes part of an exchange's name from it.
         with tf.name_scope("rank"), self._without_poison():
-            own, share = self.objective.gradients(batch, self.seen)
-            losses = (share, self.last_loss.read_value())
-            self.last_loss.assign(share)
-            self.state.note_loss(share)
+            own, shares = self.objective.gradients(batch, self.seen)
+            total = shares["loss"] + shares["penalty"]
+            losses = (total, self.state.failure.last_loss.read_value())
+            self.state.failure.last_loss.assign(total)
+            self.state.note_losses(shares)
         with tf.name_scope("exchange"):
             self.place.enter("exchange", after=own)
-            exchanged = self.state.synchronization.exchange(spoilt_by(share, own), tf.identity(self.state.step))
+            exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
         with tf.control_dependencies(present(exchanged.gradients)):  # a step counts once it has been exchanged
             self.state.step.assign_add(1)
         with tf.name_scope("update_parameters"):
-            failed = self._apply(exchanged, losses[self.state.synchronization.delay])
+            self._apply(exchanged, losses[self.state.synchronization.delay])
+            failed = self.state.failure.step > 0
         with tf.name_scope("exchange"):
             return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
 
-    def _apply(self, exchanged: Exchanged, loss: tf.Tensor) -> tf.Tensor:
-        """Updates the weights, unless gradients are not finite. Returns whether that has been so for too long.
+    def _apply(self, exchanged: Exchanged, loss: tf.Tensor) -> None:
+        """Updates the weights, unless gradients are not finite; notes a failure where that has been so for too long.
 
         loss: of the step that the gradients are of.
         """
         gradients, variables = exchanged.gradients, self.state.model.trainable_variables
+        failure, delay = self.state.failure, self.state.synchronization.delay
         if self.scales_loss:  # leaves out by itself what is not finite, and lowers its scale
             self.state.optimizer.apply_combined(gradients, variables)
 
@@ -147,36 +129,20 @@ class TrainStep:
 
         def skip() -> tf.Tensor:
             self.skipped.assign_add(1)
-            is_first = tf.logical_and(self.skipped_in_a_row >= self.max_skips_in_a_row, self.failure.step == 0)
-            tf.cond(is_first, note_failure, lambda: None)
-            return self.skipped_in_a_row + 1
-
-        def note_failure() -> None:
-            self.failure.step.assign(self.state.step - self.state.synchronization.delay)
-            self.failure.is_cause.assign(tf.logical_not(are_finite(exchanged.own)))
-            self.failure.loss.assign(loss)
+            before, step = self.skipped_in_a_row, self.state.step - delay
+            is_first = tf.logical_and(before >= self.max_skips_in_a_row, failure.step == 0)
+            tf.cond(is_first, lambda: failure.note(step, exchanged.own, loss, before), lambda: None)
+            return before + 1
 
         self.skipped_in_a_row.assign(tf.cond(are_finite(gradients), update, skip))
-        return self.skipped_in_a_row > self.max_skips_in_a_row
 
-    @contextmanager
-    def _without_poison(self) -> Iterator[None]:
-        """In the compiled step: takes back this rank's statistics if in the block they stop being finite.
-
-        A moving average that has once been NaN stays NaN, while training, which does not read it, goes on.
-        """
-        if not self.max_skips_in_a_row:
-            yield  # the run ends with the first such step
-            return
-        statistics = self.state.statistics
-        before = [variable.read_value() for variable in statistics]
-        yield
-
-        def take_back() -> None:
-            for variable, value in zip(statistics, before, strict=True):
-                variable.assign(value)
-
-        tf.cond(are_finite(statistics), lambda: None, take_back)
+    def _without_poison(self) -> AbstractContextManager[Any]:
+        """In the compiled step: takes back what a pass of this rank leaves in averages and sums that is not finite."""
+        without = ExitStack()
+        if self.max_skips_in_a_row:  # else the run ends with the first such step, and saves nothing of it
+            without.enter_context(taken_back(self.state.statistics, self.state.statistics))
+            without.enter_context(taken_back(self.seen.variables, list(self.seen.sums.values())))
+        return without
 
     def _set_dropout_seeds(self) -> None:
         """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""

@@ -40,6 +40,8 @@ class EveryStep:
         self.optimizer = optimizer
         self.variables: dict[str, tf.Variable] = {}
         """What a checkpoint must hold for this way to go on, by name; equal on all ranks once `settle` has been run."""
+        self.must_be_finite: list[tf.Variable] = []
+        """Of these, the ones that hold numbers which are yet to be applied."""
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         """Collective, in the compiled step: the gradients to apply now, given this rank's own.
@@ -51,16 +53,16 @@ class EveryStep:
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Collective, in the compiled step, after gradients were applied: whether the run must stop, on all ranks.
 
-        failed: bool, whether this rank's gradients have not been finite for too long. step: with this one.
+        failed: bool, whether this rank has failed, in this step or before. step: with this one.
         """
         return failed  # read off combined gradients, so that ranks cannot differ
 
-    def has_failed(self) -> bool:
-        """Collective, between steps: whether a rank has failed since the ranks last met."""
-        return False
+    def settle(self, step: int) -> bool:
+        """Collective, between steps: makes equal on all ranks what must be in a checkpoint; whether that took anything.
 
-    def settle(self, step: int) -> None:
-        """Collective, between steps: makes equal on all ranks what must be equal in a checkpoint."""
+        Called by TrainState.settle alone, which looks first whether a rank has failed.
+        """
+        return False
 
     def next_rest(self, step: int) -> int:
         """The first step from `step` on at which the run can be left and gone on with as if it had not been."""
@@ -81,9 +83,17 @@ class Stale(EveryStep):
     delay = 1
 
     def __init__(
-        self, model: keras.Model, optimizer: keras.optimizers.Optimizer, *, sparse_as_dense: bool = True
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        *,
+        sparse_as_dense: bool = True,
+        skips: bool = False,
     ) -> None:
-        """sparse_as_dense: whether tables of gradients are welcome; no others can wait for a step."""
+        """sparse_as_dense: whether tables of gradients are welcome; no others can wait for a step.
+
+        skips: gradients that are not finite are left out when it is their turn to be applied.
+        """
         super().__init__(optimizer)
         self._sparse_as_dense = sparse_as_dense
         self.pending = [
@@ -96,6 +106,7 @@ class Stale(EveryStep):
             by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
         )
         self.variables["settled_step"] = self.settled
+        self.must_be_finite = [] if skips else self.pending
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         present = [index for index, gradient in enumerate(own) if gradient is not None]
@@ -114,12 +125,14 @@ class Stale(EveryStep):
             combined[index] = gradient
         return Exchanged(combined, before)
 
-    def settle(self, step: int) -> None:
-        if int(self.settled) != step:
-            own = [tf.convert_to_tensor(variable) for variable in self.pending]
-            for variable, mean in zip(self.pending, self.optimizer.combine(own), strict=True):
-                variable.assign(mean)
-            self.settled.assign(step)
+    def settle(self, step: int) -> bool:
+        if int(self.settled) == step:
+            return False
+        own = [tf.convert_to_tensor(variable) for variable in self.pending]
+        for variable, mean in zip(self.pending, self.optimizer.combine(own), strict=True):
+            variable.assign(mean)
+        self.settled.assign(step)
+        return True
 
 
 class Local(EveryStep):
@@ -137,7 +150,6 @@ class Local(EveryStep):
         self.group, self.every = group, average_every_steps
         self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
         self.settled = _settled_step()
-        self.failed = tf.Variable(False, trainable=False)
         self.apart = tf.Variable(0.0, trainable=False)
         """float32: the square of this rank's distance from the mean, when it was last taken."""
         self.variables = {"settled_step": self.settled}
@@ -148,23 +160,20 @@ class Local(EveryStep):
         return Exchanged(rows_once, own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        # A rank that has failed keeps its weights, and the others learn of it when they meet.
-        self.failed.assign(tf.logical_or(self.failed, failed))
-
+        # The others learn of a rank that has failed when they meet.
         def meet() -> tf.Tensor:
             self._average()
             self.settled.assign(step)
-            return self.group.sum_in_step(tf.cast(self.failed, tf.float32), "local.failed") > 0
+            return self.group.sum_in_step(tf.cast(failed, tf.float32), "local.failed") > 0
 
         return tf.cond(tf.equal(step % self.every, 0), meet, lambda: tf.constant(False))
 
-    def has_failed(self) -> bool:
-        return bool(self.group.sum([bool(self.failed)])[0])
-
-    def settle(self, step: int) -> None:
-        if int(self.settled) != step:
-            self._average_now()
-            self.settled.assign(step)
+    def settle(self, step: int) -> bool:
+        if int(self.settled) == step:
+            return False
+        self._average_now()
+        self.settled.assign(step)
+        return True
 
     def next_rest(self, step: int) -> int:
         return -(-step // self.every) * self.every
@@ -194,7 +203,7 @@ def build_synchronization(
 ) -> EveryStep:
     """The way that `train.synchronization` names. averages: the moving averages of the weights, if there are any."""
     if config.synchronization == "stale":
-        return Stale(model, optimizer, sparse_as_dense=sparse_as_dense)
+        return Stale(model, optimizer, sparse_as_dense=sparse_as_dense, skips=config.non_finite == "skip")
     if config.synchronization == "local":
         assert config.average_every_steps is not None
         slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
@@ -203,8 +212,8 @@ def build_synchronization(
 
 
 def _settled_step() -> tf.Variable:
-    """The step after which ranks last were made equal."""
-    return tf.Variable(-1, dtype=tf.int64, trainable=False, name="settled_step")
+    """The step after which ranks last were made equal; before the first, the broadcast does that."""
+    return tf.Variable(0, dtype=tf.int64, trainable=False, name="settled_step")
 
 
 def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> Iterator[tuple[str, tf.Variable]]:

@@ -88,7 +88,7 @@ def _train(
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(parts.state.variables().values()))
     parts.state.restore_statistics(group, statistics)
-    agreement.check(group, parts.state.digests(), "after the broadcast")
+    agreement.check(group, parts.state.settle(group).digests(), "after the broadcast")
 
     first_step = int(parts.state.step)
     output.rewind(first_step)

@@ -13,8 +13,10 @@ from uneven import LOSS, ROWS, group, rank, size
 
 from horovod_train.config import TrainConfig
 from horovod_train.data.pipeline import Batch
+from horovod_train.distributed import agreement
 from horovod_train.distributed.optimizer import DistributedOptimizer
-from horovod_train.losses import Loss, build_loss
+from horovod_train.errors import RunError
+from horovod_train.losses import Loss, LossFunction, build_loss
 from horovod_train.metrics import Accumulator
 from horovod_train.objective import Objective
 from horovod_train.state import TrainState
@@ -25,6 +27,7 @@ WEIRD = 2
 """A label to which `jumpy` gives an infinite loss, and finite gradients."""
 
 STALE = TrainConfig(synchronization="stale")
+SKIP_STALE = TrainConfig(synchronization="stale", non_finite="skip")
 LOCAL = TrainConfig(synchronization="local", average_every_steps=4)
 
 
@@ -51,6 +54,21 @@ def jumpy(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     return plain + tf.where(targets == WEIRD, np.inf, 0.0)
 
 
+def steep(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+    """Of WEIRD labels finite, and its gradient is not: that of a root at 0."""
+    plain = build_loss(LOSS)(targets, outputs)["loss"]
+    return plain + tf.sqrt(tf.where(targets == WEIRD, 0.0 * tf.reduce_sum(outputs, axis=-1), 1.0))
+
+
+def why_not_saved(state: TrainState) -> str:
+    """What a save or a check says that comes after the last step; "" where nothing is wrong."""
+    try:
+        agreement.check(group, state.settle(group).digests(), "at the end")
+    except RunError as error:
+        return str(error)
+    return ""
+
+
 def train(
     bad: range,
     steps: int,
@@ -59,16 +77,17 @@ def train(
     max_skips: int = 0,
     inputs: bool = True,
     half: bool = False,
+    spoil: bool = False,
+    odd: LossFunction = jumpy,
 ) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
-    # A ReLU may make 0 of a NaN: the loss is finite then, the statistics before it are not.
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((6,)), *layers])
     plain = keras.optimizers.SGD(0.05)
     optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(plain) if half else plain)
     optimizer.build(model.trainable_variables)
     state = TrainState(model, optimizer, synchronization=build_synchronization(config, group, model, optimizer, []))
-    loss = build_loss(LOSS) if inputs else Loss({"loss": (1.0, jumpy)})
+    loss = build_loss(LOSS) if inputs else Loss({"loss": (1.0, odd)})
     step = TrainStep(
         state,
         Objective(model, optimizer, loss, size=size),
@@ -81,11 +100,13 @@ def train(
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, next(batches(bad, inputs=inputs)))
     stream = tf.data.Dataset.from_generator(lambda: batches(bad, inputs=inputs), output_signature=spec)
     done, goes_on, _ = step.run(iter(stream), steps)
-    failed = state.synchronization.has_failed()
+    if spoil and rank == size - 1:
+        model.trainable_weights[0].assign(model.trainable_weights[0] / 0.0)
     return {
         "done": done,
         "goes_on": goes_on,
-        "why": str(step.divergence(group)) if failed or not goes_on else "",
+        "why": why_not_saved(state) if goes_on else str(state.failure.divergence(group)),
+        "loss": step.seen.result(group)["loss"],
         "skipped": int(step.skipped),
         "is_finite": all(np.all(np.isfinite(weight.numpy())) for weight in model.weights),
         "moved": float(np.abs(model.non_trainable_weights[0].numpy()).max()),
@@ -95,11 +116,15 @@ def train(
 found = {
     "every_step": train(range(3, 4), 6),
     "loss_alone": train(range(3, 4), 6, inputs=False),
+    "gradients_alone": train(range(3, 4), 6, inputs=False, odd=steep),
     "stale": train(range(3, 4), 6, STALE),
     "local": train(range(3, 4), 6, LOCAL),
     "local_at_its_end": train(range(3, 4), 3, LOCAL),
     "skip": train(range(3, 4), 6, max_skips=2),
-    "skip_stale": train(range(3, 4), 6, STALE, max_skips=2),
+    "stale_at_its_end": train(range(3, 4), 3, STALE),
+    "weight": train(range(0), 3, spoil=True),
+    "skip_stale": train(range(3, 4), 6, SKIP_STALE, max_skips=2),
+    "skip_stale_at_its_end": train(range(3, 4), 3, SKIP_STALE, max_skips=2),
     "skip_in_vain": train(range(3, 9), 9, max_skips=2),
     "float16": train(range(3, 4), 6, half=True),
     "float16_in_vain": train(range(3, 99), 80, half=True),

@@ -32,13 +32,17 @@ def facts() -> dict[str, Any]:
 def _bytes_saved(state: TrainState) -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "checkpoint")
-        write(place, state.snapshot(group), Facts(step=0, epoch=0, records=0, ranks=size, config={}, versions={}))
+        write(
+            place,
+            state.settle(group).snapshot(group),
+            Facts(step=0, epoch=0, records=0, ranks=size, config={}, versions={}),
+        )
         return sum(file.stat().st_size for file in place.iterdir())
 
 
 def _agreement(state: TrainState) -> str:
     try:
-        agreement.check(group, state.digests(), "now")
+        agreement.check(group, state.settle(group).digests(), "now")
     except RanksDisagree as error:
         return str(error)
     return "yes"

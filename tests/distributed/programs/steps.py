@@ -51,7 +51,7 @@ for name, build in BUILDERS.items():
     if name == "sgd":
         facts["loss"] = [seen.result(group)["loss"], np.dot(means, COUNTS) / sum(COUNTS)]
         average = 0.1 * (0.81 * means[0] + 0.9 * means[1] + means[2])
-        facts["loss_average"] = [state.average_loss(group), average / (1 - 0.9**3)]
+        facts["loss_average"] = [state.average_losses(group)["loss"], average / (1 - 0.9**3)]
         facts["steps"] = int(state.step)
 
 alone = build_model()

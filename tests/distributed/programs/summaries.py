@@ -116,7 +116,13 @@ def gradients(values: dict[str, Any]) -> list[np.ndarray]:
 
 def all_bytes(step: TrainStep) -> str:
     seen = [step.seen.weight, *step.seen.sums.values(), *(v for m in step.seen.metrics for v in m.variables)]
-    kept = [*step.state.variables().values(), *step.state.model.variables, *seen, step.last_loss, step.skipped]
+    kept = [
+        *step.state.variables().values(),
+        *step.state.model.variables,
+        *seen,
+        step.state.failure.last_loss,
+        step.skipped,
+    ]
     return hashlib.sha256(b"".join(as_tf_variable(variable).numpy().tobytes() for variable in kept)).hexdigest()
 
 
