@@ -57,6 +57,15 @@ def rank_environment() -> dict[str, str]:
     }
 
 
+def without_tensorflow(folder: Path) -> dict[str, str]:
+    """An environment in which a process ends as soon as it imports TensorFlow."""
+    package = folder / "no_tensorflow" / "tensorflow"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("raise SystemExit('TensorFlow was loaded')")
+    environment = rank_environment()
+    return environment | {"PYTHONPATH": f"{package.parent}:{environment['PYTHONPATH']}"}
+
+
 def launcher_command(launcher: str, np: int) -> list[str]:
     """The words before `python …` that start `np` ranks on this host."""
     as_srun = [sys.executable, str(PROJECT / "tests" / "as_srun.py"), str(np)]

@@ -22,11 +22,8 @@ from horovod_train.rank_story import RankStory, read_stories
 from horovod_train.tools.explain import explain
 
 WARN_S, STOP_S = 3.0, 5.0
-SLACK_S = 4.0
-"""For machines that are busy with something else."""
-GONE_WITHIN_S = 10.0
-FROZEN_GONE_WITHIN_S = 20.0
-"""horovodrun asks a frozen process to end, and after 5 s kills it."""
+HANGS_AFTER_S = 120.0
+"""What has not happened by then does not happen: a limit for what hangs, not a promise."""
 WAITED_FOR = "rank {rank} (HOST) has not been heard of for N s, last in PHASE at step N; {others} wait for it"
 
 
@@ -51,30 +48,27 @@ class Job:
 
     def wait_until_trained(self) -> None:
         """All ranks are past their first steps, and have told root so."""
-        until(lambda: all((self.out / f"pid-{rank}").exists() for rank in range(self.np)), 120, self)
+        until(lambda: all((self.out / f"pid-{rank}").exists() for rank in range(self.np)), self)
         time.sleep(1)
 
-    def wait_until_said(self, words: str, timeout_s: float) -> float:
-        """Returns the seconds waited."""
-        return until(lambda: any(words in line for line in self.said), timeout_s, self)
+    def wait_until_said(self, words: str) -> None:
+        until(lambda: any(words in line for line in self.said), self)
 
-    def wait_until_gone(self, timeout_s: float = GONE_WITHIN_S) -> float:
-        """All ranks, and the launcher. Returns the seconds waited."""
+    def wait_until_gone(self) -> None:
+        """All ranks, and the launcher."""
         pids = [self.pid(rank) for rank in range(self.np)]
-        return until(
+        until(
             lambda: all(process.poll() is not None for process in self.processes) and not any(map(is_alive, pids)),
-            timeout_s,
             self,
         )
 
 
-def until(condition: Callable[[], bool], timeout_s: float, job: Job) -> float:
+def until(condition: Callable[[], bool], job: Job) -> None:
     began = time.monotonic()
     while not condition():
-        if time.monotonic() - began > timeout_s:
-            pytest.fail(f"not within {timeout_s} s:\n" + "\n".join(job.said[-40:]))
+        if time.monotonic() - began > HANGS_AFTER_S:
+            pytest.fail(f"not within {HANGS_AFTER_S} s:\n" + "\n".join(job.said[-40:]))
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def is_alive(pid: int) -> bool:
@@ -138,13 +132,13 @@ def test_a_frozen_rank_is_named_and_all_end(
         job.wait_until_trained()
         os.kill(job.pid(victim), signal.SIGSTOP)
         if victim == 0:
-            job.wait_until_said(f"rank {victim} (", STOP_S + SLACK_S)
+            job.wait_until_said(f"rank {victim} (")
             expected = [f"error: stalled: {sentence}; the stacks of the other ranks are in logs/"]
         else:
-            job.wait_until_said(f"rank {victim} (", WARN_S + SLACK_S)
-            job.wait_until_said("error: stalled: ", STOP_S - WARN_S + SLACK_S)
+            job.wait_until_said(f"rank {victim} (")
+            job.wait_until_said("error: stalled: ")
             expected = [f"warning: {sentence}", f"error: stalled: {sentence}; the stacks of all ranks are in logs/"]
-        job.wait_until_gone(FROZEN_GONE_WITHIN_S)
+        job.wait_until_gone()
         assert our_lines(job) == expected
         assert job.processes[0].returncode == exit_code
         for rank, story in job.stories.items():
@@ -182,7 +176,7 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
         job.wait_until_trained()
         os.kill(job.pid(victim), signal.SIGSTOP)
         others = [process for rank, process in enumerate(job.processes) if rank != victim]
-        until(lambda: all(process.poll() is not None for process in others), 3 + GONE_WITHIN_S, job)
+        until(lambda: all(process.poll() is not None for process in others), job)
         assert job.processes[victim].poll() is None
         os.kill(job.pid(victim), signal.SIGCONT)
         job.wait_until_gone()
@@ -192,15 +186,15 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
 def test_ranks_whose_words_nobody_takes_end_too(tmp_path: Path) -> None:
     program = ["bash", "-c", 'exec "$@" 2> /dev/full', "-", sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
     with started(tmp_path, [[*program, str(rank), "2", "1", "2"] for rank in range(2)], 2) as job:
-        until(lambda: all(process.poll() is not None for process in job.processes), 3 + GONE_WITHIN_S, job)
+        until(lambda: all(process.poll() is not None for process in job.processes), job)
         assert [process.returncode for process in job.processes] == [87, 87]
 
 
 def test_a_rank_that_waits_for_its_input_is_named_with_the_file(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 3, 1, "slow-input") as job:
         job.wait_until_trained()
-        job.wait_until_said("rank 1 (", WARN_S + SLACK_S)
-        job.wait_until_said("error: stalled: ", STOP_S - WARN_S + SLACK_S)
+        job.wait_until_said("rank 1 (")
+        job.wait_until_said("error: stalled: ")
         job.wait_until_gone()
         sentence = (
             "rank 1 (HOST) has been in input for N s at step 30, reading train-00031.tfrecord; 2 ranks wait for it"
@@ -221,7 +215,7 @@ def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher
     """At np=3 one of the others hears of it from Horovod; the last is busy elsewhere, and has to be ended."""
     with watched(tmp_path, launcher, np, victim, "raise") as job:
         job.wait_until_trained()
-        job.wait_until_said(f"ValueError: no luck on rank {victim}", 10)
+        job.wait_until_said(f"ValueError: no luck on rank {victim}")
         job.wait_until_gone()
         assert job.processes[0].returncode == 1
         first, *others = [plain(line) for line in job.said if f"ValueError: no luck on rank {victim}" in line]
@@ -241,7 +235,7 @@ def test_a_failure_is_read_first_and_others_point_at_it(tmp_path: Path, launcher
 def test_what_fails_on_all_ranks_alike_is_read_once(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 2, 0, "raise-alike") as job:
         job.wait_until_trained()
-        job.wait_until_gone(2 * GONE_WITHIN_S)
+        job.wait_until_gone()
         assert [line for line in job.said if "no luck" in line and "raise " not in line] == [
             "ValueError: no luck on any rank"
         ]
@@ -266,7 +260,7 @@ def test_without_the_watch_nobody_ends_a_frozen_run(tmp_path: Path) -> None:
     with watched(tmp_path, "mpirun", 2, 1, "unwatched", 1, 2) as job:
         job.wait_until_trained()
         os.kill(job.pid(1), signal.SIGSTOP)
-        time.sleep(2 + SLACK_S)
+        time.sleep(6)  # three times as long as it would take
         assert job.processes[0].poll() is None
         assert all(is_alive(job.pid(rank)) for rank in range(2))
         assert not our_lines(job)

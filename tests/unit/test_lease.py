@@ -40,7 +40,7 @@ def leave(directory: Path, *, age_s: float = 0, **changes: Any) -> None:
     os.utime(path, (time.time() - age_s,) * 2)
 
 
-def wait_for(condition: Any, timeout_s: float = 5) -> bool:
+def wait_for(condition: Any, timeout_s: float = 60) -> bool:
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
@@ -127,9 +127,7 @@ def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_pa
 def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) -> None:
     leave(tmp_path)
     said: list[str] = []
-    began = time.monotonic()
     open_lease(tmp_path, said.append, stale_s=1).close()
-    assert 0.8 < time.monotonic() - began < 10
     assert "is held by pid" in said[0]
     assert "on node12, job 33" in said[0]
     assert "Waiting up to 1 s to see whether it lives." in said[0]
@@ -138,9 +136,9 @@ def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) ->
 
 def test_a_stale_lease_is_taken_without_waiting(tmp_path: Path) -> None:
     leave(tmp_path, age_s=60)
-    began = time.monotonic()
-    open_lease(tmp_path).close()
-    assert time.monotonic() - began < 10
+    said: list[str] = []
+    open_lease(tmp_path, said.append).close()
+    assert not [line for line in said if "Waiting" in line]
 
 
 def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path) -> None:

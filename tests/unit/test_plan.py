@@ -189,20 +189,17 @@ def test_a_batch_draws_from_all_over_the_files() -> None:
 
 def test_hundred_million_records_plan_in_little_memory() -> None:
     program = """
-import json, pathlib, re, time
+import json, pathlib, re
 import numpy as np
 from horovod_train.data.plan import Plan
-started = time.perf_counter()
 plan = Plan(np.full(390_625, 256), 4096, seed=1)
 line = plan.line(0)
 steps = [plan.rows(line, 3, 8, step, step + 8).records.shape for step in (0, 12_000, plan.steps_per_epoch - 8)]
-seconds = time.perf_counter() - started
 # Not getrusage: its peak is that of the process which forked this one, too.
 memory = int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
-print(json.dumps([plan.num_records, seconds, memory]))
+print(json.dumps([plan.num_records, memory]))
 """
     output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60).stdout
-    records, seconds, memory = json.loads(output)
+    records, memory = json.loads(output)
     assert records == 100_000_000
-    assert seconds < 5
-    assert memory < 1e9
+    assert memory < 4e8  # eight bytes a record would be twice that: nothing is made for each of them

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -153,8 +152,6 @@ def test_a_login_node_needs_no_tensorflow() -> None:
         "from horovod_train.main import main\n"
         f"sys.exit(main(['slurm', '--config', {str(CONFIG)!r}, '--time', '01:00:00']))"
     )
-    started = time.monotonic()
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("#!/bin/bash\n")
-    assert time.monotonic() - started < 2
