@@ -97,7 +97,8 @@ class Evaluate:
     def __call__(self, step: int) -> str | None:
         if self.is_done(step):
             return None
-        with self.watch.stopped(), self.group.heartbeat.phase("evaluate"):
+        other_calls = self.leaving.pace.other_calls()
+        with self.watch.stopped(), other_calls, self.group.heartbeat.phase("evaluate"):
             self.state.settle(self.group)
             own = self.state.average_statistics(self.group)
             with self.state.averages.in_place():
@@ -114,7 +115,6 @@ class Evaluate:
     def _run_all(self) -> str | None:
         batches = iter(self.pipeline.batches(epoch=0, epochs=1))
         left = self.pipeline.steps_per_epoch
-        self.leaving.pace.start_anew()
         while left:
             steps = min(left, self.steps_per_call)
             self.group.heartbeat.phase("evaluate")  # each call is progress
@@ -168,7 +168,7 @@ class Save:
             self.store.save(arrays, self.facts())
         self.last_step = step
         seconds = time.perf_counter() - started
-        self.leaving.keep_in_hand(seconds)
+        self.leaving.note_save(seconds)
         self.log.add("save_blocked_s", seconds)
         return None
 

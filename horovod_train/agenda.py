@@ -14,7 +14,7 @@ from horovod_train.data.audit import NoAudit
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.hooks import Action, Hook, Stopwatch, at, every
-from horovod_train.leaving import Leaving
+from horovod_train.leaving import Leaving, Pace
 from horovod_train.output import NoOutput
 from horovod_train.summaries import Summaries
 
@@ -67,7 +67,7 @@ def build_actions(
     log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
     leaving.last_write_s = lambda: store.write_s
     save = Save(group, store, state, clock, leaving, log, audit, facts)
-    show = _build_show(config, group, output, parts, clock)
+    show = _build_show(config, group, output, parts, clock, leaving.pace)
     if parts.eval is None:
         return Actions(log, None, save, show)
     evaluate = Evaluate(
@@ -85,7 +85,9 @@ def build_actions(
     return Actions(log, evaluate, save, show)
 
 
-def _build_show(config: Config, group: WorkerGroup, output: NoOutput, parts: Parts, clock: Stopwatch) -> Show:
+def _build_show(
+    config: Config, group: WorkerGroup, output: NoOutput, parts: Parts, clock: Stopwatch, pace: Pace
+) -> Show:
     def first_batch() -> Batch:
         batch: Batch = next(iter(parts.train.batches(epoch=0, epochs=1)))
         return batch
@@ -93,15 +95,15 @@ def _build_show(config: Config, group: WorkerGroup, output: NoOutput, parts: Par
     summaries = Summaries(group, parts.train_step, first_batch, config.log.activations)
 
     def histograms(step: int) -> None:
-        with clock.stopped(), group.heartbeat.phase("histograms"):
+        with clock.stopped(), pace.other_calls(), group.heartbeat.phase("histograms"):
             output.append_histograms(step, summaries.compute())
 
     def start_profile(step: int) -> None:
-        with clock.stopped():
+        with clock.stopped(), pace.other_calls():
             output.start_profile(step + 1)
 
     def stop_profile(step: int) -> None:
-        with clock.stopped(), group.heartbeat.phase("profile"):
+        with clock.stopped(), pace.other_calls(), group.heartbeat.phase("profile"):
             output.stop_profile(step)
 
     return Show(histograms, start_profile, stop_profile)

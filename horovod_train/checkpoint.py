@@ -25,12 +25,21 @@ from horovod_train.errors import UserError
 class NoStore:
     """What every rank but root has: nothing is found, nothing is written, nothing fails.
 
-    problems: the warnings so far. write_s: seconds that the last whole save took to write.
+    problems: the warnings so far.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self.write_s = 0.0
+
+    @property
+    def write_s(self) -> float:
+        """Seconds that the last whole save took to write, or the one under way has taken so far, if that is more."""
+        return 0.0
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The step whose checkpoint is being written, if one is."""
+        return None
 
     def find(self, resume: str) -> Checkpoint | None:
         return None
@@ -43,6 +52,8 @@ class NoStore:
     def wait(self, timeout_s: float | None = None) -> str | None:
         return None
 
+    def finish(self, timeout_s: float) -> None: ...
+
 
 class CheckpointStore(NoStore):
     """The checkpoints in one folder, written by one thread at a time."""
@@ -52,6 +63,7 @@ class CheckpointStore(NoStore):
         self.checkpoints, self.keep, self._say = CheckpointSet(folder, is_ours), keep, say
         self._writer: threading.Thread | None = None
         self._step = 0
+        self._began = self._write_s = 0.0
         self._last_whole: Path | None = None
         self._failure: str | None = None
         self._bug: Exception | None = None
@@ -59,6 +71,15 @@ class CheckpointStore(NoStore):
             self.checkpoints.clear_leftovers()
         except OSError as error:
             self._warn(f"cannot remove what an interrupted save left: {reason(error)}.")
+
+    @property
+    def write_s(self) -> float:
+        so_far = time.perf_counter() - self._began if self.step_under_way is not None else 0.0
+        return max(self._write_s, so_far)
+
+    @property
+    def step_under_way(self) -> int | None:
+        return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
         """The checkpoint to start from: the newest whole one (auto), none (never), or the one at a path.
@@ -98,7 +119,7 @@ class CheckpointStore(NoStore):
         """
         began = time.perf_counter()
         self.wait()
-        self._step = facts.step
+        self._step, self._began = facts.step, time.perf_counter()
         # A daemon: a file system that hangs must not keep a process that is to end. What it leaves is harmless.
         self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
         self._writer.start()
@@ -115,8 +136,17 @@ class CheckpointStore(NoStore):
             raise self._bug
         return self._failure
 
+    def finish(self, timeout_s: float) -> None:
+        """For a run that fails: waits for the checkpoint that is being written, and says which is the last good one."""
+        if self._writer is not None and self.step_under_way is not None:
+            self._say(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                self._warn(f"the checkpoint of step {self._step} was not written within {timeout_s:g} s.")
+        if self._last_whole is not None:
+            self._say(f"the last good checkpoint: {self._last_whole}")
+
     def _write(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
-        began = time.perf_counter()
         try:
             partial = self.checkpoints.new_partial(facts.step)
             try:
@@ -135,7 +165,7 @@ class CheckpointStore(NoStore):
             self._bug = error  # The thread has no caller; wait() has.
         else:
             self._failure, self._last_whole = None, self.checkpoints.place(facts.step)
-            self.write_s = time.perf_counter() - began
+            self._write_s = time.perf_counter() - self._began
             self._tidy(facts)
 
     def _tidy(self, facts: Facts) -> None:

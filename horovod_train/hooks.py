@@ -73,6 +73,10 @@ class Stopwatch:
         else:
             self._lap, self._runs = time.perf_counter(), True
 
+    @property
+    def is_running(self) -> bool:
+        return self._runs
+
     def read(self) -> tuple[float, int, int]:
         """Seconds, steps and records so far."""
         if self._runs:

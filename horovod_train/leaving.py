@@ -10,8 +10,10 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +36,12 @@ class Pace:
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._last = group, time.monotonic()
         self._calls, self._calls_between = 0, 1
+        self._recent_s: deque[float] = deque(maxlen=10)
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time between two of the last meetings; what was before `start_anew` does not count."""
+        return max(self._recent_s, default=0.0)
 
     def is_due(self) -> bool:
         """After each compiled call."""
@@ -42,7 +50,9 @@ class Pace:
 
     def meet(self, values: Sequence[float]) -> np.ndarray:
         """Collective: the sums of the values over the ranks. What it takes to set the pace travels with them."""
-        sums, seconds = self.group.sum([values, time.monotonic() - self._last])
+        own_seconds = time.monotonic() - self._last
+        self._recent_s.append(own_seconds)
+        sums, seconds = self.group.sum([values, own_seconds])
         mean_seconds = float(seconds) / self.group.size  # so that all ranks come to the same
         self._calls_between = max(1, int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
         self._last, self._calls = time.monotonic(), 0
@@ -50,7 +60,38 @@ class Pace:
 
     def start_anew(self) -> None:
         """Before calls of another kind, which may take longer: the first of them is due."""
-        self._calls, self._calls_between = 0, 1
+        self._last, self._calls, self._calls_between = time.monotonic(), 0, 1
+
+    @contextmanager
+    def other_calls(self) -> Iterator[None]:
+        """In the block, calls are of another kind than before and after it."""
+        self.start_anew()
+        try:
+            yield
+        finally:
+            self.start_anew()
+
+
+@dataclass
+class Margin:
+    """How long before its deadline a run leaves: twice what each part of leaving has taken, as the run measured it.
+
+    first_save_s: for a save, as long as none has been measured.
+    """
+
+    first_save_s: float
+    save_s: float = 0.0
+    """The longest that training stood still for a save, its wait for the save before included."""
+    write_s: float = 0.0
+    """The longest that a save was being written in the background; a run that leaves waits for its last."""
+    between_votes_s: float = SECONDS_BETWEEN_VOTES
+    """The longest time between two of the last votes."""
+    ahead_s: float = 0.0
+    """How long it may take from here to a step at which the run can be left, and is asked whether to."""
+
+    def seconds(self) -> float:
+        saving_s = max(self.first_save_s, 2 * (self.save_s + self.write_s))
+        return saving_s + 2 * (self.ahead_s + max(self.between_votes_s, SECONDS_BETWEEN_VOTES))
 
 
 class Leaving:
@@ -64,12 +105,11 @@ class Leaving:
         self.deadline, self.lease = deadline, lease
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
-        self.seconds_in_hand = min(FIRST_SAVE_S, left / 10)
-        """How long before the deadline to leave: what saving takes; see `keep_in_hand`."""
-        self.ahead_s = 0.0
-        """How long it may take from here to a step at which the run can be left, and is asked whether to."""
+        self.margin = Margin(min(FIRST_SAVE_S, left / 10))
         self.last_write_s: Callable[[], float] = lambda: 0.0
-        """How long the last save took in the background: it may have ended long after it began."""
+        """How long the last save has been written in the background so far."""
+        self.at_walltime: dict[str, float] = {}
+        """Once the ranks leave for the deadline: what was left, what was kept for it, and what had been measured."""
         self._received: set[int] = set()
         self.pace = Pace(group)
 
@@ -84,15 +124,18 @@ class Leaving:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def keep_in_hand(self, seconds: float) -> None:
-        """Notes how long a save took: twice the longest is kept before the deadline."""
-        self.seconds_in_hand = max(self.seconds_in_hand, 2 * seconds)
+    def note_save(self, seconds: float) -> None:
+        """How long training stood still for a save."""
+        self.margin.save_s = max(self.margin.save_s, seconds)
 
     def vote(self) -> str | None:
         """Collective: why the run must stop now, or None; the same answer on all ranks."""
         own = self._reasons()
         counts = self.pace.meet([float(reason in own) for reason in _ALL])
         agreed = [reason for reason, count in zip(_ALL, counts, strict=True) if count]
+        if _WALLTIME in agreed and not self.at_walltime and self.deadline is not None:
+            measured = {"left_s": self.deadline - time.time(), "kept_s": self.margin.seconds(), **asdict(self.margin)}
+            self.at_walltime = {name: round(seconds, 3) for name, seconds in measured.items()}
         return agreed[0] if agreed else None
 
     def vote_now_and_then(self) -> str | None:
@@ -101,9 +144,9 @@ class Leaving:
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in self._received}
-        self.keep_in_hand(self.last_write_s())
-        needed = self.seconds_in_hand + self.ahead_s + SECONDS_BETWEEN_VOTES
-        if self.deadline is not None and time.time() + needed >= self.deadline:
+        self.margin.write_s = max(self.margin.write_s, self.last_write_s())
+        self.margin.between_votes_s = self.pace.longest_s
+        if self.deadline is not None and time.time() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)
         if self.stop_file is not None and os.path.exists(self.stop_file):  # False too where the disk has gone
             reasons.add(STOP_FILE_REASON)

@@ -60,11 +60,13 @@ def train(
         next_stop = min([until, last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
         group.heartbeat.phase("train")
+        if not watch.is_running:  # the first call compiles: later ones will not take as long
+            leaving.pace.start_anew()
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:
             raise state.failure.divergence(group)
-        leaving.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
+        leaving.margin.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
         asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())

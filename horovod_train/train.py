@@ -121,6 +121,7 @@ def _train(
     if failure:
         raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(config, group, parts, clock, started) | {"ended": ended}
+    summary |= {"at_walltime": leaving.at_walltime} if leaving.at_walltime else {}
     summary |= {split: output.last_metrics(split) for split in ("train", "eval")}
     with group.together():
         output.write_summary(summary)
