@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import platform
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +19,7 @@ import horovod_train
 from horovod_train import loop, rank_log
 from horovod_train.agenda import build_actions, build_hooks
 from horovod_train.build import Parts, build_parts
-from horovod_train.checkpoint import open_store
+from horovod_train.checkpoint import NoStore, open_store
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict, dump
 from horovod_train.distributed import agreement, launch
@@ -26,7 +27,7 @@ from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
-from horovod_train.errors import RunError
+from horovod_train.errors import DivergedError, RanksDisagree, RunError
 from horovod_train.graph import draw_step
 from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
@@ -100,7 +101,7 @@ def _train(
         audit = open_audit(config, group, parts)
     clock = Stopwatch()
     actions = build_actions(config, group, output, store, parts, clock, leaving, audit, _versions())
-    with closing(audit), parts.train.explaining():
+    with _last_save_finished(group, store, 0.9 * config.watch.stop_after_s), closing(audit), parts.train.explaining():
         ended, asked = loop.train(
             group,
             parts.state,
@@ -130,6 +131,23 @@ def _train(
     output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     output.close()
     return START_AGAIN if asked else 0
+
+
+@contextmanager
+def _last_save_finished(group: WorkerGroup, store: NoStore, timeout_s: float) -> Iterator[None]:
+    """If the block fails, the checkpoint that root is writing is finished before the process ends.
+
+    timeout_s: less than the watch takes for a stall.
+    """
+    try:
+        yield
+    except Exception as error:
+        if store.step_under_way is not None:
+            group.heartbeat.phase("save")  # left on, so that the guard gives the rest of the way out this time too
+        store.finish(timeout_s)
+        if isinstance(error, DivergedError | RanksDisagree):
+            group.barrier()  # raised on all ranks alike; a launcher ends all of them with the first that leaves
+        raise
 
 
 def _and_go_on(config: Config, ended: str) -> str:
