@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -45,6 +45,8 @@ class Parts:
     evaluated: tf.Variable
     """int64: the step of the last evaluation that came to its end."""
     last_step: int
+    warnings: tuple[str, ...] = ()
+    """What a user may not expect of this config."""
 
 
 def build_parts(config: Config, group: WorkerGroup) -> Parts:
@@ -61,9 +63,9 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
     losses = [*loss.names, "penalty"]
     means = {"train": losses, "eval": loss.names}
     seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
-    for name, pipeline in (("train", train), ("eval", eval_)):
-        if pipeline is not None:
-            check_fits(model, loss, seen[name], pipeline.element_spec, f"data.{name}")
+    has_own_losses = check_fits(model, loss, seen["train"], train.element_spec, "data.train")
+    if eval_ is not None:
+        check_fits(model, loss, seen["eval"], eval_.element_spec, "data.eval")
     _check_watched(config, seen["eval"])
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
@@ -118,7 +120,20 @@ def build_parts(config: Config, group: WorkerGroup) -> Parts:
         early_stopping=early_stopping,
         evaluated=evaluated,
         last_step=horizon.total_steps,
+        warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
     )
+
+
+def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) -> Iterator[str]:
+    counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
+    if has_own_losses and any(count % size for count in counts):
+        yield (
+            f"the model's layers add losses of their own, and ranks do not hold equally many records in every step "
+            f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
+            "records; see docs/models.md."
+        )
+    if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
+        yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:

@@ -19,14 +19,19 @@ from horovod_train.losses import Loss
 from horovod_train.metrics import Accumulator
 
 
-def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> None:
+def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> bool:
     """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
+    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do.
     Raises UserError where the model does not take what the records hold.
     """
+    has_own_losses = False
 
     def forward(records: Batch) -> None:
+        nonlocal has_own_losses
         outputs = model(records.inputs, training=False)
+        of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
+        has_own_losses = len(model.losses) > len(of_weights)
         losses = loss.sums(records.targets, outputs, records.weights)
         seen.add(losses, records.targets, outputs, records.weights)
 
@@ -36,6 +41,7 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
         reason = " ".join(str(error).split())[-400:] + raised_at(error)
         raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
+    return has_own_losses
 
 
 class Passed(NamedTuple):

@@ -86,6 +86,8 @@ def _train(
         statistics = restore(config, found, parts, output)
     for line in stage_lines(parts.state.model) if config.device.per_rank > 1 else ():
         output.say(line)
+    for line in parts.warnings:
+        output.say(f"warning: {line}")
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(parts.state.variables().values()))
     parts.state.restore_statistics(group, statistics)

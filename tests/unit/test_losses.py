@@ -10,9 +10,11 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.config import MetricSpec, Spec
+from horovod_train.data.pipeline import Batch
 from horovod_train.errors import UserError
 from horovod_train.losses import build_loss
 from horovod_train.metrics import Accumulator, build_metrics
+from horovod_train.objective import check_fits
 
 LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)
@@ -106,3 +108,21 @@ def test_a_row_that_weighs_nothing_adds_nothing_whatever_its_loss() -> None:
     assert np.array_equal(found, loss.sums(LABELS[:5], LOGITS[:5], weights[:5])["loss"])
     weighed = loss.sums(LABELS, outputs, tf.ones(6))["loss"]
     assert np.isnan(weighed)
+
+
+@pytest.mark.parametrize(
+    ("options", "are_own"),
+    [({}, False), ({"kernel_regularizer": "l2"}, False), ({"activity_regularizer": "l2"}, True)],
+    ids=["none", "of weights", "of records"],
+)
+def test_losses_that_layers_make_of_records_are_told_from_those_of_weights(options: dict, are_own: bool) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, **options)])
+    loss = build_loss(Spec(**ENTROPY))
+    spec = Batch(
+        tf.TensorSpec((None, 4)),
+        tf.TensorSpec((None,), tf.int64),
+        tf.TensorSpec((None,)),
+        (),
+        (),  # type: ignore[arg-type]
+    )
+    assert check_fits(model, loss, Accumulator(loss.names, []), spec, "data.train") == are_own
