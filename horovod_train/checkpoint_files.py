@@ -135,7 +135,7 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
         raise UserError(f"{checkpoint.folder}: {error}.") from error
     for name, variable in variables.items():
         if name not in arrays:
-            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved from another model or optimizer.")
+            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_otherwise(name)}.")
         saved, wanted = arrays[name], variable.shape.as_list()
         if list(saved.shape) != wanted or saved.dtype.name != variable.dtype.name:
             raise UserError(
@@ -145,6 +145,13 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
     for name, variable in variables.items():
         variable.assign(arrays.pop(name))
     return arrays
+
+
+def _otherwise(name: str) -> str:
+    """What was other in a run whose checkpoints lack a variable, as the end of a sentence."""
+    of_settings = {"ema/": "without train.ema_decay", "exchange/": "with another train.synchronization"}
+    found = [other for prefix, other in of_settings.items() if name.startswith(prefix)]
+    return found[0] if found else "from another model or optimizer"
 
 
 def sync(path: Path) -> None:
