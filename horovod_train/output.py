@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,9 @@ def _is_resolved_config(path: Path) -> bool:
 
 _CONFIG = Made("a run's config", r"config\.yaml", is_ours=_is_resolved_config)
 _METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
+_PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
 _SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: _begins(path, '{\n  "steps": '))
+_FILES = {"config.yaml": _CONFIG, "metrics.jsonl": _METRICS, "parameters.jsonl": _PARAMETERS, "summary.json": _SUMMARY}
 
 
 def check_writable(directory: str) -> Path:
@@ -52,7 +55,7 @@ def check_writable(directory: str) -> Path:
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for name, made in (("config.yaml", _CONFIG), ("metrics.jsonl", _METRICS), ("summary.json", _SUMMARY)):
+        for name, made in _FILES.items():
             check(path / name, made)
         with tempfile.TemporaryFile(dir=path):
             pass
@@ -89,6 +92,8 @@ class NoOutput:
 
     def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
 
+    def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
+
     def append_histograms(self, step: int, values: Mapping[str, Any]) -> None: ...
 
     def write_graph(self, draw: Callable[[], Any]) -> None: ...
@@ -107,13 +112,16 @@ class NoOutput:
 
 
 class RunOutput(NoOutput):
-    """Writes `config.yaml`, `metrics.jsonl`, `summary.json` and `tensorboard/`, and shows lines and a progress bar."""
+    """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, where there is something for it,
+    parameters.jsonl; shows lines and a progress bar.
+    """
 
     def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
         self.directory = directory
         self.started = time.time()
         self._last: dict[str, Mapping[str, float]] = {}
-        self._metrics = Lines(directory / "metrics.jsonl", self.say)
+        self._metrics = self._lines("metrics.jsonl")
+        self._parameters: Lines | None = None
         self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
         self._console = Console(file=unfailing(sys.stdout), force_terminal=bar or None, highlight=False, soft_wrap=True)
         self._bar = _build_bar(self._console) if bar else None
@@ -130,7 +138,8 @@ class RunOutput(NoOutput):
 
     def rewind(self, step: int) -> None:
         """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
-        self._metrics.keep(lambda line: _step_of(line) <= step, _METRICS)
+        for lines, made in ((self._metrics, _METRICS), (self._lines("parameters.jsonl"), _PARAMETERS)):
+            lines.keep(lambda line: _step_of(line) <= step, made)
         for row in map(json.loads, self._metrics.read()):
             self._last[row["split"]] = {name: value for name, value in row.items() if name not in _ABOUT}
 
@@ -156,6 +165,14 @@ class RunOutput(NoOutput):
         if self._tensorboard is not None:
             self._tensorboard.add_scalars(split, step, values)
         self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
+
+    def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Adds one line on what each rank alone did to each parameter: path → figure → by rank."""
+        self._parameters = self._parameters or self._lines("parameters.jsonl")
+        self._parameters.append(_json({"step": step, "parameters": moves}))
+        if self._tensorboard is not None:
+            means = {path: math.sqrt(statistics.fmean(x * x for x in each["apart"])) for path, each in moves.items()}
+            self._tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
 
     def append_histograms(self, step: int, values: Mapping[str, Any]) -> None:
         """values: tensors or variables by name. Nothing is written without TensorBoard, here and below."""
@@ -187,8 +204,13 @@ class RunOutput(NoOutput):
         if self._bar is not None:
             self._bar.stop()
         self._metrics.close()
+        if self._parameters is not None:
+            self._parameters.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def _lines(self, name: str) -> Lines:
+        return Lines(self._path(name), self.say)
 
     def _path(self, name: str) -> Path:
         assert self.directory is not None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import TrainConfig
@@ -28,6 +29,15 @@ class Exchanged(NamedTuple):
     """To apply now."""
     own: Sequence[Any]
     """This rank's part in them."""
+
+
+class Moves(NamedTuple):
+    """Of one parameter, by rank: what a rank alone did to it between two averages."""
+
+    changed: list[float]
+    """By how much the mean of its elements has changed; 0.0 where none has."""
+    apart: list[float]
+    """Root mean square, over its elements, of own − mean over ranks."""
 
 
 class EveryStep:
@@ -70,6 +80,10 @@ class EveryStep:
 
     def figures(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: what there is to show of the exchange, for the log."""
+        return {}
+
+    def parameters(self, group: WorkerGroup) -> dict[str, Moves]:
+        """Collective: on root, where ranks move apart, how far each parameter has, by its path."""
         return {}
 
 
@@ -143,19 +157,32 @@ class Local(EveryStep):
     """
 
     def __init__(
-        self, group: WorkerGroup, optimizer: keras.optimizers.Optimizer, held: Sequence[Any], average_every_steps: int
+        self,
+        group: WorkerGroup,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        averages: Sequence[tf.Variable],
+        average_every_steps: int,
     ) -> None:
-        """held: the floating-point variables to average."""
         super().__init__(optimizer)
         self.group, self.every = group, average_every_steps
+        slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
+        held = [*model.trainable_variables, *slots, *averages]
+        self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
         self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
         self.settled = _settled_step()
         self.apart = tf.Variable(0.0, trainable=False)
         """float32: the square of this rank's distance from the mean, when it was last taken."""
+        nothing = tf.zeros([len(self.weights)], tf.float64)
+        self.start, self.changed, self.apart_squared = (tf.Variable(nothing, trainable=False) for _ in range(3))
+        """float64 [weights]: the sum of each when ranks were last equal; what an average found to have become of it."""
+        self.has_averaged = tf.Variable(False, trainable=False)
         self.variables = {"settled_step": self.settled}
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        # From here on ranks move apart.
+        tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in own]
         return Exchanged(rows_once, own)
 
@@ -183,13 +210,34 @@ class Local(EveryStep):
         (mean,) = group.average([self.apart.numpy()])
         return {"ranks_apart": math.sqrt(float(mean))}
 
+    def parameters(self, group: WorkerGroup) -> dict[str, Moves]:
+        if not bool(self.has_averaged):
+            return {}
+        own = np.stack([self.changed.numpy(), self.apart_squared.numpy()])
+        by_rank = group.to_root(own[np.newaxis])
+        counts = [max(1, math.prod(weight.shape)) for weight in self.weights.values()]
+        return {
+            path: Moves((by_rank[:, 0, index] / count).tolist(), np.sqrt(by_rank[:, 1, index] / count).tolist())
+            for index, (path, count) in enumerate(zip(self.weights, counts, strict=True))
+            if len(by_rank)
+        }
+
+    def _note_start(self) -> None:
+        self.start.assign(self._sums())
+
+    def _sums(self) -> tf.Tensor:
+        return tf.stack([tf.reduce_sum(tf.cast(weight, tf.float64)) for weight in self.weights.values()])
+
     def _average(self) -> None:
+        self.changed.assign(self._sums() - self.start)
         squares = []
         for index, variable in enumerate(self.held):
             mean = self.group.average_in_step(variable, f"local.{index}")
             squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
             variable.assign(mean)
         self.apart.assign(tf.add_n(squares))
+        self.has_averaged.assign(True)
+        self.apart_squared.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))
 
 
 def build_synchronization(
@@ -206,8 +254,7 @@ def build_synchronization(
         return Stale(model, optimizer, sparse_as_dense=sparse_as_dense, skips=config.non_finite == "skip")
     if config.synchronization == "local":
         assert config.average_every_steps is not None
-        slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
-        return Local(group, optimizer, [*model.trainable_variables, *slots, *averages], config.average_every_steps)
+        return Local(group, model, optimizer, averages, config.average_every_steps)
     return EveryStep(optimizer)
 
 

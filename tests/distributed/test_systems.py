@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,17 @@ def test_s2_ranks_part_between_averages_and_learn(start: Start, samples: Path) -
     run_dir, _ = start(samples, "s1_mlp s2_async_mlp", "train.epochs=50")
     rows = metrics_of(run_dir, "train")
     assert all(row["ranks_apart"] > 0 for row in rows)
+    assert all(row["unchanged_parameters"] == 0 for row in rows)
+    tables = [json.loads(line) for line in (run_dir / "parameters.jsonl").read_text().splitlines()]
+    assert [table["step"] for table in tables] == [row["step"] for row in rows]
+    for table in tables:
+        assert {*table["parameters"]} == {"hidden1/kernel", "hidden1/bias", "out_layer/kernel", "out_layer/bias"}
+        for moves in table["parameters"].values():
+            assert len(moves["changed"]) == len(moves["apart"]) == 2
+            assert all(moves["changed"]), "each rank changes each parameter by itself"
+            assert moves["changed"][0] != moves["changed"][1]
+            assert all(apart > 0 for apart in moves["apart"])
+    assert {f"apart/{path}" for path in tables[0]["parameters"]} <= scalars(run_dir, "train")
     assert rows[-1]["loss"] < rows[0]["loss"]
     stale, _ = start(
         samples, "s1_mlp", "train.epochs=50", "train.synchronization=stale", "checkpoint.every_epochs=10", name="stale"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from horovod_train.distributed.group import check_sendable
 from horovod_train.errors import UserError
+from horovod_train.finite import not_finite
 from horovod_train.state import Settled, TrainState, find_seeds
 from horovod_train.synchronization import Stale
 
@@ -100,3 +106,45 @@ def test_variables_that_cannot_be_exchanged_are_named() -> None:
         check_sendable(model.weights)
     mixed = keras.Sequential([keras.Input((4,)), layers.Dense(2, dtype="mixed_bfloat16"), layers.Dense(2)])
     check_sendable(mixed.weights)
+
+
+class Alone:
+    """A group of one rank."""
+
+    size, rank = 1, 0
+
+    def average(self, arrays: list[Any]) -> list[Any]:
+        return arrays
+
+
+def test_a_moving_average_is_kept_of_every_loss_and_their_sum_is_that_of_the_sum() -> None:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+    state = TrainState(model, keras.optimizers.SGD(), losses=["loss", "digit_loss", "penalty"])
+    seen = np.array([[3.0, 1.0, 0.5], [2.0, 4.0, 0.25], [np.nan, 1.0, 1.0], [1.0, 0.0, 0.125]])
+    for step, row in enumerate(seen, 1):
+        state.note_losses({name: tf.constant(value, tf.float32) for name, value in zip(state.losses, row, strict=True)})
+        state.step.assign(step)
+    good = np.delete(seen, 2, axis=0)  # a step that is not finite is left out
+    expected = 0.1 * (0.81 * good[0] + 0.9 * good[1] + good[2]) / (1 - 0.9**4)
+    found = state.average_losses(Alone())  # type: ignore[arg-type]
+    assert list(found) == ["loss", "digit_loss", "penalty"]
+    assert np.allclose(list(found.values()), expected, rtol=1e-5)
+
+
+def test_what_is_not_finite_by_design_does_not_count_and_what_becomes_so_does() -> None:
+    model = keras.Sequential([keras.Input((4,)), Masked(), layers.Dense(2, name="dense"), layers.BatchNormalization()])
+    state = TrainState(model, keras.optimizers.SGD())
+    shown = {name: state.variables()[name] for name in state._finite_by_design}
+    assert not not_finite(shown)
+    assert not any("mask" in name for name in shown)
+    assert {"model/dense/kernel", "model/batch_normalization/moving_mean"} <= shown.keys()
+    model.get_layer("dense").kernel.assign(tf.fill((4, 2), math.inf))
+    assert not_finite(shown) == ["model/dense/kernel"]
+
+
+class Masked(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.mask = self.add_weight(shape=(4,), initializer=lambda *_, **__: tf.fill((4,), -math.inf), trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return x
