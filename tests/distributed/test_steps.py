@@ -111,6 +111,9 @@ def test_frozen_weights_are_saved_once_and_must_be_equal_on_all_ranks(
 ) -> None:
     for facts in rank_facts("steps", launcher, np_):
         found = facts["frozen"]
-        assert found["bytes"] < found["bytes_saved"] < 1.1 * found["bytes"]
+        if facts["rank"] == 0:
+            assert found["bytes"] < found["bytes_saved"] < 1.1 * found["bytes"]
+        else:
+            assert found["bytes_saved"] == 0, "root alone makes the copies that are saved"
         assert found["agreement"] == "yes"
         assert f"ranks disagree now on model/held/frozen/kernel: rank {np_ - 1} (" in found["agreement_after"]

@@ -30,13 +30,12 @@ def facts() -> dict[str, Any]:
 
 
 def _bytes_saved(state: TrainState) -> int:
+    arrays = state.settle(group).snapshot(group)
+    if not arrays:
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "checkpoint")
-        write(
-            place,
-            state.settle(group).snapshot(group),
-            Facts(step=0, epoch=0, records=0, ranks=size, config={}, versions={}),
-        )
+        write(place, arrays, Facts(step=0, epoch=0, records=0, ranks=size, config={}, versions={}))
         return sum(file.stat().st_size for file in place.iterdir())
 
 
