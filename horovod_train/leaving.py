@@ -40,7 +40,7 @@ class Pace:
 
     @property
     def longest_s(self) -> float:
-        """The longest time between two of the last meetings; what was before `start_anew` does not count."""
+        """The longest time between two of the last meetings, or from where calls of another kind began or ended."""
         return max(self._recent_s, default=0.0)
 
     def is_due(self) -> bool:
@@ -61,6 +61,11 @@ class Pace:
     def start_anew(self) -> None:
         """Before calls of another kind, which may take longer: the first of them is due."""
         self._last, self._calls, self._calls_between = time.monotonic(), 0, 1
+
+    def forget(self) -> None:
+        """After what will not come again, such as the first call, which compiles."""
+        self._recent_s.clear()
+        self.start_anew()
 
     @contextmanager
     def other_calls(self) -> Iterator[None]:

@@ -60,8 +60,8 @@ def train(
         next_stop = min([until, last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
         group.heartbeat.phase("train")
-        if not watch.is_running:  # the first call compiles: later ones will not take as long
-            leaving.pace.start_anew()
+        if not watch.is_running:
+            leaving.pace.forget()  # the first call compiles: later ones will not take as long
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:

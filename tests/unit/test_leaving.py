@@ -54,6 +54,16 @@ def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pyt
     assert longest_without_a_meeting(pace, clock, 10.0, calls=20) == 10.0
 
 
+def test_how_long_building_and_compiling_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(Alone())  # type: ignore[arg-type]
+    longest_without_a_meeting(pace, clock, 60.0, calls=1)
+    assert pace.longest_s == 60.0
+    pace.forget()
+    longest_without_a_meeting(pace, clock, 0.5, calls=4)
+    assert pace.longest_s < 2.0
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_a_run_has_left_at_its_deadline_where_nothing_takes_twice_as_long_as_it_ever_has(seed: int) -> None:
     """A run is asked to leave at a vote, walks on to where it can be left, saves, and waits for two writes at most."""
