@@ -137,6 +137,12 @@ def rank_facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
     """(program, launcher, np) → the facts that each rank left, by rank. Each combination is launched once a session."""
 
     @functools.cache
+    def launch_once(program: str, launcher: str, np: int) -> list[dict[str, Any]] | str:
+        try:
+            return launch(program, launcher, np)
+        except pytest.fail.Exception as error:
+            return str(error)  # a launch that hangs is not to hang again for the next test
+
     def launch(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
         out = tmp_path_factory.mktemp(f"{program}-{launcher}-{np}")
         script = str(PROGRAMS / f"{program}.py")
@@ -146,7 +152,13 @@ def rank_facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
             pytest.fail(f"{program} under {launcher} at np={np}:\n{finished.text}")
         return [json.loads(file.read_text()) for file in files]
 
-    return launch
+    def facts(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
+        found = launch_once(program, launcher, np)
+        if isinstance(found, str):
+            pytest.fail(found)
+        return found
+
+    return facts
 
 
 @pytest.fixture(scope="session")
