@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of, run_process
 
+from horovod_train.checkpoint_files import verify
+
 
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
@@ -69,6 +71,28 @@ def test_without_the_looks_at_gradients_and_weights_a_nan_spoils_the_weights_and
     finished = unguarded("; ".join(looks), "none", 1, *words, *short)
     assert finished.returncode == 0, finished.text
     assert metrics_of(tmp_path, "train")[-1]["loss"] is None  # not finite
+
+
+def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_still_takes(
+    words: list[str], tmp_path: Path
+) -> None:
+    """mpirun ends all ranks with the first that leaves, so the others must wait for root."""
+    slow = "import time; from horovod_train import checkpoint; write = checkpoint.write"
+    patch = f"{slow}; checkpoint.write = lambda *these: (time.sleep(4), write(*these))"
+    model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
+    short = [
+        "train.max_steps=12",
+        "eval.every_epochs=null",
+        "checkpoint.every_steps=5",
+        "train.steps_per_call=1",
+        model,
+    ]
+    finished = unguarded(patch, "mpirun", 2, *words, *short, "--output-dir", tmp_path)
+    assert finished.returncode == 1, finished.text
+    assert finished.stderr.count("error: Model diverged") == 1
+    assert "waiting for the checkpoint of step 5, which is being written" in finished.stdout
+    assert verify(tmp_path / "checkpoints" / "step-000000005").facts.step == 5
+    assert f"the last good checkpoint: {tmp_path}/checkpoints/step-000000005" in finished.stdout
 
 
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
