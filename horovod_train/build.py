@@ -128,7 +128,7 @@ def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) 
     counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
     if has_own_losses and any(count % size for count in counts):
         yield (
-            f"the model's layers add losses of their own, and ranks do not hold equally many records in every step "
+            f"the model's layers add losses that depend on records, and ranks hold uneven numbers of records in a step "
             f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
             "records; see docs/models.md."
         )

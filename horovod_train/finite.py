@@ -98,7 +98,7 @@ def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
 def taken_back(variables: Sequence[tf.Variable], judged: Sequence[tf.Variable]) -> Iterator[None]:
     """In the compiled step: gives `variables` back their values if in the block one of `judged` stops being finite.
 
-    A moving average or a sum that has once been NaN stays NaN, while training, which does not read it, goes on.
+    A moving average or a sum that has once been NaN stays NaN, while training continues, which does not read it.
     """
     before = [variable.read_value() for variable in variables]
     yield

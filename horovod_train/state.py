@@ -109,7 +109,7 @@ class TrainState:
             raise self.failure.divergence(group)
 
     def _numbers(self) -> dict[str, tf.Variable]:
-        """What must be finite for a run to go on: weights, their averages, statistics, what is yet to be applied."""
+        """What must be finite for a run to continue: weights, their averages, statistics, what is yet to be applied."""
         pending = {variable.ref() for variable in self.synchronization.must_be_finite}
         followed = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
         followed |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
@@ -175,7 +175,7 @@ class Settled:
     def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
         """Collective: a copy of every variable, statistics averaged; and under `ranks/` those of each rank.
 
-        With the latter a resume at the same number of ranks goes on bit for bit; at another it takes the mean. Root
+        With the latter a resume at the same number of ranks continues bit for bit; at another it takes the mean. Root
         alone saves them, so elsewhere there are none.
         """
         own = self.state.average_statistics(group)
