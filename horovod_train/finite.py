@@ -37,14 +37,17 @@ class Failure:
         self.loss.assign(loss)
         self.skips.assign(skips)
 
-    def note_variables(self, step: int, variables: Mapping[str, tf.Variable]) -> None:
-        """Between steps: notes the first of the variables that is not finite, unless the run has failed already."""
+    def note_variables(self, step: int, variables: Mapping[str, tf.Variable], *, is_cause: bool = True) -> None:
+        """Between steps: notes the first of the variables that is not finite, unless the run has failed already.
+
+        is_cause: whether these are this rank's own numbers; else ranks have just combined theirs, which were finite.
+        """
         found = not_finite(variables)
         if found and not int(self.step):
             self._what = found[0]
             # A run can be resumed at step 0, which here means none.
             self.step.assign(max(1, step))
-            self.is_cause.assign(True)
+            self.is_cause.assign(is_cause)
             self.loss.assign(self.last_loss)
 
     def divergence(self, group: WorkerGroup) -> DivergedError:

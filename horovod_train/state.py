@@ -94,16 +94,19 @@ class TrainState:
         with group.heartbeat.phase("exchange"):
             has_exchanged = self.synchronization.settle(int(self.step))
         if has_exchanged:
-            self.check_finite(group)
+            self.check_finite(group, is_own=False)
         return Settled(self)
 
-    def check_finite(self, group: WorkerGroup) -> None:
-        """Collective: raises DivergedError, on all ranks, where on any of them numbers have stopped being finite."""
+    def check_finite(self, group: WorkerGroup, *, is_own: bool = True) -> None:
+        """Collective: raises DivergedError, on all ranks, where on any of them numbers have stopped being finite.
+
+        is_own: whether each rank still holds its own numbers, rather than what they have just come to together.
+        """
         by_design, numbers = self._finite_by_design, self._numbers().items()
         shown = {
             name.replace("exchange/pending/", "the gradient of "): own for name, own in numbers if name in by_design
         }
-        self.failure.note_variables(int(self.step), shown)
+        self.failure.note_variables(int(self.step), shown, is_cause=is_own)
         (failed,) = group.sum([int(self.failure.step) > 0])
         if failed:
             raise self.failure.divergence(group)

@@ -70,3 +70,10 @@ def test_the_first_failure_is_the_one_that_is_kept() -> None:
     failure.note(tf.constant(7, tf.int64), [tf.constant([math.nan])], tf.constant(math.nan), tf.constant(0))
     failure.note_variables(9, {"model/dense/kernel": tf.Variable([math.nan])})
     assert "at step 7: loss or gradients" in said(failure, FINE, FINE)
+
+
+def test_what_overflows_when_ranks_combine_it_is_laid_to_none_of_them() -> None:
+    failure = Failure()
+    failure.note_variables(8, {"the gradient of dense/kernel": tf.Variable([math.inf])}, is_cause=False)
+    line = said(failure, [8, False, True, "0", 0, "the gradient of dense/kernel"])
+    assert "at step 8: gradients are finite on each rank, but not once they are combined" in line
