@@ -162,8 +162,8 @@ def test_a_watch_that_strangers_besiege_still_names_a_frozen_rank(tmp_path: Path
             print(siege.counts)
             assert not our_lines(job)
             os.kill(job.pid(1), signal.SIGSTOP)
-            job.wait_until_said("error: stalled: rank 1 (", STOP_S + SLACK_S)
-            job.wait_until_gone(FROZEN_GONE_WITHIN_S)
+            job.wait_until_said("error: stalled: rank 1 (")
+            job.wait_until_gone()
         assert job.processes[0].returncode == 87
 
 
