@@ -81,27 +81,21 @@ def check_split(config: DataConfig, split: Literal["train", "eval"]) -> Report:
     """Reads all records of `data.train` or `data.eval`. Raises UserError only where there is nothing to read."""
     files, schema = find_records(config, split)
     report = Report(", ".join(getattr(config, split)), files=len(files))
-    whole = [name for name in files if _is_whole(name, config.index_dir, report.bad)]
-    if not whole:
+    readable = [name for name in files if os.access(name, os.R_OK)]
+    report.bad += [f"{name}: cannot be read." for name in sorted({*files} - {*readable})]
+    if not readable:
         return report
-    index = open_index(whole, config.index_dir)
-    report.bytes, report.records = sum(source.size for source in index.files), index.num_records
-    if len(whole) == len(files):
-        try:
-            check_counts(index, schema, getattr(config, split))
-        except UserError as error:
-            report.bad.append(str(error))
-    _Check(index, schema, config, report).run()
-    return report
-
-
-def _is_whole(name: str, index_dir: str | None, bad: list[str]) -> bool:
     try:
-        open_index([name], index_dir)
+        index = open_index(readable, config.index_dir, allow_damage=True)
+        report.bad += index.problems
+        report.bytes, report.records = sum(source.size for source in index.files), index.num_records
+        if len(readable) == len(files):
+            check_counts(index, schema, getattr(config, split))
     except UserError as error:
-        bad.append(str(error))
-        return False
-    return True
+        report.bad.append(str(error))
+    if report.records:
+        _Check(index, schema, config, report).run()
+    return report
 
 
 class _Check:

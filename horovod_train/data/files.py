@@ -60,6 +60,8 @@ def _list_folder(folder: str, setting: str) -> list[str]:
 
 
 def _list_glob(pattern: str, setting: str) -> list[str]:
+    if os.path.exists(pattern):  # the name of a file may look like a glob
+        return [pattern]
     names = sorted(name for name in glob.glob(pattern, recursive=True) if not name.endswith(INDEX_NAME))
     if names:
         return names

@@ -6,11 +6,12 @@ Does not find blocks; see index.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ from horovod_train.removal import DRAFT, Made, draft_of, remove, replace
 INDEX_NAME = "index.npz"
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
 """Pattern of an index that is being written."""
-_FORMAT = 1
+_FORMAT = 2
+_TEXTS = ("name", "packing", "digest", "problem")
+_NUMBERS = ("size", "mtime_ns")
 
 
 def _is_index(path: Path) -> bool:
@@ -36,16 +39,22 @@ def _is_index(path: Path) -> bool:
     return {"format", "blocks", "packing", *Blocks._fields} <= arrays
 
 
+_LOCK = Made("the lock of an index", r".+\.npz\.lock")
 _INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
 
 
 class Source(NamedTuple):
-    """A file as it was when it was scanned. `packing` is "", "GZIP" or "ZLIB"."""
+    """A file as it was when it was scanned."""
 
     path: str
     size: int
     mtime_ns: int
     packing: str
+    """ "", "GZIP" or "ZLIB"."""
+    digest: str
+    """128 bits in hex, of the length and the stored checksum of every record in `Blocks`."""
+    problem: str
+    """Why nothing is read after those blocks: which record, at which byte; "" for a file that is whole."""
 
 
 class Blocks(NamedTuple):
@@ -65,14 +74,15 @@ def places(folder: str, index_dir: str | None) -> list[str]:
     unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
     if index_dir:
         return [os.path.join(index_dir, f"{unique}.npz")]
-    return [os.path.join(folder, INDEX_NAME), str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
-
-
-def unchanged(name: str, source: Source) -> bool:
+    beside = os.path.join(folder, INDEX_NAME)
     try:
-        stat = os.stat(name)
-    except OSError:
-        return False
+        return [beside, str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
+    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
+        return [beside]
+
+
+def is_of(source: Source, stat: os.stat_result) -> bool:
+    """Whether the file is as it was when it was scanned."""
     return (stat.st_size, stat.st_mtime_ns) == (source.size, source.mtime_ns)
 
 
@@ -80,8 +90,8 @@ def load_entries(place: str) -> Entries:
     try:
         with np.load(place, allow_pickle=False) as saved:
             return _unpack({key: saved[key] for key in saved.files})
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, EOFError):
-        return {}  # none, half of one, or of another version: made again
+    except Exception:  # a damaged zip file raises nearly anything; whatever it is, the files are scanned again
+        return {}
 
 
 def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
@@ -89,8 +99,13 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
         return {}
     edges = np.cumsum(arrays["blocks"])[:-1]
     columns = zip(*(np.split(arrays[key], edges) for key in Blocks._fields), strict=True)
-    facts = zip(*(arrays[key].tolist() for key in ("name", "size", "mtime_ns", "packing")), strict=True)
-    return {fact[0]: (Source(*fact), Blocks(*column)) for fact, column in zip(facts, columns, strict=True)}
+    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _texts(arrays[key]) for key in _TEXTS}
+    names = facts.pop("name")
+    rows = zip(*facts.values(), strict=True)
+    return {
+        name: (Source(path=name, **dict(zip(facts, row, strict=True))), Blocks(*column))
+        for name, row, column in zip(names, rows, columns, strict=True)
+    }
 
 
 def save_somewhere(places: list[str], entries: Entries) -> None:
@@ -105,14 +120,9 @@ def save_entries(place: str, entries: Entries) -> None:
     names = sorted(entries)
     sources, blocks = [entries[name][0] for name in names], [entries[name][1] for name in names]
     arrays: dict[str, Any] = {key: np.concatenate([getattr(b, key) for b in blocks]) for key in Blocks._fields}
-    arrays |= {
-        "format": np.array(_FORMAT),
-        "name": np.array(names),
-        "blocks": np.array([len(b.records) for b in blocks]),
-    }
-    arrays["size"] = np.array([s.size for s in sources], np.int64)
-    arrays["mtime_ns"] = np.array([s.mtime_ns for s in sources], np.int64)
-    arrays["packing"] = np.array([s.packing for s in sources])
+    arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(b.records) for b in blocks]}
+    arrays |= {key: _bytes(getattr(source, key) for source in sources) for key in _TEXTS if key != "name"}
+    arrays |= {key: np.array([getattr(source, key) for source in sources], np.int64) for key in _NUMBERS}
     draft = draft_of(Path(place))
     try:
         with draft.open("xb") as file:
@@ -121,3 +131,50 @@ def save_entries(place: str, entries: Entries) -> None:
     finally:
         with contextlib.suppress(OSError):
             remove(draft, DRAFT)
+
+
+# An array of strings would give each the room of the longest.
+
+
+def _bytes(texts: Iterable[str]) -> np.ndarray:
+    return np.frombuffer("\0".join(texts).encode(errors="surrogateescape"), np.uint8)
+
+
+def _texts(array: np.ndarray) -> list[str]:
+    return array.tobytes().decode(errors="surrogateescape").split("\0")
+
+
+@contextlib.contextmanager
+def one_at_a_time(places: Sequence[str]) -> Iterator[None]:
+    """Holds the lock of an index, so that of all processes that need it only one scans.
+
+    Best effort: where no file can be made or locked, several may scan, and the last one's index stays.
+    """
+    locks = (_open_lock(f"{place}.lock") for place in places)
+    path, fd = next(filter(None, locks), ("", -1))
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                remove(Path(path), _LOCK)
+            os.close(fd)
+
+
+def _open_lock(path: str) -> tuple[str, int] | None:
+    while True:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return path, fd
+        except FileNotFoundError:
+            pass  # its last holder has removed it
+        except OSError:
+            os.close(fd)
+            return None
+        os.close(fd)

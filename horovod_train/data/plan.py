@@ -51,6 +51,7 @@ class Plan:
 
     order "shuffled": as above. "lanes": the same lanes over the records in file order, each rank reading one stretch.
     "file": step s takes the next `global_batch_size` records of the files, each rank a slice of them.
+    content: a digest of what the records hold; the order does not depend on it.
     """
 
     block_counts: np.ndarray
@@ -59,6 +60,7 @@ class Plan:
     order: Order = "shuffled"
     shuffle_window: int = 10_000
     drop_remainder: bool = False
+    content: str = ""
 
     @cached_property
     def num_records(self) -> int:
@@ -71,8 +73,8 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for plans of the same order: a position in an epoch then means the same records."""
-        facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder)
+        """Equal for plans of the same order and content: a position in an epoch then means the same records."""
+        facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder, self.content)
         return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + repr(facts).encode()).hexdigest()
 
     def count(self, step: int) -> int:

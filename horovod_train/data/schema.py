@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod_train.data.features import Feature, check_known_keys, check_mapping, parse_feature
 from horovod_train.errors import UserError
@@ -25,9 +25,18 @@ class Schema:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Records per split folder, as `prepare` wrote them; empty where nobody counted."""
+    """Records per split folder, as `prepare` wrote them; empty where they were not counted."""
     where: str = ""
     """The file or config key that it comes from, for messages."""
+    expected: dict[str, Expected] = dataclasses.field(default_factory=dict, compare=False)
+    """By the folder of the files that it was found for: each dataset.json counts its own folders."""
+
+
+class Expected(NamedTuple):
+    """How many records a folder must hold, and the dataset.json that says so."""
+
+    records: int
+    where: str
 
 
 def find_schema(files: Sequence[str], features: Mapping[str, Any], inputs: Sequence[str], targets: Sequence[str],
@@ -47,17 +56,23 @@ def find_schema(files: Sequence[str], features: Mapping[str, Any], inputs: Seque
                 f"{setting}: {folder or '.'} has no {DATASET_NAME}, in it or above it, and there is no data.features; "
                 'one of them must say what a record holds, like data.features="{label: {type: int64}}".'
             )
-    places = sorted({place for place in found.values() if place})
-    schemas = [load_schema(place) for place in places]
-    for place, other in zip(places[1:], schemas[1:], strict=True):
-        name = _first_difference(schemas[0], other)
+    schemas = {place: load_schema(place) for place in sorted({place for place in found.values() if place})}
+    first, *others = schemas.values()
+    for other in others:
+        name = _first_difference(first, other)
         if name:
             raise UserError(
-                f"{setting}: {places[0]} and {place} differ in {name}; records of two kinds cannot be mixed. "
+                f"{setting}: {first.where} and {other.where} differ in {name}; records of two kinds cannot be mixed. "
                 "Name folders of one kind, or say what to read from both in data.features."
             )
-    first = schemas[0]
-    chosen = dataclasses.replace(first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets)
+    expected = {
+        folder: Expected(count, place)
+        for folder, place in found.items()
+        if place and (count := schemas[place].counts.get(os.path.basename(os.path.abspath(folder)))) is not None
+    }
+    chosen = dataclasses.replace(
+        first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
+    )
     return _checked(chosen, "data" if inputs or targets else first.where)
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
+import subprocess
+import sys
+import tempfile
 import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +18,17 @@ import pytest
 import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
+from horovod_train.config import DataConfig
 from horovod_train.data import index as index_module
+from horovod_train.data import index_file
 from horovod_train.data.files import list_files
 from horovod_train.data.framing import frame
-from horovod_train.data.index import BLOCK_BYTES, BLOCK_RECORDS, Index, open_index
+from horovod_train.data.index import Index, open_index
+from horovod_train.data.index_file import Entries, load_entries, one_at_a_time, places, save_entries
 from horovod_train.data.reader import Reader, as_list
 from horovod_train.data.records import build_plan, open_records
+from horovod_train.data.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
+from horovod_train.errors import UserError
 
 
 def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
@@ -125,6 +136,101 @@ def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypa
     open_records(config(folder), "train")
     assert not (folder / "index.npz").exists()
     assert len(list((tmp_path / "home").rglob("*.npz"))) == 1
+
+
+def test_a_damaged_index_is_never_believed(tmp_path: Path) -> None:
+    """Each byte flipped in turn, in the headers of the zip file too: either what was kept comes back, or nothing."""
+    folder = make_images(tmp_path / "train", shards=[3, 2])
+    open_records(config(folder), "train")
+    place = folder / "index.npz"
+    whole, data = load_entries(str(place)), place.read_bytes()
+    assert whole
+    for at in range(len(data)):
+        place.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        found = load_entries(str(place))
+        assert not found or _plain(found) == _plain(whole), at
+
+
+def _plain(entries: Entries) -> dict[str, object]:
+    return {name: (source, [column.tolist() for column in blocks]) for name, (source, blocks) in entries.items()}
+
+
+def test_an_index_of_another_format_is_made_again(
+    tmp_path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_images(tmp_path / "train")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(index_file, "_FORMAT", 1)
+        open_records(config(folder), "train")
+    open_records(config(folder), "train")
+    open_records(config(folder), "train")
+    assert len(scanned) == 2 * 3
+
+
+def test_names_that_are_not_text_are_kept(tmp_path: Path, scanned: list[str]) -> None:
+    name = os.fsdecode(bytes(tmp_path / "a") + b"\xff.tfrecord")
+    write_file(Path(name), [b"abc"])
+    assert open_index([name]).digest == open_index([name]).digest
+    assert len(scanned) == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user that is not in passwd")
+def test_a_user_without_home_and_passwd_entry_can_read() -> None:
+    program = (
+        "import os, sys\n"
+        "from horovod_train.data.index import open_index\n"
+        "os.setuid(54321)\n"
+        "print(open_index(sys.argv[1:]).num_records)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "HOME"}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = write_file(Path(folder, "a.tfrecord"), [b"abc"])
+        command = [sys.executable, "-c", program, str(path)]
+        said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert (said.stdout, said.stderr) == ("1\n", "")
+
+
+def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scanned: list[str]) -> None:
+    folder = make_images(tmp_path / "train")
+    files, where = list_files([str(folder)], "data.train"), places(str(folder), None)
+    with ThreadPoolExecutor() as threads:
+        with one_at_a_time(where):
+            other = threads.submit(open_index, files)
+            inode = os.stat(f"{where[0]}.lock").st_ino
+            while not any(
+                "->" in line and f":{inode} " in line for line in Path("/proc/locks").read_text().splitlines()
+            ):
+                assert not other.done()
+            save_entries(where[0], {os.path.basename(name): scan(name) for name in files})
+        assert other.result().num_records == 70
+    assert scanned == []
+    assert not list(folder.glob("*.lock"))
+
+
+def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(index_file.fcntl, "flock", refuse)
+    assert open_records(config(make_images(tmp_path / "train")), "train").index.num_records == 70
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_file_is_not_read_twice_by_another_path(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    folder = make_images(tmp_path / "train")
+    link(folder / "0.tfrecord", tmp_path / "other.tfrecord")
+    twice = DataConfig(
+        train=(str(folder), str(tmp_path / "other.tfrecord")), features={"label": "int64"}, inputs=("label",)
+    )
+    with pytest.raises(UserError, match=r"other.tfrecord: is the same file as .*/0.tfrecord; .* Name it once"):
+        open_records(twice, "train")
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "c[1].tfrecord", [b"a"])
+    write_file(tmp_path / "c1.tfrecord", [b"b"])
+    assert list_files([str(path)], "data.train") == [str(path)]
 
 
 def test_index_dir_is_used_where_given(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import subprocess
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_records import batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
+from made_records import SCHEMA, batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
 from PIL import Image
 
 from horovod_train.config import DataConfig, Spec
+from horovod_train.data.records import open_records
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -144,6 +146,47 @@ def test_a_bad_record_can_be_skipped_and_is_counted(tmp_path: Path) -> None:
     assert sorted(found[0] + found[1]) == [n for n in range(RECORDS) if n not in (41, 43)]
     assert sum(one.skipped for one in made) == 2
     assert len(batches(made[0])) == len(batches(made[1])) == made[0].steps_per_epoch
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "packed", "zeros"])
+def test_a_damaged_file_can_be_skipped_from_its_damage_on(tmp_path: Path, damage: str) -> None:
+    folder = make_images(tmp_path / "train")
+    path = folder / "1.tfrecord"
+    whole = path.read_bytes()
+    left, content = {
+        "cut": (6, whole[:-1]),
+        "empty": (0, b""),
+        "packed": (0, gzip.compress(whole)[:-1]),
+        "zeros": (0, bytes(len(whole))),
+    }[damage]
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"1\.tfrecord: "):
+        pipeline(config(folder))
+    for _ in range(2):  # the second finds the index of the first
+        made = [pipeline(config(folder, on_bad_record="skip"), rank, 2) for rank in range(2)]
+        found = [number for one in made for number in ids(batches(one))]
+        assert sorted(found) == list(range(40 + left + 23))
+        (problem,) = open_records(config(folder, on_bad_record="skip"), "train").index.problems
+        assert problem.startswith(f"{path}: ")
+        assert problem.endswith(".")
+
+
+def test_nothing_but_damaged_files_are_refused(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train", shards=[3])
+    (folder / "0.tfrecord").write_bytes(b"")
+    with pytest.raises(UserError, match=r"data\.train: no file holds a record\. .*0\.tfrecord: the file is empty"):
+        pipeline(config(folder, on_bad_record="skip"))
+
+
+def test_a_damaged_file_excuses_no_added_records(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "train")
+    (folder.parent / "dataset.json").write_text(json.dumps({**SCHEMA, "counts": {"train": 70}}))
+    path = folder / "1.tfrecord"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert open_records(config(folder, on_bad_record="skip"), "train").index.num_records == 69
+    write_file(folder / "9.tfrecord", [image_record(0)] * 5)
+    with pytest.raises(UserError, match=r"holds 74 records; .* says 70"):
+        open_records(config(folder, on_bad_record="skip"), "train")
 
 
 def encoded(number: int, kind: str = "PNG") -> bytes:

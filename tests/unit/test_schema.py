@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_records import FEATURES, SCHEMA, config, make_images
+from made_records import FEATURES, SCHEMA, config, image_record, make_images, write_file
 
+from horovod_train.config import DataConfig
 from horovod_train.data.records import open_records
 from horovod_train.data.schema import dump_schema, parse_schema
 from horovod_train.errors import UserError
@@ -87,6 +88,17 @@ def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
     (folder / "1.tfrecord").unlink()
     with pytest.raises(UserError, match=r"train: holds 63 records; .*dataset.json says 70"):
         open_records(config(folder), "train")
+
+
+def test_two_prepared_datasets_are_each_held_to_their_own_counts(tmp_path: Path) -> None:
+    one, other = make_images(tmp_path / "one/train"), make_images(tmp_path / "other/train", shards=[5])
+    for folder, count in [(one, 70), (other, 5)]:
+        (folder.parent / "dataset.json").write_text(json.dumps({**SCHEMA, "counts": {"train": count}}))
+    both = DataConfig(train=(str(one), f"{other}/"))
+    assert open_records(both, "train").index.num_records == 75
+    write_file(other / "0.tfrecord", [image_record(0)])
+    with pytest.raises(UserError, match=r"other/train/: holds 1 records; .*other/dataset.json says 5"):
+        open_records(both, "train")
 
 
 def test_paths_and_schemas_are_checked_without_tensorflow(tmp_path: Path) -> None:
