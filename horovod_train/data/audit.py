@@ -46,6 +46,8 @@ class Start:
     num_records: int
     global_batch_size: int
     steps_per_epoch: int
+    data: str = ""
+    """A digest of what the records hold; "" where an earlier version wrote."""
 
     @property
     def place(self) -> Place:
@@ -110,6 +112,8 @@ class EpochAudit:
     missing: list[int]
     """Records that did not come, of a whole epoch; those that `drop_remainder` leaves out are not counted."""
     twice: list[int]
+    data: tuple[str, ...]
+    """The digests of what was read from, one start after the other: with several, a number means several records."""
 
     @property
     def is_whole(self) -> bool:
@@ -125,13 +129,12 @@ def audit(run_dir: str) -> list[EpochAudit]:
     if not starts:
         raise UserError(f"{folder}: holds no audit. Run with data.audit: true to have one.")
     places = sorted(starts)
-    steps: dict[Place, tuple[int, list[int]]] = {}
+    steps: dict[Place, tuple[Start, list[int]]] = {}
     for place, end in zip(places, [*places[1:], None], strict=True):
         for step, ids in _join(folder, starts[place], end):
-            steps[step] = (starts[place][0][0].size, ids)
-    first = starts[places[0]][0][0]
+            steps[step] = (starts[place][0][0], ids)
     epochs = sorted({step.epoch for step in steps})
-    return [_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}, first) for epoch in epochs]
+    return [_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}) for epoch in epochs]
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, Place, int]]:
@@ -183,8 +186,10 @@ def _join(
         place = Place(place.epoch + 1, 0) if last else Place(place.epoch, place.step + 1)
 
 
-def _epoch(epoch: int, steps: dict[Place, tuple[int, list[int]]], start: Start) -> EpochAudit:
-    counts = np.zeros(start.num_records, np.int64)
+def _epoch(epoch: int, steps: dict[Place, tuple[Start, list[int]]]) -> EpochAudit:
+    starts = [start for _, (start, _) in sorted(steps.items())]
+    start = starts[-1]
+    counts = np.zeros(max(start.num_records for start in starts), np.int64)
     for _, ids in steps.values():
         np.add.at(counts, ids, 1)
     whole = len(steps) == start.steps_per_epoch
@@ -192,9 +197,15 @@ def _epoch(epoch: int, steps: dict[Place, tuple[int, list[int]]], start: Start) 
     dropped = max(start.num_records - start.steps_per_epoch * start.global_batch_size, 0)
     if len(missing) == dropped:
         missing = []
-    sizes = tuple(dict.fromkeys(size for _, (size, _) in sorted(steps.items())))
     return EpochAudit(
-        epoch, len(steps), start.steps_per_epoch, sizes, int(counts.sum()), missing, np.flatnonzero(counts > 1).tolist()
+        epoch,
+        len(steps),
+        start.steps_per_epoch,
+        sizes=tuple(dict.fromkeys(start.size for start in starts)),
+        records=int(counts.sum()),
+        missing=missing,
+        twice=np.flatnonzero(counts > 1).tolist(),
+        data=tuple(dict.fromkeys(start.data for start in starts)),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from horovod_train.config import Config, DataConfig
 from horovod_train.config_yaml import load
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.files import record_folders
-from horovod_train.data.records import build_plan, find_records, open_records
+from horovod_train.data.records import build_plan, find_records, open_records, scan_records
 from horovod_train.data.share import epoch_shares
 from horovod_train.errors import UserError
 from horovod_train.tools.screen import open_screen
@@ -44,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     console = open_screen()
     if arguments.audit:
-        return _show_audit(console, audit(arguments.audit))
+        epochs = audit(arguments.audit)
+        _show_audit(console, epochs)
+        return _compare_data(console, arguments.audit, epochs[-1])
     configs = _configs(arguments)
     if arguments.np is not None:
         trained_on = configs if arguments.paths else configs[:1]
@@ -145,7 +148,7 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
 # --- what ranks did read ----------------------------------------------------------------------------------------
 
 
-def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> int:
+def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
     rows = []
     for e in epochs:
         missing = str(len(e.missing)) if e.is_whole else "not over"
@@ -156,8 +159,27 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> int:
         for what, records in (("missing", e.missing), ("twice", e.twice)):
             if records:
                 console.print(f"epoch {e.epoch}: {what}: {', '.join(map(str, records[:_SHOWN]))}", markup=False)
+    for e in epochs:
+        if len(e.data) > 1:
+            raise UserError(f"check-data: in epoch {e.epoch} a resume read other data, under the same numbers.")
     if any(e.missing or e.twice for e in epochs):
         raise UserError("check-data: not every record was consumed once an epoch.")
+
+
+def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
+    """Says whether the records that were numbered in the audit are those that lie there now. Raises UserError."""
+    try:
+        config, _ = load([os.path.join(run_dir, "config.yaml")], [])
+        found = scan_records(config.data, "train").index.digest
+    except UserError as error:
+        console.print(f"not compared with data.train as it is now: {error}", markup=False)
+        return 0
+    if last.data[0] and found != last.data[0]:
+        raise UserError(
+            f"check-data: data.train holds other records now than the run read in epoch {last.epoch}: "
+            "the numbers do not mean those."
+        )
+    console.print("data.train holds what the run read" if last.data[0] else "an earlier version did not note the data")
     return 0
 
 

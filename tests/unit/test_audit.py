@@ -20,11 +20,13 @@ PLAN = Plan(np.full(7, 30), 32, seed=3)  # 210 records: 6 whole steps and one of
 LAST = PLAN.steps_per_epoch
 
 
-def run(folder: Path, size: int, begin: tuple[int, int], steps: int, *, ranks: int | None = None) -> None:
+def run(
+    folder: Path, size: int, begin: tuple[int, int], steps: int, *, ranks: int | None = None, data: str = ""
+) -> None:
     """What `size` ranks write that start at a place and take so many steps; only the first `ranks` write the last."""
     for rank in range(size):
         place = begin
-        log = AuditLog(str(folder), Start(*begin, rank, size, PLAN.num_records, PLAN.global_batch_size, LAST))
+        log = AuditLog(str(folder), Start(*begin, rank, size, PLAN.num_records, PLAN.global_batch_size, LAST, data))
         for number in range(steps):
             epoch, step = place
             if number + 1 < steps or ranks is None or rank < ranks:
@@ -102,6 +104,12 @@ def test_missing_and_doubled_records_are_found(tmp_path: Path) -> None:
     path.write_text("\n".join([*lines[:3], json.dumps(entry), *lines[4:]]) + "\n")
     (found,) = audit(str(tmp_path))
     assert (found.missing, found.twice) == ([lost], [doubled])
+
+
+def test_a_resume_on_other_data_is_seen_inside_an_epoch_only(tmp_path: Path) -> None:
+    for place, steps, data in [((0, 0), LAST, "a"), ((1, 0), 3, "b"), ((1, 3), 4, "c")]:
+        run(tmp_path, 1, place, steps, data=data)
+    assert [found.data for found in audit(str(tmp_path))] == [("a",), ("b", "c")]
 
 
 def test_a_rank_that_wrote_nothing_is_noticed(tmp_path: Path) -> None:

@@ -9,7 +9,11 @@ from types import ModuleType
 import pytest
 from made_records import SCHEMA, example, image_record, make_images, write_file
 
+from horovod_train.config import DataConfig
+from horovod_train.data import index as index_module
+from horovod_train.data.audit import AuditLog, Start
 from horovod_train.data.framing import frame
+from horovod_train.data.records import build_plan, open_records
 from horovod_train.errors import UserError
 from horovod_train.tools import bench, check_data, index
 
@@ -56,8 +60,40 @@ def test_every_bad_record_is_named_and_the_rest_is_counted(data: Path, capsys: p
     assert f"1.tfrecord: record 1 at byte {size}: it is not a tf.train.Example." in out
     assert f"1.tfrecord: record 2 at byte {size + 17}: feature image_raw: expected bytes" in out
     assert f"2.tfrecord: record 22 at byte {22 * size}: the file ends 1 bytes before the record does." in out
-    assert "40 records" not in out
-    assert "43 records in 3 files" in out
+    assert "65 records in 3 files" in out  # those before the damage, too
+
+
+def test_each_index_is_read_a_few_times_whatever_the_number_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_images(tmp_path / "train", shards=[1] * 20)
+    loaded, load = [], index_module.load_entries
+    monkeypatch.setattr(index_module, "load_entries", lambda place: (loaded.append(place), load(place))[1])
+    assert run(check_data, tmp_path / "train") == 0
+    assert loaded.count(str(tmp_path / "train/index.npz")) <= 2
+
+
+def test_an_audit_is_compared_with_the_data_themselves(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers alone say nothing where other records lie under them."""
+    run_dir = tmp_path / "run"
+    settings = DataConfig(train=(f"{data}/train",))
+    records = open_records(settings, "train")
+    plan = build_plan(records, settings, seed=1, training=True, global_batch_size=70)
+    log = AuditLog(str(run_dir), Start(0, 0, 0, 1, 70, 70, 1, data=records.index.digest))
+    log.append(0, 0, plan.rows(plan.line(0), 0, 1, 0, 1).ids)
+    log.close()
+    assert run(check_data, "--audit", run_dir) == 0
+    assert "not compared with data.train as it is now" in capsys.readouterr().out
+    (run_dir / "config.yaml").write_text(
+        f"data: {{train: {data}/train, global_batch_size: 70}}\ntrain: {{epochs: 1}}\n"
+    )
+    assert run(check_data, "--audit", run_dir) == 0
+    assert "data.train holds what the run read" in capsys.readouterr().out
+    write_file(data / "train/1.tfrecord", [image_record(number) for number in range(100, 107)])
+    with pytest.raises(UserError, match=r"data.train holds other records now than the run read in epoch 0"):
+        run(check_data, "--audit", run_dir)
 
 
 def test_shares_of_ranks_are_shown_and_add_up(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
