@@ -61,6 +61,7 @@ def build_actions(
             config=as_dict(config),
             versions=versions,
             data=parts.train.fingerprint,
+            data_files=parts.train.files,
             best=best if config.checkpoint.best and best.step >= 0 else None,
         )
 

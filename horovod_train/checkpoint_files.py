@@ -27,6 +27,9 @@ PREFIX = "state"
 """What the names of TensorFlow's files begin with: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
 
 
+_NEEDED = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
+
+
 @dataclass(frozen=True)
 class Best:
     """The best evaluation so far. Its checkpoint, where one was saved at that step, is never removed."""
@@ -48,7 +51,9 @@ class Facts:
     versions: Mapping[str, str]
     best: Best | None = None
     data: str = ""
-    """Fingerprint of the order of the training records; equal where `records` means the same records."""
+    """Fingerprint of the order and content of the training records; equal where `records` means the same records."""
+    data_files: str = ""
+    """Which files those were, as data.identity packs them; "" where an earlier version saved."""
 
     def setting(self, path: str) -> Any:
         """A setting of the run that wrote it, by its `section.key`; today's default where that version had none."""
@@ -116,10 +121,13 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
 def verify(folder: Path) -> Checkpoint:
     """Reads every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
     content = checkpoint_manifest.verify(folder)
+    for name in _NEEDED:
+        if name not in content["files"]:
+            raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
     try:
         best = None if content["best"] is None else Best(**content["best"])
-        names = [field.name for field in dataclasses.fields(Facts) if field.name != "best"]
-        return Checkpoint(folder, Facts(**{name: content[name] for name in names}, best=best), content["written_at"])
+        facts = {field.name: content[field.name] for field in dataclasses.fields(Facts) if field.name in content}
+        return Checkpoint(folder, Facts(**{**facts, "best": best}), content["written_at"])
     except (KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 

@@ -12,7 +12,9 @@ from horovod_train.build import Parts
 from horovod_train.checkpoint_files import Checkpoint, load
 from horovod_train.config import Config, resolve
 from horovod_train.config_yaml import as_dict
+from horovod_train.data import identity
 from horovod_train.data.audit import AuditLog, NoAudit, Start
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.output import NoOutput
@@ -44,7 +46,7 @@ def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOu
         output.say("starting from initial weights")
         return {}
     arrays = load(parts.state.variables(), found)
-    _check_position(parts, found)
+    check_position(parts.train, found, output)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # the best of another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
@@ -54,26 +56,41 @@ def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOu
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
-def _check_position(parts: Parts, found: Checkpoint) -> None:
-    """A saved place inside an epoch means something only where the same order of records leads there.
+def check_position(train: Pipeline, found: Checkpoint, output: NoOutput) -> None:
+    """A saved place inside an epoch means something only where the same order of the same records leads there.
 
     And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
+    At the end of an epoch other records of that number are allowed, and said.
     """
     seed, batch = found.facts.setting("seed"), found.facts.setting("data.global_batch_size")
-    if found.facts.records and found.facts.data != parts.train.fingerprint:
+    changed = _changed_files(train, found)
+    if found.facts.records and changed:
+        raise UserError(
+            f"{found.folder}: stands after record {found.facts.records} of an epoch of other data: data.train now "
+            f"{changed}. Resume with the training files of then, or from a checkpoint at the end of an epoch."
+        )
+    if found.facts.records and found.facts.data != train.fingerprint:
         raise UserError(
             f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
-            f"Go on with the training files of then, seed {seed}, data.global_batch_size "
+            f"Resume with the training files of then, seed {seed}, data.global_batch_size "
             f"{batch} and the same data.shuffle… settings; or from the end of an epoch."
         )
+    if changed:
+        output.say(f"warning: the training data are not those of {found.folder}: data.train now {changed}")
     steps, epochs = found.facts.step, found.facts.epoch
-    if not found.facts.records and steps != epochs * parts.train.steps_per_epoch:
+    if not found.facts.records and steps != epochs * train.steps_per_epoch:
         raise UserError(
             f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
-            f"data.global_batch_size {parts.train.global_batch_size} of this config an epoch has "
-            f"{parts.train.steps_per_epoch} steps, and learning rates and the end are reckoned in steps. Go on with "
+            f"data.global_batch_size {train.global_batch_size} of this config an epoch has "
+            f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
             f"data.global_batch_size {batch} and the training files of then."
         )
+
+
+def _changed_files(train: Pipeline, found: Checkpoint) -> str:
+    """What tells the files of data.train from those that the checkpoint was trained on; "" where nothing is known."""
+    now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
+    return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
 
 
 def open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
@@ -90,5 +107,6 @@ def open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
             num_records=parts.train.num_records,
             global_batch_size=parts.train.global_batch_size,
             steps_per_epoch=parts.train.steps_per_epoch,
+            data=parts.train.content,
         ),
     )

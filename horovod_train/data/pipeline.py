@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config import DataConfig
-from horovod_train.data import draws
+from horovod_train.data import draws, identity
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.feed import Feed
 from horovod_train.data.finish import Finisher
@@ -95,6 +96,16 @@ class Pipeline:
     def bytes_to_cache(self) -> int:
         """What this rank keeps in the end with `cache: memory`."""
         return bytes_to_cache(self._records.index, self._parser)
+
+    @property
+    def content(self) -> str:
+        """A digest of what the records hold: equal where a record's number means the same record."""
+        return self._records.index.digest
+
+    @cached_property
+    def files(self) -> str:
+        """The files as identity.pack packs them: enough to name those that differ later."""
+        return identity.pack(identity.names_of(self._records.index.facts))
 
     @property
     def skipped(self) -> int:

@@ -93,6 +93,21 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, 
     assert verified.returncode == 0, verified.text
 
 
+@pytest.mark.long
+def test_a_resume_inside_an_epoch_on_other_data_of_the_same_counts_names_the_file(
+    config: Path, uneven: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uneven.parent, tmp_path / "data")
+    changed = tmp_path / "data/shards/2.tfrecord"
+    words = ["--config", config, f"data.train={tmp_path}/data/shards", "--output-dir", tmp_path / "run"]
+    assert train([*words, "train.max_steps=8"]).returncode == 0
+    changed.write_bytes(b"".join([*split_records(changed.read_bytes())][::-1]))
+    refused = train([*words, "train.max_steps=12"])
+    assert refused.returncode == 2, refused.text
+    (line,) = refused.stderr.splitlines()
+    assert "of an epoch of other data: data.train now has other content in 2.tfrecord than the checkpoint" in line
+
+
 def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path) -> None:
     """The negative: the audit of a run that read wrongly does not pass."""
     run_dir = tmp_path / "run"

@@ -1,0 +1,157 @@
+"""Two datasets are the same if the same records come in the same order, wherever the files lie; or a file is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_records import config, image_record, make_images, pipeline, write_file
+
+from horovod_train.checkpoint_files import Checkpoint, Facts
+from horovod_train.data import identity
+from horovod_train.data.index import Index, open_index
+from horovod_train.data.records import open_records
+from horovod_train.errors import UserError
+from horovod_train.output import NoOutput
+from horovod_train.resume import check_position
+
+Change = Callable[[Path], Any]
+CONFIG = {"seed": 1, "data": {"global_batch_size": 8}}
+
+
+def other_content(folder: Path) -> None:
+    """As many records of the same length, so that neither sizes nor counts tell."""
+    write_file(folder / "1.tfrecord", [image_record(number) for number in range(100, 107)])
+
+
+def swap(folder: Path) -> None:
+    for old, new in [("0", "x"), ("1", "0"), ("x", "1")]:
+        (folder / f"{old}.tfrecord").rename(folder / f"{new}.tfrecord")
+
+
+CHANGES: list[tuple[str, Change, str]] = [
+    ("missing", lambda folder: (folder / "1.tfrecord").unlink(), "lacks 1.tfrecord, which rank 0 has"),
+    (
+        "added",
+        lambda folder: shutil.copy(folder / "1.tfrecord", folder / "9.tfrecord"),
+        "has 9.tfrecord, which rank 0 lacks",
+    ),
+    ("content", other_content, "has other content in 1.tfrecord than rank 0"),
+    ("two swapped", swap, "has other content in 0.tfrecord, 1.tfrecord than rank 0"),
+    (
+        "renamed",
+        lambda folder: (folder / "1.tfrecord").rename(folder / "3.tfrecord"),
+        "lacks 1.tfrecord, which rank 0 has",
+    ),
+]
+
+
+def opened(folder: Path) -> Index:
+    return open_records(config(folder), "train").index
+
+
+def tell(here: Index, there: Index) -> str:
+    return identity.difference(identity.names_of(here.facts), identity.names_of(there.facts), "rank 0")
+
+
+def test_a_copy_elsewhere_and_of_another_time_is_the_same(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "a/train")
+    shutil.copytree(tmp_path / "a", tmp_path / "b/c")
+    for path in (tmp_path / "b/c/train").iterdir():
+        os.utime(path, ns=(0, 12345))
+    assert opened(folder).digest == opened(tmp_path / "b/c/train").digest
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
+def test_a_change_is_noticed_and_its_file_is_named(tmp_path: Path, change: Change, said: str) -> None:
+    before = opened(make_images(tmp_path / "train"))
+    change(tmp_path / "train")
+    after = opened(tmp_path / "train")
+    assert before.digest != after.digest
+    assert tell(after, before) == said
+
+
+def test_another_order_of_the_same_folders_is_noticed(tmp_path: Path) -> None:
+    files = {
+        name: str(write_file(tmp_path / name / "0.tfrecord", [image_record(number) for number in numbers]))
+        for name, numbers in {"a": range(5), "b": range(5, 10)}.items()
+    }
+    one, other = open_index([files["a"], files["b"]]), open_index([files["b"], files["a"]])
+    assert one.digest != other.digest
+    assert tell(other, one) == "has the same files as rank 0 in another order, from file 1 on (0.tfrecord)"
+
+
+@pytest.mark.parametrize("record", [0, 1, 299, 300, 599])
+def test_each_record_counts(tmp_path: Path, record: int) -> None:
+    records = [image_record(number) for number in range(600)]
+    before = open_index([str(write_file(tmp_path / "a/0.tfrecord", records))])
+    records[record] = image_record(record + 1)
+    after = open_index([str(write_file(tmp_path / "b/0.tfrecord", records))])
+    assert before.facts[0].size == after.facts[0].size
+    assert before.digest != after.digest
+
+
+def test_each_long_record_counts(tmp_path: Path) -> None:
+    """Between long records scanning reads headers only, and the checksum just before each."""
+    records = [bytes([number]) * 50_000 for number in range(40)]
+    before = open_index([str(write_file(tmp_path / "a/0.tfrecord", records))])
+    for record in (0, 17, 39):
+        changed = [*records[:record], b"x" * 50_000, *records[record + 1 :]]
+        assert open_index([str(write_file(tmp_path / f"{record}/0.tfrecord", changed))]).digest != before.digest
+
+
+def test_what_a_checkpoint_keeps_of_many_files_is_small(tmp_path: Path) -> None:
+    names = [(f"train-{number:06}-of-100000.tfrecord", f"{number * 2654435761 % 2**32:08x}") for number in range(10**5)]
+    packed = identity.pack(names)
+    assert len(packed) < 1_000_000
+    assert identity.unpack(packed) == names
+
+
+@pytest.mark.parametrize("text", ["", "?", "AAAA", identity.pack([("a", "01234567")])[:-8]])
+def test_what_was_not_packed_is_unknown(text: str) -> None:
+    assert identity.unpack(text) is None
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------
+
+
+class Said(NoOutput):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def saved(folder: Path, *, step: int, epoch: int, records: int) -> Checkpoint:
+    """What a run on the folder has saved there."""
+    train = pipeline(config(folder))
+    facts = Facts(step, epoch, records, 1, CONFIG, {}, data=train.fingerprint, data_files=train.files)
+    return Checkpoint(Path("step-5"), facts, "")
+
+
+@pytest.mark.parametrize(("change", "said"), [(other_content, "other content in 1.tfrecord"), (swap, "0.tfrecord, 1")])
+def test_a_resume_inside_an_epoch_with_other_data_of_the_same_counts_names_the_file(
+    tmp_path: Path, change: Change, said: str
+) -> None:
+    found = saved(make_images(tmp_path / "train", shards=(7, 7, 23)), step=2, epoch=0, records=16)
+    check_position(pipeline(config(tmp_path / "train")), found, Said())
+    change(tmp_path / "train")
+    with pytest.raises(UserError, match=f"stands after record 16 of an epoch of other data: data.train now.* {said}"):
+        check_position(pipeline(config(tmp_path / "train")), found, Said())
+
+
+def test_a_resume_at_the_end_of_an_epoch_takes_other_data_and_says_so(tmp_path: Path) -> None:
+    found, output = saved(make_images(tmp_path / "train"), step=9, epoch=1, records=0), Said()
+    check_position(pipeline(config(tmp_path / "train")), found, output)
+    assert output.lines == []
+    other_content(tmp_path / "train")
+    check_position(pipeline(config(tmp_path / "train")), found, output)
+    assert output.lines == [
+        "warning: the training data are not those of step-5: data.train now has other content in 1.tfrecord than the "
+        "checkpoint"
+    ]
