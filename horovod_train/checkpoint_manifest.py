@@ -33,6 +33,7 @@ def verify(folder: Path) -> dict[str, Any]:
                 f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
                 "Go on with the version that wrote it."
             )
+        _check_names(content["files"])
         for name, expected in content["files"].items():
             _check_size(folder / name, expected["bytes"])
         for name, expected in content["files"].items():
@@ -83,6 +84,15 @@ def _read(folder: Path) -> dict[str, Any]:
     if found != pack(content):
         raise Damaged(f"{MANIFEST}: its entries are not those that its own sha256 was taken of")
     return content
+
+
+def _check_names(files: Mapping[str, Any]) -> None:
+    """A manifest vouches for files beside it, and for at least one: anything else is not one of ours."""
+    if not files:
+        raise Damaged(f"{MANIFEST}: names no files")
+    for name in files:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise Damaged(f"{MANIFEST}: names {name!r}, which is no file of this folder")
 
 
 def _check_size(file: Path, expected: int) -> None:

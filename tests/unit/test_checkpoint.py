@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ import tensorflow as tf
 from horovod_train import checkpoint_files
 from horovod_train.checkpoint import CheckpointStore, NoStore, open_store
 from horovod_train.checkpoint_files import Best, Facts, load, verify
-from horovod_train.checkpoint_manifest import MANIFEST, Damaged
+from horovod_train.checkpoint_manifest import MANIFEST, Damaged, pack
 from horovod_train.checkpoint_set import open_checkpoint
 from horovod_train.errors import UserError
 
@@ -187,6 +188,34 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_used(
         "step-000000002",
         "step-000000003.damaged",
     }
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "names no files"),
+        ({"/dev/zero": {"bytes": 0, "sha256": ""}}, "names '/dev/zero', which is no file of this folder"),
+        ({"../other": {"bytes": 0, "sha256": ""}}, "names '../other', which is no file of this folder"),
+        ("without index", "does not name state.index, which TensorFlow reads"),
+    ],
+    ids=["none", "absolute", "outside", "not all"],
+)
+def test_a_manifest_must_vouch_for_the_files_beside_it_that_are_read(run: Run, files: Any, said: str) -> None:
+    path = run.save(3).place(3) / MANIFEST
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    kept = {name: entry for name, entry in content["files"].items() if name != "state.index"}
+    path.write_bytes(pack(content | {"files": kept if files == "without index" else files}))
+    with pytest.raises(Damaged, match=said):
+        verify(run.place(3))
+
+
+def test_a_checkpoint_of_before_files_were_noted_is_whole(run: Run) -> None:
+    path = run.save(3).place(3) / MANIFEST
+    content = json.loads(path.read_text())
+    del content["sha256"], content["data_files"]
+    path.write_bytes(pack(content))
+    assert verify(run.place(3)).facts.data_files == ""
 
 
 def test_whole_checkpoints_are_not_called_damaged(run: Run) -> None:
