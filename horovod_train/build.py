@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_train.best import Best, EarlyStopping
 from horovod_train.config import Config, Watched
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
-from horovod_train.data.records import Records, open_records
+from horovod_train.data.records import Records
 from horovod_train.distributed.group import WorkerGroup, check_sendable
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -49,15 +49,15 @@ class Parts:
     """What a user may not expect of this config."""
 
 
-def build_parts(config: Config, group: WorkerGroup) -> Parts:
-    """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must mend.
+def build_parts(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Parts:
+    """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must fix.
 
     `config` is resolved: its global batch size is known.
     """
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
-    train = open_split(config, group, training=True)
-    eval_ = open_split(config, group, training=False) if config.data.eval else None
+    train = build_split(config, group, records, training=True)
+    eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
     losses = [*loss.names, "penalty"]
@@ -153,8 +153,8 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     return model
 
 
-def open_split(config: Config, group: WorkerGroup, *, training: bool, records: Records | None = None) -> Pipeline:
-    """This rank's batches of data.train or data.eval, or of `records` in their place. Raises UserError."""
+def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:
+    """This rank's batches of the records. Raises UserError."""
     data = config.data
     assert data.global_batch_size is not None
     global_batch_size = data.global_batch_size
@@ -162,7 +162,7 @@ def open_split(config: Config, group: WorkerGroup, *, training: bool, records: R
         per_rank = config.eval.batch_size_per_rank or -(-global_batch_size // group.size)
         global_batch_size = per_rank * group.size
     return build_pipeline(
-        records or open_records(data, "train" if training else "eval"),
+        records,
         data,
         rank=group.rank,
         size=group.size,

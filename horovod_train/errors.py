@@ -16,9 +16,15 @@ class UserError(RunError):
 
 
 class RanksDisagree(RunError):
-    """The ranks hold different weights, config or code."""
+    """The ranks hold different weights."""
 
     exit_code = 86
+
+
+class RanksStartApart(RanksDisagree):
+    """The ranks were started with different data, config, code or versions: found before they train."""
+
+    exit_code = 2
 
 
 class DivergedError(RunError):

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import keras
 
-from horovod_train.build import open_split
+from horovod_train.build import build_split
 from horovod_train.checkpoint_set import open_checkpoint
 from horovod_train.config import Config
 from horovod_train.data.pipeline import Batch, Pipeline
-from horovod_train.data.records import open_records
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
@@ -26,6 +25,8 @@ from horovod_train.objective import check_fits
 from horovod_train.predictions import Outputs, open_predictions
 from horovod_train.rank_log import NoRankLog
 from horovod_train.restored import Weights, build_bare_model, load_weights
+from horovod_train.shared_records import open_on_all_ranks
+from horovod_train.stdio import to_stderr
 from horovod_train.step import EvalStep
 
 
@@ -48,8 +49,9 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
     """
     with _restored(config, checkpoint, weights) as trained:
         group = trained.group
+        records = open_on_all_ranks(config.data, ["eval"], group, _say_on(group))["eval"]
         with group.together():
-            pipeline = open_split(_with_batch(config, group.size), group, training=False)
+            pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             loss = build_loss(config.loss)
             seen = Accumulator(loss.names, build_metrics(config.metrics))
             check_fits(trained.model, loss, seen, pipeline.element_spec, "data.eval")
@@ -71,13 +73,13 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     """
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
+        data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
+        asked = _with_batch(dataclasses.replace(config, data=data), group.size)
+        records = open_on_all_ranks(data, ["eval"], group, _say_on(group))["eval"]
         with group.together():
-            data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
-            asked = _with_batch(dataclasses.replace(config, data=data), group.size)
-            records = open_records(asked.data, "eval")
             unlabelled = dataclasses.replace(records.schema, targets=())
             records = dataclasses.replace(records, schema=unlabelled)
-            pipeline = open_split(asked, group, training=False, records=records)
+            pipeline = build_split(asked, group, records, training=False)
             outputs = Outputs(model, pipeline.element_spec, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 
@@ -110,6 +112,10 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()
         watch.close()
+
+
+def _say_on(group: WorkerGroup) -> Callable[[str], None]:
+    return to_stderr if group.is_root else lambda line: None
 
 
 def _with_batch(config: Config, size: int) -> Config:

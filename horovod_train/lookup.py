@@ -8,6 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ from horovod_train.errors import UserError
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
+_USERS_OWN = re.compile(r"([\w.]+):\w+")
 
 
 def load_function(name: str, where: str) -> Any:
@@ -46,6 +49,17 @@ def import_extra(module: str, extra: str, where: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         raise UserError(f"{where}: needs {package} ({error}): pip install 'horovod_train[{extra}]'.") from error
+
+
+def loaded_files(config: Any) -> dict[str, Path]:
+    """Module → its source file, of every `package.module:function` that a config names and that has been imported."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list | tuple):
+        return {name: path for value in config for name, path in loaded_files(value).items()}
+    found = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
+    file = getattr(sys.modules.get(found[1]), "__file__", None) if found else None
+    return {found[1]: Path(file)} if found and file and Path(file).is_file() else {}
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import socket
 import sys
 import time
 import traceback
@@ -98,10 +99,12 @@ def _root_speaks_first() -> Iterator[None]:
     """Bad arguments are the same for all ranks, so root says it for all; a rank that alone has others speaks later."""
     try:
         yield
-    except UserError:
-        if launch.detect().rank != 0:
-            time.sleep(launch.ROOT_SPEAKS_FIRST_S)
-        raise
+    except UserError as error:
+        rank = launch.detect().rank
+        if rank == 0:
+            raise
+        time.sleep(launch.ROOT_SPEAKS_FIRST_S)
+        raise UserError(f"rank {rank} ({socket.gethostname()}): {error}") from error
 
 
 def _choose_backend() -> None:
@@ -163,12 +166,13 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 def _check_paths(config: Config) -> None:
     """What can be seen to be wrong before TensorFlow is loaded."""
-    from horovod_train.data.records import open_records
+    from horovod_train.data.records import look_before_start
 
+    place = launch.detect()
     for split in ("train", "eval"):
         if getattr(config.data, split):
-            open_records(config.data, split)
-    if launch.detect().rank == 0:
+            look_before_start(config.data, split, ranks=place.size)
+    if place.rank == 0:
         assert config.output_dir is not None
         check_writable(config.output_dir)
 

@@ -27,13 +27,15 @@ from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.judge import Limits
 from horovod_train.distributed.watch import NoWatch, open_watch, stall_environment
-from horovod_train.errors import DivergedError, RanksDisagree, RunError
+from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.graph import draw_step
 from horovod_train.hooks import Stopwatch
 from horovod_train.lease import NoLease, open_lease
 from horovod_train.leaving import STOP_FILE_REASON, Leaving
+from horovod_train.lookup import loaded_files
 from horovod_train.output import NoOutput, open_output
 from horovod_train.resume import batch_of, open_audit, resolve_as_before, restore
+from horovod_train.shared_records import Split, open_on_all_ranks
 from horovod_train.stages import stage_lines
 
 START_AGAIN = 75
@@ -43,8 +45,8 @@ START_AGAIN = 75
 def run(config: Config) -> int:
     """Trains as `config` says; returns the exit code: 0, or START_AGAIN.
 
-    Collective: called by every rank. Raises UserError before the first step for what the user must mend,
-    DivergedError or RanksDisagree on all ranks where training must not go on.
+    Collective: called by every rank. Raises UserError or RanksStartApart before the first step for what the user must
+    fix, DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     started = time.time()
     limits = Limits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
@@ -73,7 +75,7 @@ def _train(
     config: Config, group: WorkerGroup, output: NoOutput, lease: NoLease, leaving: Leaving, started: float
 ) -> int:
     """The run itself, once there is a group to run in, a place to write to and somebody who watches."""
-    agreement.check(group, _facts(config), "at the start")
+    agreement.check(group, _facts(config), "at the start", RanksStartApart)
     with group.together():
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
         found = store.find(config.checkpoint.resume)
@@ -81,9 +83,12 @@ def _train(
     with group.together():
         config = resolve_as_before(config, group.size, batch_before, output)
     _introduce(group, output, config)
+    splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+    records = open_on_all_ranks(config.data, splits, group, output.say)
     with group.together():
-        parts = build_parts(config, group)
+        parts = build_parts(config, group, records["train"], records.get("eval"))
         statistics = restore(config, found, parts, output)
+    agreement.check(group, _users_code(config), "at the start", RanksStartApart)
     for line in stage_lines(parts.state.model) if config.device.per_rank > 1 else ():
         output.say(line)
     for line in parts.warnings:
@@ -215,6 +220,12 @@ def _facts(config: Config) -> dict[str, str]:
         "code of horovod_train": agreement.code_digest(),
         **{f"version of {name}": value for name, value in _versions().items()},
     }
+
+
+def _users_code(config: Config) -> dict[str, str]:
+    """The same of the user's own modules, once they have been imported."""
+    files = loaded_files(as_dict(config))
+    return {f"code of {name}": agreement.digest(path.read_bytes()) for name, path in files.items()}
 
 
 def _versions() -> dict[str, str]:

@@ -28,8 +28,8 @@ def code_digest() -> str:
     return total.hexdigest()
 
 
-def check(group: WorkerGroup, facts: Mapping[str, str], when: str) -> None:
-    """Collective: raises RanksDisagree on every rank if any fact differs between ranks.
+def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[RanksDisagree] = RanksDisagree) -> None:
+    """Collective: raises `error` on every rank if any fact differs between ranks.
 
     facts: name of a thing → its digest or its short text; the first name that differs is reported, with the ranks
     that are not with the majority. when: for the message, such as "at step 300".
@@ -42,7 +42,7 @@ def check(group: WorkerGroup, facts: Mapping[str, str], when: str) -> None:
     for name in names:
         values = [rank_facts.get(name, "absent") for rank_facts in all_facts]
         if len(set(values)) > 1:
-            raise RanksDisagree(_describe(group, name, values, when))
+            raise error(_describe(group, name, values, when))
 
 
 def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:

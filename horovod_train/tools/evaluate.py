@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 
 from horovod_train import quiet
-from horovod_train.data.records import open_records
+from horovod_train.data.records import look_before_start
+from horovod_train.distributed import launch
 from horovod_train.errors import RunError, UserError
 from horovod_train.made import FIGURES
 from horovod_train.run_files import write_whole
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
         trained_run.check_out(arguments.out, FIGURES)
-    open_records(config.data, "eval")  # a wrong path is said before TensorFlow is loaded
+    look_before_start(config.data, "eval", ranks=launch.detect().size)
     quiet.load_tensorflow()
     from horovod_train.inference import evaluate
 

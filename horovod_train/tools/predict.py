@@ -11,7 +11,7 @@ import dataclasses
 import os
 
 from horovod_train import quiet
-from horovod_train.data.records import open_records
+from horovod_train.data.records import look_before_start
 from horovod_train.distributed import launch
 from horovod_train.errors import UserError
 from horovod_train.made import PREDICTIONS
@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
     trained_run.check_out(arguments.out, PREDICTIONS)
-    # A wrong path is said before TensorFlow is loaded.
-    open_records(dataclasses.replace(config.data, eval=paths, targets=()), "eval")
+    data = dataclasses.replace(config.data, eval=paths, targets=())
+    look_before_start(data, "eval", ranks=launch.detect().size)
     quiet.load_tensorflow()
     from horovod_train.inference import predict
 

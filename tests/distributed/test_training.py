@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BIN, launcher_command, metrics_of, rank_environment, run_process, split_records, summary_of, train
+from conftest import metrics_of, run_process, split_records, summary_of, train
 
 BASE = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
@@ -188,16 +188,3 @@ def test_a_diverging_run_stops_on_all_ranks_and_is_told_of_once(base_config: Pat
     assert finished.returncode == 1
     assert finished.stderr.count("error: Model diverged") == 1
     assert "Traceback" not in finished.stderr
-
-
-def test_ranks_with_another_config_are_found_before_training(base_config: Path, tmp_path: Path) -> None:
-    """mpirun can start ranks with different arguments; the second here gets another seed."""
-    program = [sys.executable, "-m", "horovod_train.main", "--config", str(base_config), "train.max_steps=2"]
-    arguments = [*program, "--output-dir", str(tmp_path / "run")]
-    first, *_ = launcher_command("mpirun", 1)
-    options = ["--oversubscribe", "--bind-to", "none"]
-    command = [str(BIN / first), *options, "-np", "1", *arguments, ":", "-np", "1", *arguments, "seed=2"]
-    finished = run_process(command, environment=rank_environment())
-    assert finished.returncode == 86, finished.text
-    assert "ranks disagree at the start on config: rank 1 (" in finished.stderr
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -20,7 +20,7 @@ LAYERS = [
     {"agenda", "resume", "inference"},
     {"loop"},
     {"actions"},
-    {"hooks", "build", "restored"},
+    {"hooks", "build", "restored", "shared_records"},
     {"summaries", "graph"},
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
