@@ -6,16 +6,53 @@ A disk that is full or gone costs charts, not the run: it is said once, and trai
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from horovod_train.data.framing import frame
 from horovod_train.removal import rename
+from horovod_train.run_files import Appender
 
+_GATHERED = 1 << 20
 BUCKETS = 30
 """As tf.summary.histogram has them, whose many small operations take ten times as long."""
+
+
+class Events(Appender):
+    """An event file, as TensorBoard reads them: a TFRecord file whose records are Event messages.
+
+    TensorFlow's own writer ignores it when a record cannot be written, and leaves half of it in the file.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        # The form of the name that TensorBoard looks for; a file of its own for each start.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
+        super().__init__(folder / name, say, unit="events", at_once=_GATHERED)
+        self._add(file_version="brain.Event:2")
+
+    def add_summary(self, step: int, summary: Any) -> None:
+        self._add(step=step, summary=summary)
+
+    def add_graph(self, graph: Any) -> None:
+        self._add(graph_def=graph.SerializeToString())
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.add(frame(Event(wall_time=time.time(), **content).SerializeToString()))
+
+    def _write(self, data: bytes, sync: bool) -> None:
+        folder = self.path.parent
+        if not folder.is_dir():
+            folder.parent.mkdir(exist_ok=True)  # Not its parents: where the run directory has gone, so has its disk.
+            folder.mkdir(exist_ok=True)
+        super()._write(data, sync)
 
 
 class Board:
@@ -25,39 +62,42 @@ class Board:
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        import tensorflow as tf  # the run directory must be checked before TensorFlow is loaded
-
-        self._tf, self._directory, self._say = tf, directory, say
-        self._writers: dict[str, Any] = {}
-        self._is_failing = False
+        self._directory, self._say = directory, say
+        self._events: dict[str, Events] = {}
         self._profiled: Any = None
         """The step under way, while it is profiled."""
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        def write() -> None:
-            for name, value in values.items():
-                self._tf.summary.scalar(name, value)
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        self._write(split, step, write)
+        events = self._of(split)
+        for name, value in values.items():
+            events.add_summary(step, scalar_pb(name, value))
+        events.flush()
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
         """values: floating tensors or variables of any shape, by name; numbers that are not finite are left out."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.histogram.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
 
-        def write() -> None:
-            for name, value in values.items():
-                metadata = create_summary_metadata(display_name=None, description=None)
-                self._tf.summary.write(name, _buckets(value.numpy().astype(np.float32).ravel()), metadata=metadata)
-
-        self._write("train", step, write)
+        metadata, events = create_summary_metadata(display_name=None, description=None), self._of("train")
+        for name, value in values.items():
+            buckets = make_tensor_proto(_buckets(value.numpy().astype(np.float32).ravel()))
+            row = Summary.Value(tag=name, metadata=metadata, tensor=buckets)
+            events.add_summary(step, Summary(value=[row]))
+        events.flush()
 
     def add_graph(self, graph: Any) -> None:
         """graph: a GraphDef."""
-        self._write("train", 0, lambda: self._tf.summary.graph(graph))
+        events = self._of("train")
+        events.add_graph(graph)
+        events.flush()
 
     def start_profile(self, step: int) -> None:
         """From now on every op is timed, until `stop_profile`: that is called when `step` is done."""
-        profiler = self._tf.profiler.experimental
+        from tensorflow.profiler import experimental as profiler
+
         # 2: also the ops on the host, and what they allocate.
         with self._failure_is_said():
             profiler.start(str(self._directory), profiler.ProfilerOptions(host_tracer_level=2))
@@ -66,6 +106,8 @@ class Board:
 
     def stop_profile(self, step: int) -> None:
         """Writes what was seen to `plugins/profile/step-N`, or `step-N-2`, … where that is taken."""
+        from tensorflow.profiler import experimental as profiler
+
         if self._profiled is None:
             return
         self._profiled.__exit__(None, None, None)
@@ -73,7 +115,7 @@ class Board:
         folder = self._directory / "plugins" / "profile"
         with self._failure_is_said():
             before = set(folder.glob("*"))
-            self._tf.profiler.experimental.stop()
+            profiler.stop()
             for made in set(folder.glob("*")) - before:
                 place, number = folder / f"step-{step:09d}", 1
                 while place.exists():  # of a course that the run left
@@ -83,29 +125,26 @@ class Board:
 
     def close(self) -> None:
         if self._profiled is not None:  # the run left before that step
-            self._profiled.__exit__(None, None, None)
-            self._tf.profiler.experimental.stop(save=False)
-        for writer in self._writers.values():
-            with contextlib.suppress(self._tf.errors.OpError):  # said when it began
-                writer.close()
+            from tensorflow.profiler import experimental as profiler
 
-    def _write(self, split: str, step: int, write: Callable[[], None]) -> None:
-        with self._failure_is_said():
-            if split not in self._writers:
-                self._writers[split] = self._tf.summary.create_file_writer(str(self._directory / split))
-            with self._writers[split].as_default(step):
-                write()
-            self._writers[split].flush()
+            self._profiled.__exit__(None, None, None)
+            profiler.stop(save=False)
+        for events in self._events.values():
+            events.close()
+
+    def _of(self, split: str) -> Events:
+        if split not in self._events:
+            self._events[split] = Events(self._directory / split, self._say)
+        return self._events[split]
 
     @contextlib.contextmanager
-    def _failure_is_said(self) -> Any:
+    def _failure_is_said(self) -> Iterator[None]:
+        from tensorflow.errors import OpError
+
         try:
             yield
-            self._is_failing = False
-        except (OSError, self._tf.errors.OpError) as error:
-            if not self._is_failing:
-                self._say(f"warning: {self._directory} cannot be written: {str(error)[:200]}. Training goes on.")
-            self._is_failing = True
+        except (OSError, OpError) as error:
+            self._say(f"warning: {self._directory}: a profile was not written: {str(error)[:200]}. Training goes on.")
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:

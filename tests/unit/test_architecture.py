@@ -24,13 +24,14 @@ LAYERS = [
     {"summaries", "graph"},
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
-    {"synchronization", "metrics", "finite"},
-    {"distributed", "data", "models", "optim", "checkpoint_files", "board", "losses"},
+    {"synchronization", "metrics", "finite", "board"},
+    {"distributed", "data", "models", "optim", "checkpoint_files", "losses"},
     {"schedules"},
     {"lookup", "config_yaml", "config_reference", "rank_story", "lars", "stages", "checkpoint_manifest"},
     {"config_rules", "yaml_nodes"},
     {"config"},
-    {"errors", "quiet", "rank_log", "run_files", "made"},
+    {"errors", "quiet", "rank_log", "made"},
+    {"run_files"},
     {"stdio", "removal"},
 ]
 """From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.board import Board
+from horovod_train.board import Board, Events
+from horovod_train.run_files import MOST_HELD
 
 
 def histogram(folder: Path) -> Any:
@@ -55,9 +56,16 @@ def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path) -
         board.add_scalars("train", step, {"loss": 1.0})
         board.add_histograms(step, {"weight": tf.ones([3])})
     board.close()
-    assert len(said) == 1
+    assert len(said) == 2
     assert "cannot be written" in said[0]
-    assert "Training goes on" in said[0]
+    assert "training goes on" in said[0]
+    assert "lacks its last 5 events" in said[1]
+
+
+def test_a_record_larger_than_what_is_held_is_written_where_there_is_room(tmp_path: Path) -> None:
+    events = Events(tmp_path / "train", print)
+    events.add(b"x" * (MOST_HELD + 1))
+    assert events.path.stat().st_size > MOST_HELD
 
 
 def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path) -> None:
