@@ -12,7 +12,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,6 +70,15 @@ def check_writable(directory: str) -> Path:
             f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
         ) from error
     return path
+
+
+@contextmanager
+def _needed(path: Path) -> Iterator[Path]:
+    """The block writes this file. Raises UserError where it cannot."""
+    try:
+        yield path
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
 
 
 _ABOUT = ("step", "epoch", "split", "seconds")
@@ -128,7 +138,9 @@ class RunOutput(NoOutput):
         self._task: Any = None
 
     def write_config(self, text: str) -> None:
-        write_whole(self._path("config.yaml"), _CONFIG_HEAD + text, _CONFIG)
+        """Raises UserError, as `rewind` does: a run that cannot write down what it does must not begin."""
+        with _needed(self._path("config.yaml")) as path:
+            write_whole(path, _CONFIG_HEAD + text, _CONFIG)
 
     def say(self, line: str) -> None:
         if self._bar is None:
@@ -139,8 +151,11 @@ class RunOutput(NoOutput):
     def rewind(self, step: int) -> None:
         """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
         for lines, made in ((self._metrics, _METRICS), (self._lines("parameters.jsonl"), _PARAMETERS)):
-            lines.keep(lambda line: _step_of(line) <= step, made)
-        for row in map(json.loads, self._metrics.read()):
+            with _needed(lines.path):
+                lines.keep(lambda line: _step_of(line) <= step, made)
+        with _needed(self._metrics.path):
+            rows = self._metrics.read()
+        for row in map(json.loads, rows):
             self._last[row["split"]] = {name: value for name, value in row.items() if name not in _ABOUT}
 
     def last_metrics(self, split: str) -> Mapping[str, float]:

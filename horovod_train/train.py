@@ -99,13 +99,13 @@ def _train(
     agreement.check(group, parts.state.settle(group).digests(), "after the broadcast")
 
     first_step = int(parts.state.step)
-    output.rewind(first_step)
-    store.rewind(first_step)
-    output.write_config(dump(config))
+    with group.together():
+        output.rewind(first_step)
+        store.rewind(first_step)
+        output.write_config(dump(config))
+        audit = open_audit(config, group, parts)
     _draw_graph(config, group, parts, output)
     output.start_progress(first_step, parts.last_step)
-    with group.together():
-        audit = open_audit(config, group, parts)
     clock = Stopwatch()
     actions = build_actions(config, group, output, store, parts, clock, leaving, audit, _versions())
     with _last_save_finished(group, store, 0.9 * config.watch.stop_after_s), closing(audit), parts.train.explaining():

@@ -68,19 +68,19 @@ class NoAudit:
 
 
 class AuditLog(NoAudit):
-    """One rank's file of one start.
+    """One rank's file of one start. Raises UserError where there is no place for it.
 
     say: shows a line, on every rank.
     """
 
     def __init__(self, run_dir: str, start: Start, say: Callable[[str], None] = to_stderr) -> None:
         folder = Path(run_dir, FOLDER)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, place, rank in _files(folder):
-            # Each rank removes its own, so no rank can remove what another has just begun; root, those of ranks that
-            # are no more.
-            if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
-                remove(path, _FILE)
+        try:
+            _prepare(folder, start)
+        except OSError as error:
+            raise UserError(
+                f"data.audit: cannot write to {folder}: {error.strerror}. Choose another --output-dir."
+            ) from error
         name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
         self.lines = Lines(folder / name, say, at_once=_WRITTEN_AT_ONCE)
         self._write(asdict(start))
@@ -97,6 +97,16 @@ class AuditLog(NoAudit):
 
     def _write(self, line: dict[str, object]) -> None:
         self.lines.append(json.dumps(line, separators=(",", ":")))
+
+
+def _prepare(folder: Path, start: Start) -> None:
+    """Makes the folder, and removes from it what this start voids."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, place, rank in _files(folder):
+        # Each rank removes its own, so no rank can remove what another has just begun; root, those of ranks that are no
+        # more.
+        if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
+            remove(path, _FILE)
 
 
 @dataclass
