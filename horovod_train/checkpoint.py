@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.checkpoint_files import Checkpoint, Facts, write
-from horovod_train.checkpoint_manifest import reason
-from horovod_train.checkpoint_set import CheckpointSet, open_checkpoint
+from horovod_train.checkpoint_manifest import Damaged, reason
+from horovod_train.checkpoint_set import BEST, CheckpointSet, open_checkpoint
 from horovod_train.errors import UserError
 
 
@@ -65,6 +65,7 @@ class CheckpointStore(NoStore):
         self._step = 0
         self._began = self._write_s = 0.0
         self._last_whole: Path | None = None
+        self._has_no_links = False
         self._failure: str | None = None
         self._bug: Exception | None = None
         try:
@@ -107,10 +108,21 @@ class CheckpointStore(NoStore):
         return found
 
     def rewind(self, step: int) -> None:
-        """Sets aside the checkpoints after `step`: the run goes on from there, and "auto" must not find those."""
-        later = [other for other in self.checkpoints.steps() if other > step]
-        for other in later:
-            self._set_aside(other, "abandoned", f"is of a course that the run left at step {step}")
+        """Sets aside the checkpoints after `step`: the run resumes from there, and "auto" must not find those.
+
+        Raises UserError where that cannot be done.
+        """
+        place = self.checkpoints.folder
+        try:
+            for other in [other for other in self.checkpoints.steps() if other > step]:
+                place = self.checkpoints.place(other)
+                aside = self.checkpoints.set_aside(other, "abandoned").name
+                self._warn(f"{place} is of a course that the run left at step {step}. It is now called {aside}.")
+        except OSError as error:
+            raise UserError(
+                f"{place}: is of a course that the run left at step {step}, and cannot be renamed: {reason(error)}. "
+                "Choose another --output-dir."
+            ) from error
 
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
         """Begins to write a checkpoint and returns; waits first for the one before. Returns the seconds waited.
@@ -173,10 +185,19 @@ class CheckpointStore(NoStore):
             steps = self.checkpoints.steps()
             kept = {facts.step, *steps[: self.keep]}
             if facts.best is not None:
-                kept.add(self.checkpoints.mark_best(facts.best.step))
+                kept.add(self._mark_best(facts.best.step))
             self.checkpoints.remove(step for step in steps if step not in kept)
         except OSError as error:
             self._warn(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+
+    def _mark_best(self, step: int) -> int:
+        try:
+            return self.checkpoints.mark_best(step)
+        except OSError as error:
+            if not self._has_no_links:
+                self._warn(f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}.")
+            self._has_no_links = True  # once: some file systems have none at all
+            return step
 
     def _newest_after(self, path: str) -> Checkpoint | None:
         """The newest whole one if it is of a run that began at `path`."""
@@ -193,15 +214,16 @@ class CheckpointStore(NoStore):
                 "Choose another --output-dir, or remove them to start anew."
             )
         for step, what in damaged.items():
-            self._set_aside(step, "damaged", f"is damaged: {what}")
+            self._set_aside_damaged(step, what)
         return found
 
-    def _set_aside(self, step: int, why: str, reason_why: str) -> None:
+    def _set_aside_damaged(self, step: int, what: Damaged) -> None:
         place = self.checkpoints.place(step)
         try:
-            self._warn(f"{place} {reason_why}. It is now called {self.checkpoints.set_aside(step, why).name}.")
+            aside = self.checkpoints.set_aside(step, "damaged").name
+            self._warn(f"{place} is damaged: {what}. It is now called {aside}.")
         except OSError as error:
-            self._warn(f"{place} {reason_why}. It cannot be renamed: {reason(error)}.")
+            self._warn(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
 
     def _warn(self, line: str) -> None:
         self.problems.append(line)

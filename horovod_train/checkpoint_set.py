@@ -82,15 +82,12 @@ class CheckpointSet:
         Where the evaluation at `step` was best but was not saved, or that failed, it stays the best of those saved.
         """
         link = self.folder / BEST
-        try:
-            if self.place(step).exists():
-                draft = link.with_name(f".{BEST}")
-                remove(draft, _LINK)
-                draft.symlink_to(_name(step))
-                replace(draft, link, _LINK)
-            linked = _step_of(os.readlink(link))
-        except OSError:  # No link as yet, or a file system that has none: only people miss it.
-            linked = None
+        if self.place(step).exists():
+            draft = link.with_name(f".{BEST}")
+            remove(draft, _LINK)
+            draft.symlink_to(_name(step))
+            replace(draft, link, _LINK)
+        linked = _step_of(os.readlink(link)) if link.is_symlink() else None
         return step if linked is None else linked
 
     def remove(self, steps: Iterable[int]) -> None:
