@@ -206,9 +206,9 @@ def _alone(path: Path, lease: int) -> Iterator[bool]:
 
 def _remove_old_probes(path: Path, stale_s: float) -> None:
     """Those of processes that were killed while they waited."""
-    now = path.stat().st_mtime
-    for probe in path.parent.glob(f".{path.name}.*"):
-        with suppress(FileNotFoundError):
+    with suppress(OSError):  # They only take room.
+        now = path.stat().st_mtime
+        for probe in path.parent.glob(f".{path.name}.*"):
             if now - probe.stat().st_mtime > stale_s:
                 remove(probe, _PROBE)
 

@@ -17,7 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from horovod_train.removal import DRAFT, Made, draft_of, remove, replace
+from horovod_train.removal import Made, remove
+from horovod_train.run_files import Lines, write_whole
 from horovod_train.stdio import to_stderr
 
 FOLDER = "logs"
@@ -63,12 +64,14 @@ class RankLog(NoRankLog):
         self._end = end_file(folder, rank)
         self._lock = threading.Lock()
         remove(self._end, _END)
-        self._file = log_file(folder, rank).open("a", encoding="utf-8", buffering=1)
+        self._lines = Lines(log_file(folder, rank), to_stderr)
+        # Stacks are written by C, when there may be no time left to open a file.
+        self._stacks = self._lines.path.open("a", encoding="utf-8")
 
     def write(self, kind: str, text: str) -> None:
         lines = text.replace("\n", "\n    ")
-        with self._lock, contextlib.suppress(OSError):
-            self._file.write(f"{_now()} {kind} {lines}\n")
+        with self._lock:
+            self._lines.append(f"{_now()} {kind} {lines}")
 
     def write_stacks(self, why: str) -> None:
         self.write("stacks", f"of all threads: {why}")
@@ -76,19 +79,17 @@ class RankLog(NoRankLog):
             super().write_stacks(why)
 
     def _stacks_file(self) -> TextIO:
-        return self._file
+        return self._stacks
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
         self.write("end", f"{ended}, exit code {exit_code}")
-        draft = draft_of(self._end)
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
+            self._lines.say_what_is_missing()
             try:
-                with draft.open("x", encoding="utf-8") as file:
-                    file.write(json.dumps(content) + "\n")
-                replace(draft, self._end, _END)
-            finally:
-                remove(draft, DRAFT)
+                write_whole(self._end, json.dumps(content) + "\n", _END, sync=False)
+            except OSError as error:
+                to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
 
 
 def make_folder(run_dir: Path | None) -> None:
