@@ -111,7 +111,7 @@ def _may_lose_a_file(call: ast.Call) -> bool:
     return is_path_replace or call.func.attr in _REMOVING_METHODS
 
 
-MAY_TRUNCATE = {"run_files.py": "os.truncate(self.path, before)"}
+MAY_TRUNCATE = {"run_files.py": "os.truncate(self.path, size)"}
 """Takes back half a line that this process has just appended."""
 INSIDE_A_NEW_ARCHIVE = {"predictions.py": "archive.open(f'{name}.npy', 'w', force_zip64=True)"}
 
