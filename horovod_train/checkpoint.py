@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.checkpoint_files import Checkpoint, Facts, write
+from horovod_train.checkpoint_files import Checkpoint, Facts, verify, write
+from horovod_train.checkpoint_layout import BEST, CHECKPOINTS, find_start
 from horovod_train.checkpoint_manifest import Damaged, reason
-from horovod_train.checkpoint_set import BEST, CheckpointSet, open_checkpoint
+from horovod_train.checkpoint_set import CheckpointSet
 from horovod_train.errors import UserError
 
 
@@ -83,27 +84,13 @@ class CheckpointStore(NoStore):
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        """The checkpoint to start from: the newest whole one (auto), none (never), or the one at a path.
+        """The checkpoint to start from; see checkpoint_layout.find_start.
 
-        A run that began at this path and is started again, as by a requeue, goes on from its own newest whole one.
-        auto sets damaged ones that are newer aside, under another name, and says so. Raises UserError for a path
-        that holds no whole one, where all are damaged, and for "never" in a folder that holds some: they would be lost.
+        auto sets damaged ones that are newer aside, under another name, and says so.
         """
-        folder = self.checkpoints.folder
-        try:
-            if resume == "auto":
-                found = self._newest_whole()
-            elif resume != "never":
-                found = self._newest_after(resume) or open_checkpoint(resume, "checkpoint.resume")
-            elif self.checkpoints.steps():
-                raise UserError(
-                    f"checkpoint.resume: never, but {folder} holds checkpoints, which the run would replace. "
-                    "Choose another --output-dir, remove them, or go on from them: --resume auto."
-                )
-            else:
-                return None
-        except OSError as error:
-            raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
+        found, damaged = find_start(self.checkpoints.folder, resume, verify)
+        for step, what in damaged.items():
+            self._set_aside_damaged(step, what)
         self._last_whole = None if found is None else found.folder
         return found
 
@@ -199,24 +186,6 @@ class CheckpointStore(NoStore):
             self._has_no_links = True  # once: some file systems have none at all
             return step
 
-    def _newest_after(self, path: str) -> Checkpoint | None:
-        """The newest whole one if it is of a run that began at `path`."""
-        found, _ = self.checkpoints.newest_whole()
-        return found if found and found.facts.setting("checkpoint.resume") == path else None
-
-    def _newest_whole(self) -> Checkpoint | None:
-        found, damaged = self.checkpoints.newest_whole()
-        if found is None and damaged:
-            newest = max(damaged)
-            raise UserError(
-                f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {self.checkpoints.folder} "
-                f"is whole; of the newest, step {newest}, {damaged[newest]}. "
-                "Choose another --output-dir, or remove them to start anew."
-            )
-        for step, what in damaged.items():
-            self._set_aside_damaged(step, what)
-        return found
-
     def _set_aside_damaged(self, step: int, what: Damaged) -> None:
         place = self.checkpoints.place(step)
         try:
@@ -238,4 +207,4 @@ def open_store(
     say: shows a line; also called from the thread that writes. is_ours: whether the run still holds its directory (see
     lease); asked before anything is put in place or removed.
     """
-    return NoStore() if directory is None else CheckpointStore(directory / "checkpoints", keep, say, is_ours)
+    return NoStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)

@@ -74,6 +74,11 @@ class Checkpoint:
     written_at: str
     """When, in ISO 8601, UTC."""
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What it was written under."""
+        return self.facts.config
+
     def read(self) -> dict[str, np.ndarray]:
         """All arrays by name. Raises Damaged where TensorFlow cannot read what the manifest vouched for."""
         try:

@@ -26,22 +26,36 @@ def verify(folder: Path) -> dict[str, Any]:
 
     Raises Damaged, and UserError for a format that only later versions know.
     """
-    content = _read(folder)
+    content = read_manifest(folder)
     try:
-        if content["format"] > FORMAT:
-            raise UserError(
-                f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
-                "Go on with the version that wrote it."
-            )
-        _check_names(content["files"])
-        for name, expected in content["files"].items():
-            _check_size(folder / name, expected["bytes"])
         for name, expected in content["files"].items():
             _check_sha256(folder / name, expected["sha256"])
     except OSError as error:
         raise Damaged(reason(error)) from error
     except (KeyError, TypeError) as error:
-        raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
+        raise _other_entries(error) from error
+    return content
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint whose files have the sizes that it tells; reads none of them.
+
+    Raises as `verify` does.
+    """
+    content = _read(folder)
+    try:
+        if content["format"] > FORMAT:
+            raise UserError(
+                f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
+                "Resume with the version that wrote it."
+            )
+        _check_names(content["files"])
+        for name, expected in content["files"].items():
+            _check_size(folder / name, expected["bytes"])
+    except OSError as error:
+        raise Damaged(reason(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _other_entries(error) from error
     return content
 
 
@@ -93,6 +107,10 @@ def _check_names(files: Mapping[str, Any]) -> None:
     for name in files:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise Damaged(f"{MANIFEST}: names {name!r}, which is no file of this folder")
+
+
+def _other_entries(error: Exception) -> Damaged:
+    return Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}")
 
 
 def _check_size(file: Path, expected: int) -> None:

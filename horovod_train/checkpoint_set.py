@@ -13,18 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from horovod_train.checkpoint_files import PREFIX, Checkpoint, sync, verify
-from horovod_train.checkpoint_manifest import MANIFEST, Damaged, reason
-from horovod_train.errors import UserError
+from horovod_train.checkpoint_layout import BEST, read_at, step_name, step_of, steps_in
+from horovod_train.checkpoint_manifest import MANIFEST
 from horovod_train.removal import Made, check, remove, rename, replace
-
-BEST = "best"
-"""A symbolic link beside the checkpoints to the best of them. For people: the record is in every manifest."""
 
 _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
 _CHECKPOINT = Made("a checkpoint", r"step-\d{9,}", "folder", _INSIDE)
 _HIDDEN = Made("a checkpoint", r"\.step-\d{9,}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
 _LINK = Made(
-    "a link to a checkpoint", rf"\.?{BEST}", "link", is_ours=lambda path: _step_of(os.readlink(path)) is not None
+    "a link to a checkpoint", rf"\.?{BEST}", "link", is_ours=lambda path: step_of(os.readlink(path)) is not None
 )
 
 
@@ -45,7 +42,7 @@ class CheckpointSet:
         return steps_in(self.folder)
 
     def place(self, step: int) -> Path:
-        return self.folder / _name(step)
+        return self.folder / step_name(step)
 
     def new_partial(self, step: int) -> Path:
         """Where a save of `step` may be written; makes the folder around it."""
@@ -85,9 +82,9 @@ class CheckpointSet:
         if self.place(step).exists():
             draft = link.with_name(f".{BEST}")
             remove(draft, _LINK)
-            draft.symlink_to(_name(step))
+            draft.symlink_to(step_name(step))
             replace(draft, link, _LINK)
-        linked = _step_of(os.readlink(link)) if link.is_symlink() else None
+        linked = step_of(os.readlink(link)) if link.is_symlink() else None
         return step if linked is None else linked
 
     def remove(self, steps: Iterable[int]) -> None:
@@ -109,7 +106,7 @@ class CheckpointSet:
         """Removes the link where it points at this step, so that it never points at nothing."""
         link = self.folder / BEST
         with suppress(OSError):
-            if _step_of(os.readlink(link)) == step:
+            if step_of(os.readlink(link)) == step:
                 remove(link, _LINK)
 
     def set_aside(self, step: int, why: str) -> Path:
@@ -119,16 +116,6 @@ class CheckpointSet:
             number += 1
         self._forget_best(step)
         return rename(place, aside)
-
-    def newest_whole(self) -> tuple[Checkpoint | None, dict[int, Damaged]]:
-        """The newest checkpoint that is as it was written, and by step what is wrong with those after it."""
-        damaged: dict[int, Damaged] = {}
-        for step in self.steps():
-            try:
-                return verify(self.place(step)), damaged
-            except Damaged as error:
-                damaged[step] = error
-        return None, damaged
 
     def clear_leftovers(self) -> None:
         """Finishes what a dead process had begun: a checkpoint is put back, or all of it goes."""
@@ -140,7 +127,7 @@ class CheckpointSet:
                 remove(path, _HIDDEN)
 
     def _hidden(self, step: int, suffix: str) -> Path:
-        return self.folder / f".{_name(step)}{suffix}"
+        return self.folder / f".{step_name(step)}{suffix}"
 
 
 def open_checkpoint(path: str, where: str) -> Checkpoint:
@@ -148,41 +135,4 @@ def open_checkpoint(path: str, where: str) -> Checkpoint:
 
     Changes nothing there. where: the setting that the path came from, for the UserError where there is no whole one.
     """
-    try:
-        folder = _folder_at(Path(path))
-        if folder is None:
-            raise UserError(
-                f"{where}: no checkpoint at {path}; expected a run directory, its checkpoints folder, or a "
-                f"{_name(0)} in that."
-            )
-        return verify(folder)
-    except Damaged as error:
-        raise UserError(f"{where}: {folder} is damaged: {error}. Choose another checkpoint.") from error
-    except OSError as error:
-        raise UserError(f"{where}: cannot read {path}: {reason(error)}.") from error
-
-
-def steps_in(folder: Path) -> list[int]:
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((step for name in names if (step := _step_of(name)) is not None), reverse=True)
-
-
-def _folder_at(path: Path) -> Path | None:
-    for folder in (path, path / "checkpoints"):
-        if (folder / MANIFEST).exists() or (folder.is_dir() and _step_of(folder.resolve().name) is not None):
-            return folder
-        if steps := steps_in(folder):
-            return folder / _name(steps[0])
-    return None
-
-
-def _name(step: int) -> str:
-    return f"step-{step:09d}"
-
-
-def _step_of(name: str) -> int | None:
-    found = re.fullmatch(r"step-(\d{9,})", name)
-    return int(found.group(1)) if found else None
+    return read_at(path, where, verify)

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from horovod_train.checkpoint_manifest import Damaged, verify
+from horovod_train.checkpoint_layout import CHECKPOINTS, newest_whole, step_name
+from horovod_train.checkpoint_manifest import Damaged, reason, verify
 from horovod_train.errors import UserError
 
-_FOLDER = re.compile(r"step-(\d+)")
 _STEP = re.compile(r'"step": (\d+)')
 
 
@@ -25,18 +25,25 @@ class Checkpoint:
 
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest that a run can go on from, read byte by byte as a run would, and what is wrong with newer ones."""
-    folders = (run_dir / "checkpoints").glob("step-*")
-    steps = {int(found[1]): path for path in folders if (found := _FOLDER.fullmatch(path.name))}
-    damaged: list[str] = []
-    for step, path in sorted(steps.items(), reverse=True):
-        try:
-            verify(path)
-        except (Damaged, UserError) as error:
-            damaged.append(f"{path}: {str(error).removeprefix(f'{path}: ')}")
-        else:
-            return Checkpoint(str(path), step), damaged
-    return None, damaged
+    """Return the newest that a run can resume from, and what is wrong with newer ones.
+
+    Reads them byte by byte, as a run would. Raises UserError where the folder cannot be read.
+    """
+    folder = run_dir / CHECKPOINTS
+    try:
+        found, damaged = newest_whole(folder, _read)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
+    return found, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
+
+
+def _read(folder: Path) -> Checkpoint:
+    try:
+        return Checkpoint(str(folder), int(verify(folder)["step"]))
+    except UserError as error:  # It takes a later version to read it.
+        raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest tells no step: {error}") from error
 
 
 def last_step_in_metrics(run_dir: Path) -> int | None:

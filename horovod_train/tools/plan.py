@@ -20,6 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.tools.plan_facts import Facts, check_positive, collect
 from horovod_train.tools.plan_names import wrong_names
 from horovod_train.tools.plan_paths import wrong_paths
+from horovod_train.tools.plan_resume import Start, find_resume
 from horovod_train.tools.screen import open_screen
 
 
@@ -45,10 +46,17 @@ def run(arguments: argparse.Namespace) -> int:
     time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")
     check_positive(time_s, "--time")
     faults = [*wrong_paths(config), *wrong_names(config)]
+    start: Start | None = None
+    passed_over: list[str] = []
+    try:
+        start, passed_over = find_resume(config)
+    except UserError as error:
+        faults.append(str(error))
     try:
         facts, notes = collect(
             config,
             arguments.np,
+            start,
             parameters=arguments.parameters,
             examples_per_s=arguments.examples_per_s,
             time_s=time_s,
@@ -56,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     except UserError as error:
         facts, notes = None, []
         faults = list(dict.fromkeys([*faults, str(error)]))
+    notes = [*passed_over, *notes]
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
     else:
@@ -100,7 +109,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         found = facts["resume"]
         lines.append(
             (
-                "goes on from",
+                "resumes from",
                 f"step {found['step']:,} of {found['ranks']} ranks; {found['steps_left']:,} steps are left",
             )
         )

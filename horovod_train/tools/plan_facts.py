@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,29 @@ from horovod_train.data.plan import Plan
 from horovod_train.data.records import Records, build_plan, check_room_to_shuffle, open_records
 from horovod_train.errors import UserError
 from horovod_train.schedules import Horizon, build_formula, build_horizon
-from horovod_train.tools.plan_sizes import find_size, memory, newest_manifest
+from horovod_train.tools.plan_resume import Start
+from horovod_train.tools.plan_sizes import find_size, memory, record_bytes
 
 Facts = dict[str, Any]
 
 _RATE_ROWS = 10
-_LOOKS = 16
 
 
 def collect(
-    config: Config, ranks: int, *, parameters: str | None, examples_per_s: float | None, time_s: float | None
+    config: Config,
+    ranks: int,
+    start: Start | None,
+    *,
+    parameters: str | None,
+    examples_per_s: float | None,
+    time_s: float | None,
 ) -> tuple[Facts, list[str]]:
     """The facts by section, as JSON can hold them, and what is worth a second look. Raises UserError.
 
-    parameters: as `--parameters` was given. examples_per_s: over all ranks. time_s: until the scheduler ends the job.
+    start: the checkpoint to resume from. parameters: as `--parameters` was given. examples_per_s: over all ranks.
+    time_s: until the scheduler ends the job.
     """
-    config = resolve(config, ranks)
+    asked, config = config, resolve(config, ranks, start.global_batch_size if start else None)
     records = open_records(config.data, "train")
     eval_records = open_records(config.data, "eval") if config.data.eval else None
     batch = config.data.global_batch_size
@@ -39,9 +45,9 @@ def collect(
     check_room_to_shuffle(plan, records, config.data, ranks)
     horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
     steps = save_steps(config, horizon)
-    size = find_size(config, parameters)
+    size = find_size(config, parameters, start)
     at_once = min(len(steps), config.checkpoint.keep + (config.checkpoint.best is not None))
-    in_memory = memory(config, size, _shuffle_bytes(plan, records, ranks))
+    in_memory = memory(config, size, record_bytes(config, plan, records, eval_records, ranks))
     facts: Facts = {
         "ranks": ranks,
         "records": {"train": _records(records), "eval": _records(eval_records) if eval_records else None},
@@ -64,10 +70,10 @@ def collect(
             "source": size.source,
         },
         "memory_per_rank": {"parameters": size.parameters, "source": size.source, "bytes": in_memory},
-        "resume": _resume(config, horizon),
+        "resume": _resume(start, horizon),
         "time": _time(config, plan, horizon, eval_records, examples_per_s, time_s),
     }
-    return facts, list(_second_look(config, facts))
+    return facts, [*_kept_batch(asked, batch, ranks), *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
@@ -137,26 +143,11 @@ def _extremes(values: list[int]) -> dict[str, int]:
     return {"least": min(values), "most": max(values)}
 
 
-def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
-    """Most bytes of the blocks that rank 0 holds for a step, of some steps all over the first epoch."""
-    if plan.order != "shuffled":
-        return 0
-    line, lengths = plan.line(0), records.index.blocks.length
-    steps = {plan.steps_per_epoch * part // _LOOKS for part in range(_LOOKS)}
-    places = (plan.places(0, ranks, step, step + 1)[0] for step in sorted(steps))
-    return max(int(lengths[line.blocks_near(place)].sum()) for place in places)
-
-
-def _resume(config: Config, horizon: Horizon) -> Facts | None:
-    """The checkpoint that the run would go on from."""
-    resume = config.checkpoint.resume
-    if resume == "never" or config.output_dir is None:
+def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
+    if start is None:
         return None
-    found = newest_manifest(Path(config.output_dir if resume == "auto" else resume))
-    if found is None:
-        return None
-    step, manifest = found
-    return {"step": step, "ranks": manifest.get("ranks"), "steps_left": max(0, horizon.total_steps - step)}
+    left = max(0, horizon.total_steps - start.step)
+    return {"path": str(start.folder), "step": start.step, "ranks": start.ranks, "steps_left": left}
 
 
 def _time(
@@ -188,6 +179,14 @@ def _evaluations(config: Config, horizon: Horizon) -> int:
     for every in filter(None, (config.eval.every_steps, by_epoch)):
         steps |= set(range(every, horizon.total_steps + 1, every))
     return len(steps | ({horizon.total_steps} if by_epoch else set()))
+
+
+def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
+    """Where a resumed run keeps the global batch that it began with; see resume.resolve_as_before."""
+    per_rank = asked.data.batch_size_per_rank
+    if asked.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
+        alone = per_rank * ranks
+        yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
 
 
 def _second_look(config: Config, facts: Facts) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""For `plan`: the paths in a config that a run would write to or start from. Makes nothing there.
+"""For `plan`: the paths in a config that a run would write to. Makes nothing there.
 
-The records are looked at where they are opened; see plan_facts.
+The records are looked at where they are opened, see plan_facts; the checkpoint to resume from in plan_resume.
 """
 
 from __future__ import annotations
@@ -13,21 +13,13 @@ from horovod_train.config import Config
 
 
 def wrong_paths(config: Config) -> Iterator[str]:
-    """A sentence for each path that the run could not write to or start from; makes nothing there."""
+    """A sentence for each path that the run could not write to; makes nothing there."""
     if config.output_dir is None:
         yield "output_dir: is required: the folder that the run writes to. Give --output-dir DIR."
     else:
         yield from _unwritable(config.output_dir, "output_dir")
     if config.data.index_dir:
         yield from _unwritable(config.data.index_dir, "data.index_dir")
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not any(_manifests(Path(resume))):
-        yield f"checkpoint.resume: no checkpoint at {resume}; expected a run directory, or a checkpoint in one."
-
-
-def _manifests(path: Path) -> Iterator[Path]:
-    for pattern in ("manifest.json", "step-*/manifest.json", "checkpoints/step-*/manifest.json"):
-        yield from path.glob(pattern)
 
 
 def _unwritable(path: str, where: str) -> Iterator[str]:

@@ -6,16 +6,20 @@ counted: only building the model would tell.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from horovod_train.config import Config, Spec
+from horovod_train.data.plan import Plan
+from horovod_train.data.records import Records
 from horovod_train.errors import UserError
+from horovod_train.tools.plan_resume import Start
 
 _FLOAT32 = 4
+_LOOKS = 16
 FUSION_BYTES = 128 << 20
 """Horovod's buffer for tensors that are exchanged at once, where nothing is set (operations.cc of 0.28.1)."""
 
@@ -58,39 +62,59 @@ def beside_slots(config: Config) -> int:
     return (config.train.ema_decay is not None) + (config.train.synchronization == "stale")
 
 
-def find_size(config: Config, parameters: str | None) -> Size:
-    """From `parameters` (an option), else from the newest checkpoint of the run, if it has one."""
+def find_size(config: Config, parameters: str | None, start: Start | None) -> Size:
+    """From `parameters` (an option), else from the checkpoint that the run would resume from, if there is one."""
     kept = slots(config.optimizer)
     per_parameter = _FLOAT32 * (1 + (2 if kept is None else kept) + beside_slots(config))
     if parameters is not None:
         count = parse_count(parameters)
         assumed = "; two slots a parameter assumed" if kept is None else ""
         return Size(count, count * per_parameter, f"from --parameters{assumed}")
-    newest = newest_manifest(Path(config.output_dir)) if config.output_dir else None
-    if newest is None:
+    if start is None:
         return Size(None, None, "unknown: give --parameters, for instance 25.6M")
-    step, manifest = newest
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    return Size(size // per_parameter, size, f"about, from the checkpoint of step {step}")
+    return Size(start.size // per_parameter, start.size, f"about, from the checkpoint of step {start.step}")
 
 
-def newest_manifest(run_dir: Path) -> tuple[int, dict[str, Any]] | None:
-    """Step and manifest of the newest checkpoint that has a readable one."""
-    for place in sorted((run_dir / "checkpoints").glob("step-*/manifest.json"), reverse=True):
-        try:
-            manifest = json.loads(place.read_text(encoding="utf-8"))
-            return int(manifest["step"]), manifest
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def memory(config: Config, size: Size, shuffle_bytes: int) -> dict[str, int]:
-    """Bytes of one rank by what holds them. shuffle_bytes: of records that wait to be drawn."""
+def memory(config: Config, size: Size, record_bytes: dict[str, int]) -> dict[str, int]:
+    """Bytes of one rank by what holds them. record_bytes: the same of what holds records."""
     kept = slots(config.optimizer)
     weights = (size.parameters or 0) * _FLOAT32
     fusion_mb = config.horovod.fusion_threshold_mb
     fusion = FUSION_BYTES if fusion_mb is None else int(fusion_mb * 2**20)
     known = {"weights": weights, "gradients": weights, "slots": weights * (2 if kept is None else kept)}
     known["averages and the like"] = weights * beside_slots(config)
-    return {**(known if size.parameters else {}), "exchange": fusion, "shuffle": shuffle_bytes}
+    return {**(known if size.parameters else {}), "exchange": fusion, **record_bytes}
+
+
+def record_bytes(
+    config: Config, plan: Plan, records: Records, eval_records: Records | None, ranks: int
+) -> dict[str, int]:
+    """Bytes of records that one rank holds: those that wait to be drawn, and those that data.cache keeps."""
+    kept = 0
+    if config.data.cache == "memory":
+        # Shuffled, a rank comes to meet every record; in the files' order it meets the same ones in every pass.
+        kept = _parsed_bytes(records) // (1 if plan.order == "shuffled" else ranks)
+        kept += _parsed_bytes(eval_records) // ranks if eval_records else 0
+    return {"shuffle": _shuffle_bytes(plan, records, ranks), "cache": kept}
+
+
+def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
+    """Most bytes of the blocks that rank 0 holds for a step, of some steps all over the first epoch."""
+    if plan.order != "shuffled":
+        return 0
+    line, lengths = plan.line(0), records.index.blocks.length
+    steps = {plan.steps_per_epoch * part // _LOOKS for part in range(_LOOKS)}
+    places = (plan.places(0, ranks, step, step + 1)[0] for step in sorted(steps))
+    return max(int(lengths[line.blocks_near(place)].sum()) for place in places)
+
+
+def _parsed_bytes(records: Records) -> int:
+    """Bytes of all records as data.cache keeps them: numbers as arrays, strings and images as they are stored.
+
+    Of a user's data.parse only the stored bytes are known.
+    """
+    schema, stored = records.schema, int(records.index.blocks.length.sum())
+    used = [schema.features[name] for name in {*schema.inputs, *schema.targets} if name in schema.features]
+    numbers = [feature for feature in used if feature.decode != "image" and feature.stored_dtype != "string"]
+    row = sum(np.dtype(feature.stored_dtype).itemsize * math.prod(feature.tensor_shape) for feature in numbers)
+    return records.index.num_records * row + (stored if len(numbers) < len(used) or not used else 0)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from horovod_train.checkpoint_layout import BEST, CHECKPOINTS
 from horovod_train.config import Config
 from horovod_train.config_yaml import load
 from horovod_train.distributed import launch
@@ -71,7 +72,7 @@ def _checkpoint(asked: str, run_dir: str | None) -> str:
         raise UserError(f"--checkpoint {asked}: of which run? Name its directory, or a checkpoint's path.")
     if asked == "auto":
         return run_dir
-    best = Path(run_dir) / "checkpoints" / "best"
+    best = Path(run_dir) / CHECKPOINTS / BEST
     if launch.detect().rank == 0 and not best.is_dir():
         raise UserError(f"--checkpoint best: {run_dir} has none; it keeps one if trained with checkpoint.best.")
     return str(best.resolve())

@@ -62,7 +62,8 @@ def test_sizes_are_read_off_a_checkpoint(planned_and_done: tuple[dict, dict, Pat
 
 
 def test_a_run_that_is_done_is_said_to_be(planned_and_done: tuple[dict, dict, Path]) -> None:
-    before, after, _ = planned_and_done
+    before, after, run_dir = planned_and_done
     assert before["resume"] is None
-    assert after["resume"] == {"step": 30, "ranks": 1, "steps_left": 0}
+    newest = run_dir / "checkpoints" / "step-000000030"
+    assert after["resume"] == {"path": str(newest), "step": 30, "ranks": 1, "steps_left": 0}
     assert any("nothing left to train" in note for note in after["notes"])

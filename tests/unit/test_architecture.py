@@ -26,7 +26,7 @@ LAYERS = [
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
     {"synchronization", "metrics", "finite", "board"},
     {"distributed", "data", "models", "optim", "checkpoint_files", "losses"},
-    {"schedules"},
+    {"schedules", "checkpoint_layout"},
     {"lookup", "config_yaml", "config_reference", "rank_story", "lars", "stages", "checkpoint_manifest"},
     {"config_rules", "yaml_nodes"},
     {"config"},

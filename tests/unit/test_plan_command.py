@@ -316,8 +316,8 @@ def test_slots_that_options_add_are_those_of_keras(spec: Spec) -> None:
 def test_moving_averages_and_late_gradients_are_counted() -> None:
     plain = Config(optimizer=Spec("adam"))
     kept = Config(optimizer=Spec("adam"), train=TrainConfig(ema_decay=0.9, synchronization="stale"))
-    assert find_size(plain, "1M").checkpoint_bytes == 12_000_000
-    assert find_size(kept, "1M").checkpoint_bytes == 20_000_000
+    assert find_size(plain, "1M", None).checkpoint_bytes == 12_000_000
+    assert find_size(kept, "1M", None).checkpoint_bytes == 20_000_000
 
 
 def test_an_optimizer_of_the_users_is_not_guessed() -> None:

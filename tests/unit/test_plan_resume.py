@@ -1,0 +1,136 @@
+"""`plan` and the checkpoint to resume from: the one that the run would take, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_records import make_images
+
+from horovod_train.checkpoint import open_store
+from horovod_train.checkpoint_files import Facts, write
+from horovod_train.config import CheckpointConfig, Config
+from horovod_train.errors import UserError
+from horovod_train.main import main
+from horovod_train.tools.plan_resume import find_resume
+
+
+def save(run_dir: Path, step: int, name: str = "", *, config: dict[str, Any] | None = None) -> Path:
+    folder = run_dir / "checkpoints" / (name or f"step-{step:09d}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(folder, {"w": np.arange(step)}, Facts(step, 0, 0, ranks=2, config=config or {}, versions={}))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`run`, whose newest checkpoint is damaged, with one set aside and one abandoned; and `other`."""
+    save(tmp_path / "run", 5)
+    save(tmp_path / "run", 10)
+    next(save(tmp_path / "run", 15).glob("state.data*")).write_bytes(b"")
+    save(tmp_path / "run", 20, "step-000000020.abandoned")
+    save(tmp_path / "run", 25, "step-000000025.damaged")
+    save(tmp_path / "other", 3)
+    save(tmp_path / "other", 7)
+    save(tmp_path / "again", 9, config={"checkpoint": {"resume": "other"}})
+    next(save(tmp_path / "broken", 4).glob("state.data*")).write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def step_or_words(find: Callable[[], Any]) -> str:
+    """Which checkpoint is found, by its folder; or the sentence that refuses."""
+    try:
+        found = find()
+    except UserError as error:
+        return str(error)
+    return "none" if found is None else str(found.folder)
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "resume", "expected"),
+    [
+        ("run", "auto", "run/checkpoints/step-000000010"),
+        ("new", "auto", "none"),
+        ("new", "never", "none"),
+        ("new", "other", "other/checkpoints/step-000000007"),
+        ("new", "other/checkpoints", "other/checkpoints/step-000000007"),
+        ("new", "other/checkpoints/step-000000003", "other/checkpoints/step-000000003"),
+        ("again", "other", "again/checkpoints/step-000000009"),
+        ("again", "other/checkpoints", "other/checkpoints/step-000000007"),
+        ("run", "never", "checkpoint.resume: never, but run/checkpoints holds checkpoints"),
+        ("new", "nowhere", "checkpoint.resume: no checkpoint at nowhere"),
+        ("new", "run", "checkpoint.resume: run/checkpoints/step-000000015 is damaged"),
+        ("broken", "auto", "checkpoint.resume: auto, but none of the 1 checkpoint(s)"),
+    ],
+)
+def test_plan_takes_the_checkpoint_that_the_run_takes(runs: Path, run_dir: str, resume: str, expected: str) -> None:
+    config = Config(output_dir=run_dir, checkpoint=CheckpointConfig(resume=resume))
+    planned = step_or_words(lambda: find_resume(config)[0])
+    taken = step_or_words(lambda: open_store(Path(run_dir), 3, lambda line: None).find(resume))
+    assert planned == taken
+    assert planned.startswith(expected)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What the command prints, on 70 records."""
+    code = main(["plan", "--config", "run.yaml", "--json", *words])
+    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert code == (2 if facts["faults"] else 0)
+    return facts
+
+
+@pytest.fixture
+def config_file(runs: Path) -> Path:
+    make_images(runs / "data" / "train")
+    file = runs / "run.yaml"
+    file.write_text("output_dir: run\ndata: {train: data/train, global_batch_size: 16}\ntrain: {epochs: 6}\n")
+    return file
+
+
+def test_the_checkpoint_to_resume_from_is_shown_however_it_is_named(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = plan(capsys)
+    assert facts["resume"] == {"path": "run/checkpoints/step-000000010", "step": 10, "ranks": 2, "steps_left": 20}
+    assert any("the checkpoint of step 15 is damaged" in note for note in facts["notes"])
+    for path, step in (("other", 7), ("other/checkpoints", 7), ("other/checkpoints/step-000000003", 3)):
+        assert plan(capsys, "output_dir=new", f"checkpoint.resume={path}")["resume"]["step"] == step
+
+
+def test_a_checkpoint_that_cannot_be_resumed_from_is_one_fault_and_the_figures_are_shown(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = plan(capsys, "checkpoint.resume=never")
+    (fault,) = facts["faults"]
+    assert "never, but run/checkpoints holds checkpoints" in fault
+    assert facts["steps"]["total"] == 30
+
+
+def test_the_global_batch_of_the_checkpoint_is_kept_at_another_number_of_ranks(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that began with 2 ranks of 8 records."""
+    shutil.rmtree("run")
+    save(Path("run"), 10, config={"data": {"global_batch_size": 16}})
+    words = ["data.global_batch_size=null", "data.batch_size_per_rank=8", "--np", "4"]
+    facts = plan(capsys, *words)
+    assert (facts["batch"]["global"], facts["steps"]["per_epoch"]) == (16, 5)
+    assert "the global batch stays 16; data.batch_size_per_rank 8 would make it 32 here" in facts["notes"]
+    assert plan(capsys, "output_dir=new", *words)["batch"]["global"] == 32
+
+
+def test_records_that_data_cache_keeps_are_in_the_memory_of_a_rank(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """70 records of 16 bytes and an int64, all of which a rank comes to meet; in the files' order its third of them."""
+    assert plan(capsys, "--np", "3")["memory_per_rank"]["bytes"]["cache"] == 0
+    kept = plan(capsys, "--np", "3", "data.cache=memory")["memory_per_rank"]["bytes"]["cache"]
+    assert kept == 70 * (16 + 8)
+    in_order = plan(capsys, "--np", "3", "data.cache=memory", "data.shuffle=false")["memory_per_rank"]["bytes"]["cache"]
+    assert in_order == kept // 3
