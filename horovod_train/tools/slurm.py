@@ -32,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks-per-node", type=_count, help="ranks on a host; default: GPUs / device.per_rank, or 1")
     parser.add_argument("--cpus-per-task", type=_count, help=f"default: {CPUS_PER_GPU} for a GPU, else 1")
     parser.add_argument("--time", required=True, metavar="[D-]HH:MM:SS", help="how long the job may take")
-    parser.add_argument("--partition", help="default: the cluster's")
-    parser.add_argument("--account", help="default: yours")
+    parser.add_argument("--partition", type=_name, help="default: the cluster's")
+    parser.add_argument("--account", type=_name, help="default: yours")
     parser.add_argument("--launch", choices=LAUNCHES, default="srun", help="what starts the ranks (srun)")
-    parser.add_argument("--container", metavar="COMMAND", help='such as "apptainer exec --nv image.sif"')
+    parser.add_argument("--container", type=_line, metavar="COMMAND", help='such as "apptainer exec --nv image.sif"')
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,6 +127,19 @@ def shipped(gpus_per_node: int, nodes: int) -> str:
         "--export=VENV=/path. `python -m horovod_train.main slurm` prints a script for a config of yours.",
     ]
     return render(job, head=head, words=None, folder=None, venv=".venv")
+
+
+def _name(word: str) -> str:
+    """Of a partition or an account: what an #SBATCH line takes as one word."""
+    if not re.fullmatch(r"[\w.,:@/+-]+", word):
+        raise argparse.ArgumentTypeError(f"expected a name without spaces and quotes; received {word!r}")
+    return word
+
+
+def _line(word: str) -> str:
+    if not word.strip() or not word.isprintable():
+        raise argparse.ArgumentTypeError(f"expected a command on one line; received {word!r}")
+    return word
 
 
 def _count(word: str) -> int:

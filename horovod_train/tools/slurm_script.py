@@ -5,6 +5,7 @@ Does not choose the numbers in it; see slurm.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,8 +59,15 @@ def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder
     lines += ["#SBATCH --requeue", ""]
     given = "" if words is None else f"set -- {shlex.join(words)}\n"
     where = '"$SLURM_SUBMIT_DIR"' if folder is None else shlex.quote(folder)
-    body = _BODY.replace("@LAUNCH@", job.launch).replace("@RUN@", shlex.quote(job.run)).replace("@WORDS@\n", given)
-    return "\n".join(lines) + body.replace("@FOLDER@", where).replace("@VENV@", venv)
+    filled = {
+        "@LAUNCH@": job.launch,
+        "@RUN@": shlex.quote(job.run),
+        "@WORDS@\n": given,
+        "@FOLDER@": where,
+        "@VENV@": shlex.quote(venv),
+    }
+    # In one pass: a path may hold what looks like another placeholder.
+    return "\n".join(lines) + re.sub("|".join(filled), lambda found: filled[found.group()], _BODY)
 
 
 _BODY = r"""
@@ -75,7 +83,8 @@ MAX_RESTARTS=100
 @WORDS@
 set -u
 cd @FOLDER@ || exit
-venv=${VENV:-@VENV@}
+venv=@VENV@
+venv=${VENV:-$venv}
 if [[ -e $venv/bin/activate ]]; then
     # shellcheck disable=SC1091
     source "$venv/bin/activate"
@@ -87,8 +96,8 @@ fi
 export SLURM_EXPORT_ENV=ALL
 # srun does not take it from sbatch any more (SLURM 22.05).
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-# For job arrays: seed=%a --output-dir runs/sweep-%a
-set -- "${@//%a/${SLURM_ARRAY_TASK_ID:-0}}"
+# For job arrays: seed=%a --output-dir runs/sweep-%a. Outside of one, %a is left as it is.
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then set -- "${@//%a/$SLURM_ARRAY_TASK_ID}"; fi
 
 hosts() { srun --mpi=none hostname | sort | uniq -c | awk '{ printf "%s%s:%s", sep, $2, $1; sep = "," }'; }
 case $LAUNCH in

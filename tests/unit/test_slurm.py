@@ -73,6 +73,52 @@ def test_under_horovodrun_the_code_that_rank_0_left_counts(
     assert "requeue" in (tmp_path / "asked").read_text() if is_requeued else True
 
 
+@pytest.mark.parametrize(("task", "output_dir"), [(None, "runs/50%a @VENV@"), ("7", "runs/507 @VENV@")])
+def test_words_and_paths_reach_the_ranks_as_they_are(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    task: str | None,
+    output_dir: str,
+) -> None:
+    """%a is the task's number in an array, and nothing else outside of one."""
+    venv = tmp_path / "it's } $(touch made) `touch made` env"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text(f"PATH={tmp_path}:$PATH\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    monkeypatch.chdir(tmp_path)
+    script, _ = printed(capsys, "--time", "01:00:00", "--output-dir", "runs/50%a @VENV@")
+    given = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
+    given |= {"SLURM_ARRAY_TASK_ID": task, "SLURM_ARRAY_JOB_ID": "1"} if task else {}
+    finished = subprocess.run(
+        ["bash", "-s"], input=script, env={**os.environ, **given}, capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines()[-2:] == ["--output-dir", output_dir]
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--partition", "short\necho here"),
+        ("--account", "mine --exclusive"),
+        ("--account", ""),
+        ("--container", "apptainer exec\na.sif"),
+    ],
+)
+def test_what_would_become_another_line_of_the_script_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["slurm", "--config", str(CONFIG), "--time", "01:00:00", option, value])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert f"argument {option}: expected a " in said.err
+
+
 def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     script, said = printed(capsys, "--nodes", "4", "--gpus-per-node", "8", "--time", "04:00:00")
     for line in ("--nodes=4", "--ntasks-per-node=8", "--gpus-per-node=8", "--time=04:00:00", "--signal=B:USR1@300"):
