@@ -115,7 +115,8 @@ def open_lease(
     """Takes the lease of a run directory, which must exist; without one (not root) a lease of nothing.
 
     A lease that is stale, or whose process has died, is taken over, and said. One that may be a live run's on another
-    host is watched until it shows life or is stale: stale_s at most. job: the scheduler's name for this job.
+    host is watched until it shows life or is stale: for two refreshes at least, however old it looks, and for stale_s
+    at most. job: the scheduler's name for this job.
 
     Raises UserError where another run holds the directory or the lease cannot be written.
     """
@@ -125,7 +126,7 @@ def open_lease(
     probe = directory / f".{NAME}.{mine.token}"
     try:
         try:
-            _acquire(path, probe, mine, say, stale_s)
+            _acquire(path, probe, mine, say, stale_s, refresh_s)
         finally:
             remove(probe, _PROBE)
     except NotOurs as error:
@@ -137,8 +138,27 @@ def open_lease(
     return Lease(path, mine, refresh_s)
 
 
-def _acquire(path: Path, probe: Path, mine: Holder, say: Callable[[str], None], stale_s: float) -> None:
-    """probe: a file of our own. The file system stamps it as it does the lease, so no two clocks are compared."""
+def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
+    """Return who holds a run directory, when its lease was last refreshed, and whether the holder's process lives.
+
+    None: of a holder that the file does not name, and of a process on another machine. Raises OSError.
+    """
+    descriptor = os.open(directory / NAME, os.O_RDONLY)
+    try:
+        holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+    is_here = holder is not None and holder.machine == _describe_me("").machine
+    return holder, refreshed, _is_alive(holder) if holder and is_here else None
+
+
+def _acquire(
+    path: Path, probe: Path, mine: Holder, say: Callable[[str], None], stale_s: float, refresh_s: float
+) -> None:
+    """probe: a file of our own, stamped as the lease is: by one clock under NFS, by each client's under Lustre or FUSE.
+
+    So a lease of another host is replaced only after it has been seen unchanged for two refreshes.
+    """
     watched: tuple[Holder | None, int] | None = None
     began = time.monotonic()
     while True:
@@ -153,19 +173,21 @@ def _acquire(path: Path, probe: Path, mine: Holder, say: Callable[[str], None], 
             name = "a process that has not said its name" if other is None else str(other)
             is_here = other is not None and other.machine == mine.machine
             has_died = other is not None and is_here and not _is_alive(other)
-            is_stale = has_died or silent_s > stale_s
+            has_changed = watched not in (None, (other, sign_ns))
+            is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
+            is_stale = has_died or is_silent
             if is_stale and _replace(path, lease, sign_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
                 how = "is no more" if has_died else f"has shown no life for {silent_s:.0f} s"
                 return say(f"warning: {path} was held by {name}, which {how}. This run takes over.")
-            shows_life = is_here or watched not in (None, (other, sign_ns))
-            if (shows_life and not is_stale) or waited_s > 2 * stale_s:
+            if ((is_here or has_changed) and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise UserError(
                     f"output_dir: {path.parent} is in use by another run: {name}. Stop that one, or choose another "
                     "directory with --output-dir."
                 )
             if watched is None and not is_stale:
-                say(f"{path} is held by {name}. Waiting up to {stale_s - silent_s:.0f} s to see whether it lives.")
+                wait_s = max(stale_s - silent_s, 2 * refresh_s)
+                say(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it lives.")
             watched = (other, sign_ns)
         time.sleep(POLL_S)
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,24 +128,49 @@ def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_pa
 def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) -> None:
     leave(tmp_path)
     said: list[str] = []
-    open_lease(tmp_path, said.append, stale_s=1).close()
+    open_lease(tmp_path, said.append, stale_s=1, refresh_s=0.1).close()
     assert "is held by pid" in said[0]
     assert "on node12, job 33" in said[0]
     assert "Waiting up to 1 s to see whether it lives." in said[0]
     assert "has shown no life for 1 s. This run takes over." in said[1]
 
 
-def test_a_stale_lease_is_taken_without_waiting(tmp_path: Path) -> None:
-    leave(tmp_path, age_s=60)
+def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Path) -> None:
+    """Not after the whole stale_s, which would be ten minutes here."""
+    leave(tmp_path, age_s=3600)
     said: list[str] = []
-    open_lease(tmp_path, said.append).close()
-    assert not [line for line in said if "Waiting" in line]
+    open_lease(tmp_path, said.append, stale_s=600, refresh_s=0.5).close()
+    assert "Waiting up to 1 s" in said[0]
+    assert "has shown no life for 36" in said[1]
+
+
+@pytest.mark.parametrize("behind_s", [40, 7200])
+def test_a_live_lease_that_looks_stale_because_clocks_differ_is_respected(tmp_path: Path, behind_s: float) -> None:
+    """As where the client's clock stamps files, and the other host's is behind by more than stale_s."""
+    leave(tmp_path, age_s=behind_s)
+    path = tmp_path / "lease.json"
+    is_over = threading.Event()
+
+    def refresh() -> None:
+        while not is_over.wait(0.1):
+            if path.exists():
+                os.utime(path, (time.time() - behind_s,) * 2)
+
+    other = threading.Thread(target=refresh)
+    other.start()
+    try:
+        with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+            open_lease(tmp_path, refresh_s=1)
+    finally:
+        is_over.set()
+        other.join()
+    assert told(tmp_path)["host"] == "node12"
 
 
 def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path) -> None:
     """As where the clock ran ahead when the other run died."""
     leave(tmp_path, age_s=-3600)
-    open_lease(tmp_path, stale_s=0.5).close()
+    open_lease(tmp_path, stale_s=0.5, refresh_s=0.1).close()
 
 
 def show_life(path: Path) -> None:
@@ -180,7 +206,7 @@ def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path) -> No
     """A process that died just after it had made the file."""
     (tmp_path / "lease.json").touch()
     said: list[str] = []
-    open_lease(tmp_path, said.append, stale_s=0.5).close()
+    open_lease(tmp_path, said.append, stale_s=0.5, refresh_s=0.1).close()
     assert "held by a process that has not said its name" in said[0]
 
 
@@ -190,7 +216,7 @@ def test_a_lease_that_another_has_just_replaced_is_not_replaced_again(tmp_path: 
     path = tmp_path / "lease.json"
     with lease._opened(path) as looked_at:
         sign_ns = path.stat().st_mtime_ns
-        held = open_lease(tmp_path)
+        held = open_lease(tmp_path, refresh_s=0.1)
         assert not lease._replace(path, looked_at, sign_ns, tmp_path / "probe", lease._describe_me(""))
     assert held.is_ours()
     held.close()
@@ -201,7 +227,7 @@ def test_a_taker_that_is_stuck_does_not_hold_up_the_others_forever(tmp_path: Pat
     with lease._opened(tmp_path / "lease.json") as stuck:
         fcntl.flock(stuck, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="in use by another run"):
-            open_lease(tmp_path, stale_s=0.2)
+            open_lease(tmp_path, stale_s=0.2, refresh_s=0.1)
 
 
 # Keeping it, losing it.
@@ -324,7 +350,7 @@ def race(directories: list[Path], guard: str, barrier: Barrier, won: Any) -> Non
         turn = barrier.wait(30)
         held = None
         try:
-            held = open_lease(directory, lambda line: None)
+            held = open_lease(directory, lambda line: None, refresh_s=0.1)
             won.put((number, os.getpid()))
         except UserError:
             pass
