@@ -15,7 +15,7 @@ import re
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ from horovod_train.errors import UserError
 from horovod_train.rank_log import FOLDER, log_file
 from horovod_train.rank_story import RankStory, read_stories
 from horovod_train.run_files import STOP_FILE
+from horovod_train.stdio import to_stderr
 from horovod_train.tools.explain_files import (
     Checkpoint,
     last_good_checkpoint,
@@ -35,6 +36,7 @@ from horovod_train.tools.explain_files import (
     read_json,
     resumes_by_itself,
 )
+from horovod_train.tools.explain_lease import WATCH_S, find_running
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 
@@ -97,13 +99,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.state == "finished" else 1
 
 
-def explain(run_dir: Path) -> Explanation:
-    """Raises UserError where no run has written to `run_dir`."""
+def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
+    """Raises UserError where no run has written to `run_dir`. watch_s: for how long a lease is watched, if need be."""
     if not any((run_dir / name).exists() for name in _LEFT_BY_A_RUN):
         found = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(_LEFT_BY_A_RUN)}; found {found}.")
     stories = read_stories(run_dir)
-    outcome = _judge(stories, read_json(run_dir / "summary.json"))
+    outcome = _judge(stories, read_json(run_dir / "summary.json"), lambda: find_running(run_dir, to_stderr, watch_s))
     checkpoint, damaged = last_good_checkpoint(run_dir)
     steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
@@ -126,7 +128,9 @@ def explain(run_dir: Path) -> Explanation:
     )
 
 
-def _judge(stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> Outcome:
+def _judge(
+    stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
+) -> Outcome:
     """Of all that went wrong, what was first. The hosts' clocks are taken to agree."""
     ends = {rank: story.end for rank, story in stories.items() if story.end}
     went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
@@ -139,14 +143,16 @@ def _judge(stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> Outc
     if 0 in ends:
         why = ends[0].get("error") or reason
         return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
-    if not stories:
-        return Outcome("unknown", "no rank has left a log: it ended before its ranks had met, or has not come so far")
     alive = [rank for rank, story in stories.items() if _is_alive(story)]
     if alive:
         return Outcome("running", f"still running: the process of rank {alive[0]} is on this host")
+    if holder := find_holder():
+        return Outcome("running", f"still running: {holder}")
+    if not stories:
+        return Outcome("unknown", "no rank has left a log: it ended before its ranks had met")
     last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
     sign = " ".join([last.kind, *last.text.splitlines()[:1]])
-    what = f"ended from outside, all ranks at once, or runs on other hosts; the last line in its logs: {sign}"
+    what = f"ended from outside, all ranks at once; the last line in its logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
 
 
@@ -194,7 +200,7 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     log = log_file(logs, story.rank) if story else logs
     is_mistake = story is not None and story.end is not None and story.end["exit_code"] == UserError.exit_code
     first = {
-        "failed": "mend that; then " if is_mistake else f"read the traceback in {log}; then ",
+        "failed": "fix that; then " if is_mistake else f"read the traceback in {log}; then ",
         "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
     }.get(outcome.state, "")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def test_of_two_failures_the_earlier_counts(tmp_path: Path) -> None:
     run.end(0, "failed", 1, error="KeyError: 'x'")
     found = explain(tmp_path)
     assert found.rank == 1
-    assert found.next.startswith("mend that; then this starts again: ")
+    assert found.next.startswith("fix that; then this starts again: ")
     assert (found.checkpoint, found.steps_lost) == (None, 470)
 
 
@@ -201,6 +203,62 @@ def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("running", [])
     assert found.next.startswith("wait; ")
+
+
+def leave_lease(folder: Path, age_s: float, machine: str = "another") -> Path:
+    """A lease as a run on another host leaves it, last refreshed `age_s` ago."""
+    about = {"host": "node12", "pid": 4, "job": "33", "since": "now", "machine": machine, "started": "1", "token": "a"}
+    (folder / "lease.json").write_text(json.dumps(about))
+    os.utime(folder / "lease.json", (time.time() - age_s,) * 2)
+    return folder / "lease.json"
+
+
+def test_a_run_on_other_hosts_is_running_as_long_as_its_lease_is_fresh(tmp_path: Path) -> None:
+    Run(tmp_path, 2, hosts=2)
+    leave_lease(tmp_path, age_s=2)
+    found = explain(tmp_path)
+    assert (found.state, found.steps_lost, found.silent) == ("running", None, [])
+    assert found.what.startswith("still running: pid 4 on node12, job 33, since now, whose lease was refreshed ")
+    assert found.next.startswith("wait; ")
+
+
+@pytest.mark.parametrize("behind_s", [-3600, 3600])
+def test_a_lease_is_watched_where_the_clocks_of_hosts_may_differ(
+    tmp_path: Path, behind_s: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tmp_path, 1, "srun")
+    path = leave_lease(tmp_path, age_s=behind_s)
+    refreshed = threading.Timer(0.5, lambda: os.utime(path, (time.time() - behind_s,) * 2))
+    refreshed.start()
+    assert explain(tmp_path, watch_s=30).what.endswith("whose lease was refreshed just now")
+    assert "Watching its lease" in capsys.readouterr().err
+
+
+def test_a_lease_that_no_process_refreshes_is_not_taken_for_a_run(tmp_path: Path) -> None:
+    Run(tmp_path, 1, "srun")
+    leave_lease(tmp_path, age_s=60)
+    assert explain(tmp_path, watch_s=0.2).state == "disappeared"
+
+
+def test_a_run_that_has_left_no_log_yet_is_running_where_it_holds_a_lease(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert explain(tmp_path).state == "unknown"
+    leave_lease(tmp_path, age_s=1)
+    assert explain(tmp_path).state == "running"
+
+
+def test_the_lease_of_a_dead_process_on_this_host_is_known_without_watching(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tmp_path, 1, "none")
+    script = (
+        "import os, sys; from pathlib import Path; from horovod_train.lease import open_lease\n"
+        "open_lease(Path(sys.argv[1])); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=False)
+    assert (tmp_path / "lease.json").exists()
+    assert explain(tmp_path).state == "disappeared"
+    assert "Watching" not in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
