@@ -63,7 +63,7 @@ def assert_once(found: dict[int, Counter[int]], epochs: int) -> None:
         assert (len(missing), len(twice)) == (0, 0), f"epoch {epoch}"
 
 
-@pytest.mark.parametrize("np", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("np", [*(pytest.param(np, marks=pytest.mark.long) for np in (1, 2, 3)), 4])
 def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path, np: int) -> None:
     launcher = "none" if np == 1 else "mpirun"
     words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=2"]

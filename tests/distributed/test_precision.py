@@ -39,6 +39,7 @@ def test_an_overflow_on_one_rank_under_float16_halves_the_scale_on_all_and_train
     assert reader.get_tensor(updates) == 29
     first, last = metrics_of(tmp_path / "run", "train")
     assert last["loss_average"] < first["loss_average"]
+    assert last["skipped_updates"] == 1
 
 
 def test_bfloat16_compiled_by_xla_trains(config: Path, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_resume_without_the_optimizer_state_would_end_elsewhere(base_config: P
     assert "has no optimizer/" in refused.stderr
 
 
-@pytest.mark.parametrize(("launcher", "np"), [("mpirun", 4)])
+@pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2), pytest.param("mpirun", 4, marks=pytest.mark.long)])
 def test_evaluation_is_that_of_one_process(
     digits: Path, base_config: Path, tmp_path: Path, launcher: str, np: int
 ) -> None:
