@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import select
 import shutil
 import struct
 import subprocess
@@ -108,6 +109,55 @@ def train(
     """`python -m horovod_train.main …` under a launcher."""
     command = [*launcher_command(launcher, np), sys.executable, "-m", "horovod_train.main", *map(str, arguments)]
     return run_process(command, timeout_s=timeout_s, **options)
+
+
+class WarmProcess:
+    """`train` with one process, as a fork of one that has loaded TensorFlow: see warm.py.
+
+    For what a command does. How one starts, and what it does before TensorFlow is loaded, takes `train`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._calls = folder, 0
+        self._errors = (folder / "warm.stderr").open("w")
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROJECT / "tests" / "warm.py")],
+            cwd=PROJECT,
+            env=rank_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __call__(self, arguments: Sequence[str | Path], timeout_s: float = 120) -> Finished:
+        self._calls += 1
+        stdout, stderr = (self._folder / f"{self._calls}.{name}" for name in ("stdout", "stderr"))
+        request = {"words": list(map(str, arguments)), "stdout": str(stdout), "stderr": str(stderr)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        is_done, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        answer = self._process.stdout.readline() if is_done else ""
+        if not answer:
+            said = "".join(path.read_text()[-3000:] for path in (stdout, stderr) if path.exists())
+            errors = (self._folder / "warm.stderr").read_text()[-3000:]
+            pytest.fail(f"{arguments}: not done after {timeout_s} s\n{said}\n{errors}")
+        return Finished(int(answer), stdout.read_text(), stderr.read_text())
+
+    def end(self) -> None:
+        for started in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            started.kill()
+        self._process.wait()
+        self._errors.close()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    started = WarmProcess(tmp_path_factory.mktemp("warm"))
+    yield started
+    started.end()
 
 
 def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from conftest import PROJECT, metrics_of, summary_of, train
+from conftest import PROJECT, WarmProcess, metrics_of, summary_of, train
 
 from horovod_train.config import Spec
 from horovod_train.config_yaml import load
@@ -18,7 +18,9 @@ from horovod_train.schedules import Horizon, build_formula
 
 
 @pytest.fixture(scope="module")
-def planned_and_done(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[dict[str, Any], dict, Path]:
+def planned_and_done(
+    tmp_path_factory: pytest.TempPathFactory, digits: Path, warm: WarmProcess
+) -> tuple[dict[str, Any], dict, Path]:
     """The plan of a run, the plan once it is over, and its directory."""
     run_dir = tmp_path_factory.mktemp("plan") / "run"
     words = ["--config", PROJECT / "configs/digits_convnet.yaml", f"data.train={digits}/train", "train.max_steps=30"]
@@ -26,7 +28,7 @@ def planned_and_done(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> 
     words += ["checkpoint.every_epochs=1", "eval.every_epochs=2", "--output-dir", run_dir]
     before = train(["plan", *words, "--json"])
     assert before.returncode == 0, before.text
-    finished = train(words)
+    finished = warm(words)
     assert finished.returncode == 0, finished.text
     after = train(["plan", *words, "--json"])
     return json.loads(before.stdout), json.loads(after.stdout), run_dir
