@@ -9,17 +9,15 @@ import fcntl
 import json
 import os
 import re
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from dataclasses import asdict
 from pathlib import Path
 
 from horovod_train.errors import UserError
+from horovod_train.lease_holder import Holder, describe_me, is_alive, parse
 from horovod_train.removal import Made, NotOurs, remove, replace
 
 NAME = "lease.json"
@@ -31,23 +29,6 @@ STALE_S = 30.0
 of it do not yet look stalled to Horovod, which warns after 60 s."""
 POLL_S = 0.1
 SETTLE_S = 1.0
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Who holds a lease. machine and started tell processes apart that come to have the same host name and pid."""
-
-    host: str
-    pid: int
-    job: str
-    since: str
-    machine: str
-    started: str
-    token: str
-
-    def __str__(self) -> str:
-        job = f", job {self.job}" if self.job else ""
-        return f"pid {self.pid} on {self.host}{job}, since {self.since}"
 
 
 class NoLease:
@@ -122,7 +103,7 @@ def open_lease(
     """
     if directory is None:
         return NoLease()
-    path, mine = directory / NAME, _describe_me(job)
+    path, mine = directory / NAME, describe_me(job)
     probe = directory / f".{NAME}.{mine.token}"
     try:
         try:
@@ -148,8 +129,8 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
         holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
     finally:
         os.close(descriptor)
-    is_here = holder is not None and holder.machine == _describe_me("").machine
-    return holder, refreshed, _is_alive(holder) if holder and is_here else None
+    is_here = holder is not None and holder.machine == describe_me("").machine
+    return holder, refreshed, is_alive(holder) if holder and is_here else None
 
 
 def _acquire(
@@ -172,7 +153,7 @@ def _acquire(
             silent_s = max((probe.stat().st_mtime_ns - sign_ns) / 1e9, waited_s if watched else 0)
             name = "a process that has not said its name" if other is None else str(other)
             is_here = other is not None and other.machine == mine.machine
-            has_died = other is not None and is_here and not _is_alive(other)
+            has_died = other is not None and is_here and not is_alive(other)
             has_changed = watched not in (None, (other, sign_ns))
             is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
             is_stale = has_died or is_silent
@@ -235,41 +216,6 @@ def _remove_old_probes(path: Path, stale_s: float) -> None:
                 remove(probe, _PROBE)
 
 
-def _describe_me(job: str) -> Holder:
-    pid = os.getpid()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Holder(
-        host=socket.gethostname(),
-        pid=pid,
-        job=job,
-        since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # Containers on one host count their processes apart.
-        machine=f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
-        started=_start_time(pid) or "",
-        token=secrets.token_hex(8),
-    )
-
-
-def _is_alive(holder: Holder) -> bool:
-    """Whether the process of a holder on this machine lives; where it cannot be seen, yes."""
-    try:
-        os.kill(holder.pid, 0)
-        return _start_time(holder.pid) == holder.started
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot; None for one that has ended and waits for its parent.
-
-    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may hold any.
-    """
-    fields_from_3 = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None if fields_from_3[0] in "ZX" else fields_from_3[19]
-
-
 def _create(path: Path, holder: Holder) -> None:
     """Writes a new file; of several processes one succeeds, the others get FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -294,18 +240,10 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _read(descriptor: int) -> Holder | None:
     """The holder named in a lease; None where it holds anything else, as in the instant after it was made."""
-    return _parse(os.pread(descriptor, 1 << 16, 0))
-
-
-def _parse(text: bytes) -> Holder | None:
-    try:
-        content = json.loads(text)
-        return Holder(**{field.name: content[field.name] for field in fields(Holder)})
-    except (ValueError, KeyError, TypeError):
-        return None
+    return parse(os.pread(descriptor, 1 << 16, 0))
 
 
 def _is_lease(content: bytes) -> bool:
     """Whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
     head = b'{\n  "host": '
-    return content.startswith(head) or head.startswith(content) or _parse(content) is not None
+    return content.startswith(head) or head.startswith(content) or parse(content) is not None

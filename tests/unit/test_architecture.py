@@ -24,7 +24,7 @@ LAYERS = [
     {"summaries", "graph"},
     {"step", "checkpoint", "leaving", "predictions", "exporting"},
     {"state", "objective", "output", "best", "lease", "checkpoint_set"},
-    {"synchronization", "metrics", "finite", "board"},
+    {"synchronization", "metrics", "finite", "board", "lease_holder"},
     {"distributed", "data", "models", "optim", "checkpoint_files", "losses"},
     {"schedules", "checkpoint_layout"},
     {"lookup", "config_yaml", "config_reference", "rank_story", "lars", "stages", "checkpoint_manifest"},

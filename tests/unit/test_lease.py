@@ -25,6 +25,7 @@ import pytest
 from horovod_train import lease
 from horovod_train.errors import UserError
 from horovod_train.lease import NoLease, open_lease
+from horovod_train.lease_holder import describe_me, start_time
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -35,7 +36,7 @@ def told(directory: Path) -> dict[str, Any]:
 
 def leave(directory: Path, *, age_s: float = 0, **changes: Any) -> None:
     """A lease as a run on another host leaves it, whose last sign of life is `age_s` old."""
-    other = dataclasses.replace(lease._describe_me("33"), host="node12", machine="another", **changes)
+    other = dataclasses.replace(describe_me("33"), host="node12", machine="another", **changes)
     path = directory / "lease.json"
     path.write_text(json.dumps(dataclasses.asdict(other)))
     os.utime(path, (time.time() - age_s,) * 2)
@@ -107,7 +108,7 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Pa
     if is_reaped:
         holder.join()
     assert holder.pid is not None
-    assert wait_for(lambda: is_reaped or lease._start_time(holder.pid or 0) is None)
+    assert wait_for(lambda: is_reaped or start_time(holder.pid or 0) is None)
     said: list[str] = []
     open_lease(tmp_path, said.append).close()
     (line,) = said
@@ -117,7 +118,7 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Pa
 
 
 def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_path: Path) -> None:
-    me = lease._describe_me("")
+    me = describe_me("")
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(dataclasses.replace(me, started="1"))))
     open_lease(tmp_path).close()
     (tmp_path / "lease.json").write_text(json.dumps(dataclasses.asdict(me)))
@@ -217,7 +218,7 @@ def test_a_lease_that_another_has_just_replaced_is_not_replaced_again(tmp_path: 
     with lease._opened(path) as looked_at:
         sign_ns = path.stat().st_mtime_ns
         held = open_lease(tmp_path, refresh_s=0.1)
-        assert not lease._replace(path, looked_at, sign_ns, tmp_path / "probe", lease._describe_me(""))
+        assert not lease._replace(path, looked_at, sign_ns, tmp_path / "probe", describe_me(""))
     assert held.is_ours()
     held.close()
 
