@@ -152,7 +152,7 @@ def test_flags_of_many_blocks_on_a_full_disk_do_not_end_the_process(full_disk: P
     program = f"""
 from horovod_train.data.index_file import Source
 from horovod_train.data.stage import Stage
-source = Source("a", 1, 1, "")
+source = Source("a", 1, 1, "", "", "")
 stage = Stage({str(full_disk)!r}, [source], {{}})
 for block in range(0, 200_000, 1000):
     assert stage.load(source, block, 0, 4) is None
