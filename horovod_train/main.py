@@ -21,29 +21,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 
-from horovod_train import __version__, quiet
-from horovod_train.arguments import Parser
-from horovod_train.config import Config
-from horovod_train.config_yaml import dump, load
-from horovod_train.distributed import launch
+from horovod_train import __version__
+from horovod_train.commands.arguments import Parser
+from horovod_train.config.loader import dump, load
+from horovod_train.config.registry import nearest
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
-from horovod_train.lookup import nearest
-from horovod_train.output import check_writable
-from horovod_train.stdio import let_go, to_stderr, unfailing
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import let_go, to_stderr, unfailing
+from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
-    "settings": ("horovod_train.tools.settings", "every setting of a config: type, default, meaning; JSON Schema"),
-    "plan": ("horovod_train.tools.plan", "what a config comes to on N ranks; checks its paths and names"),
-    "doctor": ("horovod_train.tools.doctor", "is this machine, or this job, fit to train on?"),
-    "index": ("horovod_train.tools.index", "find where the records of foreign files start, once"),
-    "check-data": ("horovod_train.tools.check_data", "read everything and name what is wrong; audit a run"),
-    "evaluate": ("horovod_train.tools.evaluate", "loss and metrics of a trained model, on any number of ranks"),
-    "predict": ("horovod_train.tools.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
-    "export": ("horovod_train.tools.export", "a .keras file or SavedModel that needs none of this to load"),
-    "explain": ("horovod_train.tools.explain", "what happened to a run, and what to do next"),
-    "slurm": ("horovod_train.tools.slurm", "print a batch script for a config, ready for sbatch"),
-    "bench": ("horovod_train.tools.bench", "measure how fast records are read and gradients exchanged"),
+    "settings": ("horovod_train.commands.settings", "every setting of a config: type, default, meaning; JSON Schema"),
+    "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; checks its paths and names"),
+    "doctor": ("horovod_train.commands.doctor", "is this machine, or this job, fit to train on?"),
+    "index": ("horovod_train.commands.index", "find where the records of foreign files start, once"),
+    "check-data": ("horovod_train.commands.check_data", "read everything and name what is wrong; audit a run"),
+    "evaluate": ("horovod_train.commands.evaluate", "loss and metrics of a trained model, on any number of ranks"),
+    "predict": ("horovod_train.commands.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
+    "export": ("horovod_train.commands.export", "a .keras file or SavedModel that needs none of this to load"),
+    "explain": ("horovod_train.commands.explain", "what happened to a run, and what to do next"),
+    "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
+    "bench": ("horovod_train.commands.bench", "measure how fast records are read and gradients exchanged"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 
@@ -83,7 +84,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
 
 
 def _train(words: Sequence[str]) -> int:
-    place = launch.detect()
+    place = launcher.detect()
     with _root_speaks_first():
         arguments = _parser().parse_args(words)
         if not arguments.print_config:
@@ -100,10 +101,10 @@ def _root_speaks_first() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        rank = launch.detect().rank
+        rank = launcher.detect().rank
         if rank == 0:
             raise
-        time.sleep(launch.ROOT_SPEAKS_FIRST_S)
+        time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
         raise UserError(f"rank {rank} ({socket.gethostname()}): {error}") from error
 
 
@@ -166,9 +167,9 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 def _check_paths(config: Config) -> None:
     """What can be seen to be wrong before TensorFlow is loaded."""
-    from horovod_train.data.records import look_before_start
+    from horovod_train.data.dataset import look_before_start
 
-    place = launch.detect()
+    place = launcher.detect()
     for split in ("train", "eval"):
         if getattr(config.data, split):
             look_before_start(config.data, split, ranks=place.size)
@@ -177,15 +178,15 @@ def _check_paths(config: Config) -> None:
         check_writable(config.output_dir)
 
 
-def _run(config: Config, place: launch.Launch) -> int:
+def _run(config: Config, place: launcher.Launch) -> int:
     _choose_backend()
     # TensorFlow takes seconds, so it is not loaded before the config is good.
-    quiet.load_tensorflow()
-    from horovod_train import train
+    tensorflow_noise.load_tensorflow()
     from horovod_train.distributed.group import is_connection_loss
+    from horovod_train.training import run
 
     try:
-        return train.run(config)
+        return run.run(config)
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:

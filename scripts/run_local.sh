@@ -27,7 +27,7 @@ done
 root=$(cd "$(dirname "$0")/.." && pwd)
 command -v horovodrun > /dev/null || PATH="$root/.venv/bin:$PATH" # not activated
 export PATH PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-launch=$(python -m horovod_train.distributed.local "$np")
+launch=$(python -m horovod_train.distributed.launch.local "$np")
 # shellcheck disable=SC2206  # words without spaces
 command=($launch python -m horovod_train.main --config "$@")
 if [[ -n $dry_run ]]; then

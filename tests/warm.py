@@ -11,9 +11,9 @@ import json
 import os
 import sys
 
-from horovod_train import quiet
 from horovod_train.main import main
-from horovod_train.stdio import let_go
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import let_go
 
 
 def run(words: list[str], stdout: str, stderr: str) -> int:
@@ -28,7 +28,7 @@ def run(words: list[str], stdout: str, stderr: str) -> int:
 
 
 if __name__ == "__main__":
-    quiet.load_tensorflow()
+    tensorflow_noise.load_tensorflow()
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train.errors import UserError
-from horovod_train.removal import Made, remove
-from horovod_train.run_files import Lines
-from horovod_train.stdio import to_stderr
+from horovod_train.output.console import to_stderr
+from horovod_train.output.files import Lines
+from horovod_train.output.removal import Made, remove
 
 FOLDER = "audit"
 _WRITTEN_AT_ONCE = 1 << 16

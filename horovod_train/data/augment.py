@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from horovod_train.config import Spec
+from horovod_train.config.registry import call, choose
+from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.lookup import call, choose
 
 
 class Augmentation(NamedTuple):

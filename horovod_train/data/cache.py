@@ -7,8 +7,8 @@ import os
 
 import numpy as np
 
-from horovod_train.data.index import Index
-from horovod_train.data.parse import Arrays, Parser
+from horovod_train.data.parsing import Arrays, Parser
+from horovod_train.data.tfrecord.index import Index
 from horovod_train.errors import UserError
 
 

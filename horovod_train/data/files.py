@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Sequence
 
-from horovod_train.data.index_file import INDEX_NAME
+from horovod_train.data.tfrecord.index_file import INDEX_NAME
 from horovod_train.errors import UserError
 
 _PATTERN = "*.tfrecord*"

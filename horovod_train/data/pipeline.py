@@ -19,16 +19,16 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import DataConfig
-from horovod_train.data import draws, identity
+from horovod_train.config.settings import DataConfig
+from horovod_train.data import counter_rng, identity
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
+from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed
-from horovod_train.data.finish import Finisher
-from horovod_train.data.images import image_problem
-from horovod_train.data.parse import build_parser
-from horovod_train.data.plan import Plan
-from horovod_train.data.records import Records, build_plan, check_room_to_shuffle
-from horovod_train.data.segments import Loader, Segment, Span, Unparsed
+from horovod_train.data.loader import Loader, Segment, Span, Unparsed
+from horovod_train.data.parsing import build_parser
+from horovod_train.data.sampler import Plan
+from horovod_train.data.transforms import Finisher
 from horovod_train.errors import UserError
 
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
@@ -160,9 +160,9 @@ class Pipeline:
 
     def _values(self, spans: Iterator[Span]) -> Iterator[list[np.ndarray]]:
         for span, segment in self._segments(spans):
-            key = draws.key(self._plan.seed, span.epoch, _AUGMENT)
+            key = counter_rng.key(self._plan.seed, span.epoch, _AUGMENT)
             by_row = [segment.arrays[name] for name in self._parser.dtypes]
-            by_row.append(draws.uniforms(key, segment.records, self._finisher.draws))
+            by_row.append(counter_rng.uniforms(key, segment.records, self._finisher.draws))
             by_row += [segment.real.astype(np.float32), segment.ids]
             rows = (span.last - span.first, self.batch_size_per_rank)
             yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]

@@ -10,8 +10,8 @@ from typing import Any
 
 _HOMES = {
     "DistributedOptimizer": "optimizer",
-    "BroadcastVariables": "callbacks",
-    "AverageMetrics": "callbacks",
+    "BroadcastVariables": "keras_callbacks",
+    "AverageMetrics": "keras_callbacks",
     "WorkerGroup": "group",
     "start": "group",
     "synchronise_batch_norm": "sync_batch_norm",

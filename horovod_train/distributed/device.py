@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from horovod_train.config import DeviceConfig
+from horovod_train.config.settings import DeviceConfig
 from horovod_train.distributed.gpus import host_keys, list_gpus
 from horovod_train.errors import UserError
 

@@ -19,10 +19,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import come_up, defaults, device, launch, objects
-from horovod_train.distributed.heartbeat import Heartbeat
-from horovod_train.distributed.sums import sum_over_ranks
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.distributed import device, objects
+from horovod_train.distributed.allreduce import sum_over_ranks
+from horovod_train.distributed.launch import initialize, launcher, tuning
+from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class WorkerGroup:
     exchange: str
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
-    settings: tuple[defaults.Setting, ...] = ()
+    settings: tuple[tuning.Setting, ...] = ()
     """What Horovod and MPI found in this rank's environment."""
     deterministic: bool = False
     """Whether sums over ranks are the same to the bit in each run, over gloo and over MPI."""
@@ -167,22 +168,22 @@ def start(
 
     Raises UserError where the processes would not find each other, or ranks of one host would share a GPU.
     """
-    started_by = launch.detect()
+    started_by = launcher.detect()
     started_by.check()
-    settings = defaults.choose(
+    settings = tuning.choose(
         horovod or HorovodConfig(),
         os.environ,
         launcher=started_by.launcher,
         uses_mpi=started_by.uses_mpi,
-        has_gpu=defaults.sees_gpu(),
+        has_gpu=tuning.sees_gpu(),
         deterministic=deterministic,
         more=environment,
     )
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}
-    with come_up.meeting(started_by):
-        cores = come_up.initialise(started_by)
-        come_up.check_place(started_by)
+    with initialize.meeting(started_by):
+        cores = initialize.initialise(started_by)
+        initialize.check_place(started_by)
         mine = device.pin(devices or DeviceConfig(), hvd.local_rank(), hvd.local_size(), len(cores))
         if deterministic:
             tf.config.experimental.enable_op_determinism()

@@ -1,7 +1,7 @@
 """DistributedOptimizer: the optimizer it is given, made to average gradients over all ranks inside `apply`.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
-`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see callbacks and group.
+`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see keras_callbacks and group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import (
+from horovod_train.distributed.allreduce import (
     add_up_rows,
     add_up_rows_in_order,
     combine_bf16,

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.sums import exchange_name, sum_over_ranks
+from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
 from horovod_train.errors import UserError
 
 SumOverRanks = Callable[[tf.Tensor, str], tf.Tensor]

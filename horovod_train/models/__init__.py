@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import keras
 
-from horovod_train.config import Spec
+from horovod_train.config.registry import call, choose
+from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.lookup import call, choose
 from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
 
 MODELS: dict[str, Callable[..., keras.Model]] = {

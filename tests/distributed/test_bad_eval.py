@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import split_records, train
 from PIL import Image
 
-from horovod_train.data.framing import frame
+from horovod_train.tfrecord_framing import frame
 
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}

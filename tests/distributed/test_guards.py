@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, launcher_command, metrics_of, run_process
 
-from horovod_train.checkpoint_files import verify
+from horovod_train.checkpoint.tensors import verify
 
 
 def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_facts: RankFacts) -> None:
@@ -41,10 +41,12 @@ def test_late_and_local_exchange_go_on_where_they_were(rank_facts: RankFacts) ->
 
 UNGUARDED = """
 import sys
-from horovod_train import leaving, main, quiet
-quiet.load_tensorflow()
+from horovod_train import main
+from horovod_train.output import tensorflow_noise
+from horovod_train.training import stopping
+tensorflow_noise.load_tensorflow()
 import tensorflow as tf
-from horovod_train import state, step
+from horovod_train.training import state, step
 {patch}
 sys.exit(main.main(sys.argv[1:]))
 """
@@ -77,8 +79,8 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
     words: list[str], tmp_path: Path
 ) -> None:
     """mpirun ends all ranks with the first that leaves, so the others must wait for root."""
-    slow = "import time; from horovod_train import checkpoint; write = checkpoint.write"
-    patch = f"{slow}; checkpoint.write = lambda *these: (time.sleep(4), write(*these))"
+    slow = "import time; from horovod_train.checkpoint import manager; write = manager.write"
+    patch = f"{slow}; manager.write = lambda *these: (time.sleep(4), write(*these))"
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
     short = [
         "train.max_steps=12",
@@ -97,7 +99,7 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
 
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()  # only root looks for it
-    patch = "leaving.Leaving.vote = lambda self: next(iter(self._reasons()), None)"
+    patch = "stopping.Leaving.vote = lambda self: next(iter(self._reasons()), None)"
     limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=12"]
     finished = unguarded(patch, "mpirun", 2, *words, *limits, "--output-dir", tmp_path)
     assert finished.returncode == 87, finished.text

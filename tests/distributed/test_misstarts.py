@@ -21,7 +21,7 @@ from conftest import (
 )
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from horovod_train.distributed.rendezvous import candidate_ports
+from horovod_train.distributed.launch.rendezvous import candidate_ports
 
 SRUN = launcher_command("srun", 2)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from conftest import PROJECT, WarmProcess, metrics_of, summary_of, train
 
-from horovod_train.config import Spec
-from horovod_train.config_yaml import load
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Spec
 from horovod_train.models import build_model
-from horovod_train.schedules import Horizon, build_formula
+from horovod_train.optim.schedules import Horizon, build_formula
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import tensorflow as tf
 from conftest import Finished, WarmProcess, metrics_of, run_process, split_records, train
 from made_digits import images_of
 
-from horovod_train.data.framing import frame
+from horovod_train.tfrecord_framing import frame
 
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}

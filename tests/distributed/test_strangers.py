@@ -1,6 +1,6 @@
 """A run whose ports strangers besiege, from before its ranks meet until its end, trains as if it were alone.
 
-`make test` has the quick part, on the same servers in one process: tests/unit/test_channel.py, test_rendezvous.py.
+`make test` has the quick part, on the same servers in one process: tests/unit/test_transport.py, test_rendezvous.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from conftest import PROJECT, launcher_command, rank_environment, summary_of, train
 from strangers import Siege
 
-from horovod_train.distributed.rendezvous import candidate_ports
+from horovod_train.distributed.launch.rendezvous import candidate_ports
 
 MESSAGES, IDLE = 10_000, 500
 JOB = "7654321"

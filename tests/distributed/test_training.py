@@ -170,9 +170,9 @@ def test_evaluation_is_that_of_one_process(
     assert finished.returncode == 0, finished.text
     script = f"""
 import keras, tensorflow as tf, user_models
-from horovod_train.config import DataConfig
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.pipeline import build_pipeline
-from horovod_train.data.records import open_records
+from horovod_train.data.dataset import open_records
 keras.utils.set_random_seed(1)
 model = user_models.small()
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])

@@ -18,8 +18,8 @@ import pytest
 from conftest import PROGRAMS, PROJECT, launcher_command, rank_environment
 from strangers import Siege
 
-from horovod_train.rank_story import RankStory, read_stories
-from horovod_train.tools.explain import explain
+from horovod_train.commands.explain import explain
+from horovod_train.output.rank_log_reader import RankStory, read_stories
 
 WARN_S, STOP_S = 3.0, 5.0
 HANGS_AFTER_S = 120.0

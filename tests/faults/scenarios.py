@@ -105,10 +105,11 @@ def command(*words: str) -> Callable[[], int]:
 
 
 def load_tensorflow() -> None:
-    from horovod_train import quiet
+    from horovod_train.output import tensorflow_noise
 
-    quiet.load_tensorflow()
-    from horovod_train import inference, train  # noqa: F401
+    tensorflow_noise.load_tensorflow()
+    import horovod_train.inference.run
+    import horovod_train.training.run  # noqa: F401
 
 
 def make_data() -> int:
@@ -210,8 +211,8 @@ def broken_run(here: Path, plain: Path) -> list[str]:
 
 def broken_checkpoints(folder: Path, plain: Path, expected: Collection[str] = ()) -> list[str]:
     """expected: those that were damaged before."""
-    from horovod_train.checkpoint_files import verify
-    from horovod_train.checkpoint_manifest import Damaged
+    from horovod_train.checkpoint.manifest import Damaged
+    from horovod_train.checkpoint.tensors import verify
 
     found = []
     for place in folder.glob("step-*"):
@@ -234,10 +235,10 @@ def broken_checkpoints(folder: Path, plain: Path, expected: Collection[str] = ()
 
 def keep_files() -> int:
     """All that root writes beside checkpoints and TensorBoard's files, from the lease to the summary."""
-    from horovod_train import rank_log
     from horovod_train.data.audit import AuditLog, Start
-    from horovod_train.lease import open_lease
-    from horovod_train.output import open_output
+    from horovod_train.output import rank_log
+    from horovod_train.output.lease import open_lease
+    from horovod_train.output.run_dir import open_output
 
     output = open_output("run", is_root=True, tensorboard=False, progress="plain", launched=False)
     lease = open_lease(output.directory, output.say, refresh_s=0.005)
@@ -291,8 +292,8 @@ def repeated_files(here: Path, plain: Path) -> list[str]:
 
 def save_checkpoints() -> int:
     """Finds where to start, saves three times, and keeps two and the best."""
-    from horovod_train.checkpoint import open_store
-    from horovod_train.checkpoint_files import Best, Facts
+    from horovod_train.checkpoint.manager import open_store
+    from horovod_train.checkpoint.tensors import Best, Facts
     from horovod_train.errors import RunError
 
     run = Path("run")
@@ -339,7 +340,7 @@ def one_good_checkpoint(here: Path, plain: Path) -> list[str]:
 
 def write_predictions(name: str) -> Callable[[], int]:
     def run() -> int:
-        from horovod_train.predictions import open_predictions
+        from horovod_train.inference.predictions import open_predictions
 
         specs = {"output": ((3,), np.dtype(np.float32)), "label": ((), np.dtype(np.int64))}
         with open_predictions(name, specs, 10, is_root=True) as file:
@@ -421,7 +422,7 @@ def careless() -> int:
     """Writes as this package must not: failures are ignored, and a checkpoint has its name before it is whole."""
     from contextlib import suppress
 
-    from horovod_train.checkpoint_files import Facts, write
+    from horovod_train.checkpoint.tensors import Facts, write
 
     place = Path("run/checkpoints/step-000000001")
     place.parent.mkdir(parents=True, exist_ok=True)

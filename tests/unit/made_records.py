@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import DataConfig
-from horovod_train.data.framing import frame
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
-from horovod_train.data.records import open_records
+from horovod_train.tfrecord_framing import frame
 
 FEATURES: dict[str, Any] = {
     "image_raw": {"type": "bytes", "shape": [4, 4, 1], "decode": "raw", "scale": 1 / 255, "offset": -0.5},

@@ -21,11 +21,10 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from horovod_train import config as settings
-from horovod_train import config_rules, config_yaml
+from horovod_train.config import loader, rules, settings
 
 # These look at all settings alike, to check, copy, compare or write them: none of that makes a setting useful.
-_LOOK_AT_ALL = {config_rules.__file__, config_yaml.__file__, dataclasses.__file__, "<string>"}
+_LOOK_AT_ALL = {rules.__file__, loader.__file__, dataclasses.__file__, "<string>"}
 
 
 def model() -> keras.Model:
@@ -73,7 +72,7 @@ def run_forked(words: list[str], unchecked: bool, out: Path) -> dict[str, Any]:
             os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             if unchecked:
-                config_yaml.broken_rules = lambda config: iter(())  # type: ignore[attr-defined]
+                loader.broken_rules = lambda config: iter(())  # type: ignore[attr-defined]
             read = watch_reads()
             from horovod_train.main import main
 
@@ -89,7 +88,7 @@ def run_forked(words: list[str], unchecked: bool, out: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    from horovod_train import train  # noqa: F401  so that no fork has to
+    from horovod_train.training import run  # noqa: F401  so that no fork has to
 
     found = [
         run_forked(job["words"], job.get("unchecked", False), out.parent / f"job-{n}") for n, job in enumerate(jobs)

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from made_records import FEATURES
 
-from horovod_train.config import Config, Seconds, Watched
-from horovod_train.config_rules import NEEDS, broken_rules, holds, keys_of
-from horovod_train.config_yaml import _build
+from horovod_train.config.loader import _build
+from horovod_train.config.rules import NEEDS, broken_rules, holds, keys_of
+from horovod_train.config.settings import Config, Seconds, Watched
 from horovod_train.errors import UserError
 
 Values = dict[str, Any]

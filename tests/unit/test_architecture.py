@@ -1,4 +1,4 @@
-"""The rooms and what they may import. A red line here means that something was put into the wrong room."""
+"""The packages and what they may import. A failure here means that something is in the wrong package."""
 
 from __future__ import annotations
 
@@ -15,31 +15,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"main"},
-    {"arguments"},
-    {"train", "tools"},
-    {"agenda", "resume", "inference"},
-    {"loop"},
-    {"actions"},
-    {"hooks", "build", "restored", "shared_records"},
-    {"summaries", "graph"},
-    {"step", "checkpoint", "leaving", "predictions", "exporting"},
-    {"state", "objective", "output", "best", "lease", "checkpoint_set"},
-    {"synchronization", "metrics", "finite", "board", "lease_holder"},
-    {"distributed", "data", "models", "optim", "checkpoint_files", "losses"},
-    {"schedules", "checkpoint_layout"},
-    {"lookup", "config_yaml", "config_reference", "rank_story", "lars", "stages", "checkpoint_manifest"},
-    {"config_rules", "yaml_nodes"},
+    {"commands"},
+    {"inference"},
+    {"training"},
+    {"distributed", "data", "models", "optim"},
+    {"checkpoint"},
+    {"output"},
     {"config"},
-    {"errors", "quiet", "rank_log", "made"},
-    {"run_files"},
-    {"stdio", "removal"},
+    {"errors", "tfrecord_framing"},
 ]
-"""From top to bottom. A room imports from below; within a layer only as SIDEWAYS says."""
-
-SIDEWAYS: set[tuple[str, str]] = set()
+"""From top to bottom. A package imports from those below it; siblings do not know each other."""
 
 MAY_IMPORT_HOROVOD = {"distributed"}
-MAY_READ_ENVIRONMENT = {"main", "distributed", "quiet"}
+MAY_READ_ENVIRONMENT = {"main", "distributed"}
+READS_ENVIRONMENT_TOO = PACKAGE / "output" / "tensorflow_noise.py"
 
 
 def room(path: Path) -> str:
@@ -74,7 +63,7 @@ def test_imports_point_down(path: Path) -> None:
     if here in ("__init__", "__main__"):
         return
     for there in own_rooms(path) - {here}:
-        assert layer(there) > layer(here) or (here, there) in SIDEWAYS, f"{here} must not import {there}"
+        assert layer(there) > layer(here), f"{here} must not import {there}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -86,7 +75,7 @@ def test_only_distributed_imports_horovod_and_mpi(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_main_and_distributed_read_the_environment(path: Path) -> None:
     reads = re.search(r"os\.(environ|getenv)", path.read_text())
-    assert not reads or room(path) in MAY_READ_ENVIRONMENT
+    assert not reads or room(path) in MAY_READ_ENVIRONMENT or path == READS_ENVIRONMENT_TOO
 
 
 _REMOVES = {
@@ -111,7 +100,7 @@ def _may_lose_a_file(call: ast.Call) -> bool:
     return is_path_replace or call.func.attr in _REMOVING_METHODS
 
 
-MAY_TRUNCATE = {"run_files.py": "os.truncate(self.path, size)"}
+MAY_TRUNCATE = {"output/files.py": "os.truncate(self.path, size)"}
 """Takes back half a line that this process has just appended."""
 INSIDE_A_NEW_ARCHIVE = {"predictions.py": "archive.open(f'{name}.npy', 'w', force_zip64=True)"}
 
@@ -123,7 +112,7 @@ def test_only_removal_removes_renames_or_empties_files(path: Path) -> None:
         return
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     found = {ast.unparse(call) for call in calls if _may_lose_a_file(call)}
-    assert found <= {MAY_TRUNCATE.get(path.name), INSIDE_A_NEW_ARCHIVE.get(path.name)}
+    assert found <= {MAY_TRUNCATE.get(path.relative_to(PACKAGE).as_posix()), INSIDE_A_NEW_ARCHIVE.get(path.name)}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +189,7 @@ def test_only_users_functions_are_rewritten_by_autograph() -> None:
             if is_call and "autograph" not in {keyword.arg for keyword in node.keywords}:
                 rewritten.add(path.name)
         assert "@tf.function\n" not in text
-    assert rewritten == {"parse.py", "augment.py"}
+    assert rewritten == {"parsing.py", "augment.py"}
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from horovod_train.data.audit import AuditLog, EpochAudit, NoAudit, Start, audit
-from horovod_train.data.plan import Plan
+from horovod_train.data.sampler import Plan
 from horovod_train.errors import UserError
-from horovod_train.run_files import Lines
+from horovod_train.output.files import Lines
 
 PLAN = Plan(np.full(7, 30), 32, seed=3)  # 210 records: 6 whole steps and one of 18
 LAST = PLAN.steps_per_epoch

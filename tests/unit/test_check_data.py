@@ -9,13 +9,13 @@ from types import ModuleType
 import pytest
 from made_records import SCHEMA, example, image_record, make_images, write_file
 
-from horovod_train.config import DataConfig
-from horovod_train.data import index as index_module
+from horovod_train.commands import bench, check_data, index
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start
-from horovod_train.data.framing import frame
-from horovod_train.data.records import build_plan, open_records
+from horovod_train.data.dataset import build_plan, open_records
+from horovod_train.data.tfrecord import index as index_module
 from horovod_train.errors import UserError
-from horovod_train.tools import bench, check_data, index
+from horovod_train.tfrecord_framing import frame
 
 
 def run(command: ModuleType, *words: object) -> int:

@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train import checkpoint_files
-from horovod_train.checkpoint import CheckpointStore, NoStore, open_store
-from horovod_train.checkpoint_files import Best, Facts, load, verify
-from horovod_train.checkpoint_manifest import MANIFEST, Damaged, pack
-from horovod_train.checkpoint_set import open_checkpoint
+from horovod_train.checkpoint import tensors
+from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.manager import CheckpointStore, NoStore, open_store
+from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
+from horovod_train.checkpoint.tensors import Best, Facts, load, verify
 from horovod_train.errors import UserError
 
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
@@ -265,7 +265,7 @@ def test_where_all_are_damaged_the_run_does_not_quietly_start_anew(run: Run) -> 
 
 def test_a_later_format_is_refused_not_set_aside(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "FORMAT", 2)
+        patch.setattr(tensors, "FORMAT", 2)
         run.save(1)
     with pytest.raises(UserError, match="is in format 2; this version of horovod_train reads up to 1"):
         Run(run.directory).store.find("auto")
@@ -547,7 +547,7 @@ def save_forever(directory: Path, careless: bool) -> None:
                 if careless:
                     run.folder.mkdir(exist_ok=True)
                     shutil.rmtree(run.place(step), ignore_errors=True)
-                    checkpoint_files.write(run.place(step), content, facts(step))
+                    tensors.write(run.place(step), content, facts(step))
                 else:
                     run.store.save(content, facts(step, Best("eval/loss", 1 / step, step - step % 5)))
                     assert run.store.wait() is None
@@ -559,7 +559,7 @@ def kill_savers(directory: Path, *, rounds: int, careless: bool = False) -> Iter
     """Starts savers and kills each at a random moment; yields what lies in the folder then."""
     # Forks of one process that has imported TensorFlow, which would take most of the time.
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["tensorflow", "horovod_train.checkpoint"])
+    processes.set_forkserver_preload(["tensorflow", "horovod_train.checkpoint.manager"])
     draw = random.Random(1)
     directory.mkdir()
     whole = directory / "whole"

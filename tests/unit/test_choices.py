@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import user_models  # noqa: F401  found by its name below
 
-from horovod_train.config import Config, LrScheduleConfig, Spec
+from horovod_train.config.settings import Config, LrScheduleConfig, Spec
 from horovod_train.errors import UserError
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator, build_metrics
 from horovod_train.models import build_model
-from horovod_train.optim import build_optimizer
-from horovod_train.schedules import Horizon
+from horovod_train.optim.optimizers import build_optimizer
+from horovod_train.optim.schedules import Horizon
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator, build_metrics
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

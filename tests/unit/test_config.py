@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.config import Config, MetricSpec, Spec, resolve
-from horovod_train.config_yaml import as_dict, dump, load
+from horovod_train.config.loader import as_dict, dump, load
+from horovod_train.config.settings import Config, MetricSpec, Spec, resolve
 from horovod_train.errors import UserError
 
 LEAST = "data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n"

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from conftest import PROJECT
 
-from horovod_train.config import Config
-from horovod_train.config_reference import entries, json_schema, markdown
-from horovod_train.config_yaml import as_dict
+from horovod_train.config.loader import as_dict
+from horovod_train.config.reference import entries, json_schema, markdown
+from horovod_train.config.settings import Config
 from horovod_train.main import main
 
 CONFIGS = sorted((PROJECT / "configs").glob("*.yaml"))

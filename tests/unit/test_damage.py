@@ -18,9 +18,9 @@ import tensorflow as tf
 from made_records import FEATURES, SCHEMA, batches, config, example, image_record, make_images, pipeline, write_file
 from PIL import Image
 
-from horovod_train.config import DataConfig
-from horovod_train.data.framing import frame
+from horovod_train.config.settings import DataConfig
 from horovod_train.errors import UserError
+from horovod_train.tfrecord_framing import frame
 
 FRAME = len(frame(image_record(0)))
 """Bytes of each record in the files of make_images: all are equally long."""

@@ -11,9 +11,10 @@ import pytest
 import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from horovod_train.config import DeviceConfig
-from horovod_train.distributed import gpus, shelf
+from horovod_train.config.settings import DeviceConfig
+from horovod_train.distributed import gpus
 from horovod_train.distributed.device import Device, choose_gpus, pin, share_of_cores
+from horovod_train.distributed.launch import key_value_store
 from horovod_train.errors import RunError, UserError
 
 
@@ -160,7 +161,7 @@ def threads_of_host(bound: list[set[int]]) -> list[int]:
     """What the ranks of a host that are bound to these cores choose, all at once."""
 
     def choose(rank: int) -> int:
-        return share_of_cores(len(shelf.cores_of_host(bound[rank], rank, len(bound))), len(bound))
+        return share_of_cores(len(key_value_store.cores_of_host(bound[rank], rank, len(bound))), len(bound))
 
     with ThreadPoolExecutor(len(bound)) as ranks:
         return list(ranks.map(choose, range(len(bound))))
@@ -181,17 +182,17 @@ def test_what_no_rank_says_of_its_cores_counts_for_nothing(
 ) -> None:
     """horovodrun's server takes words from anyone."""
     monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
-    server.cache = {shelf.NAME: {"cores.a.1": said}}
-    assert shelf.cores_of_host({0, 3}, 0, 2) == {0, 3}
+    server.cache = {key_value_store.NAME: {"cores.a.1": said}}
+    assert key_value_store.cores_of_host({0, 3}, 0, 2) == {0, 3}
 
 
 def test_a_neighbour_that_says_nothing_is_named(server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "TOLD_WITHIN_S", 0.1)
+    monkeypatch.setattr(key_value_store, "TOLD_WITHIN_S", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
     with pytest.raises(RunError, match="local rank 1 on a has not said which cores it may use"):
-        shelf.cores_of_host({0}, 0, 2)
+        key_value_store.cores_of_host({0}, 0, 2)
 
 
 def test_without_a_server_a_rank_knows_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
-    assert shelf.cores_of_host({0, 1}, 0, 2) == {0, 1}
+    assert key_value_store.cores_of_host({0, 1}, 0, 2) == {0, 1}

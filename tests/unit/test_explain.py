@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from horovod_train.checkpoint_manifest import FORMAT, MANIFEST, pack, sha256
-from horovod_train.distributed.local import launch_words
+from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
+from horovod_train.commands.explain import explain
+from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
-from horovod_train.rank_log import introduction, make_folder, open_rank_log
-from horovod_train.run_files import STOP_FILE
-from horovod_train.tools.explain import explain
+from horovod_train.output.files import STOP_FILE
+from horovod_train.output.rank_log import introduction, make_folder, open_rank_log
 
 
 class Run:
@@ -252,7 +252,7 @@ def test_the_lease_of_a_dead_process_on_this_host_is_known_without_watching(
 ) -> None:
     Run(tmp_path, 1, "none")
     script = (
-        "import os, sys; from pathlib import Path; from horovod_train.lease import open_lease\n"
+        "import os, sys; from pathlib import Path; from horovod_train.output.lease import open_lease\n"
         "open_lease(Path(sys.argv[1])); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], check=False)
@@ -273,7 +273,7 @@ def test_it_answers_without_tensorflow(tmp_path: Path) -> None:
     run.end(0, "failed", 1, error="ValueError: no luck")
     script = (
         "import sys; sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
-        "import argparse; from horovod_train.tools import explain\n"
+        "import argparse; from horovod_train.commands import explain\n"
         "parser = argparse.ArgumentParser(); explain.add_arguments(parser)\n"
         f"sys.exit(explain.run(parser.parse_args([{str(tmp_path)!r}, '--json'])))"
     )

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.graph import check_names, fold, show_branches
+from horovod_train.training.graph import check_names, fold, show_branches
 
 
 def graph(*nodes: str) -> Any:

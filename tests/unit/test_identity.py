@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from made_records import config, image_record, make_images, pipeline, write_file
 
-from horovod_train.checkpoint_files import Checkpoint, Facts
+from horovod_train.checkpoint.tensors import Checkpoint, Facts
 from horovod_train.data import identity
-from horovod_train.data.index import Index, open_index
-from horovod_train.data.records import open_records
+from horovod_train.data.dataset import open_records
+from horovod_train.data.tfrecord.index import Index, open_index
 from horovod_train.errors import UserError
-from horovod_train.output import NoOutput
-from horovod_train.resume import check_position
+from horovod_train.output.run_dir import NoOutput
+from horovod_train.training.resume import check_position
 
 Change = Callable[[Path], Any]
 CONFIG = {"seed": 1, "data": {"global_batch_size": 8}}

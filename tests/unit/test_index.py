@@ -18,17 +18,17 @@ import pytest
 import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
-from horovod_train.config import DataConfig
-from horovod_train.data import index as index_module
-from horovod_train.data import index_file
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.files import list_files
-from horovod_train.data.framing import frame
-from horovod_train.data.index import Index, open_index
-from horovod_train.data.index_file import Entries, load_entries, one_at_a_time, places, save_entries
-from horovod_train.data.reader import Reader, as_list
-from horovod_train.data.records import build_plan, open_records
-from horovod_train.data.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
+from horovod_train.data.tfrecord import index as index_module
+from horovod_train.data.tfrecord import index_file
+from horovod_train.data.tfrecord.index import Index, open_index
+from horovod_train.data.tfrecord.index_file import Entries, load_entries, one_at_a_time, places, save_entries
+from horovod_train.data.tfrecord.reader import Reader, as_list
+from horovod_train.data.tfrecord.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
 from horovod_train.errors import UserError
+from horovod_train.tfrecord_framing import frame
 
 
 def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
@@ -178,7 +178,7 @@ def test_names_that_are_not_text_are_kept(tmp_path: Path, scanned: list[str]) ->
 def test_a_user_without_home_and_passwd_entry_can_read() -> None:
     program = (
         "import os, sys\n"
-        "from horovod_train.data.index import open_index\n"
+        "from horovod_train.data.tfrecord.index import open_index\n"
         "os.setuid(54321)\n"
         "print(open_index(sys.argv[1:]).num_records)"
     )

@@ -12,10 +12,10 @@ import pytest
 import tensorflow as tf
 from conftest import run_process
 
-from horovod_train.config import Config, Spec, TrainConfig
+from horovod_train.config.settings import Config, Spec, TrainConfig
 from horovod_train.errors import UserError
-from horovod_train.lars import LARS
-from horovod_train.optim import Horizon, build_optimizer, limit_weight_decay
+from horovod_train.optim.lars import LARS
+from horovod_train.optim.optimizers import Horizon, build_optimizer, limit_weight_decay
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 
@@ -84,7 +84,7 @@ def test_a_model_saved_with_lars_goes_on_where_there_is_no_horovod(tmp_path: Pat
     script = f"""
 import sys
 sys.modules["horovod"] = None  # an import of it would raise
-import keras, numpy as np, horovod_train.lars
+import keras, numpy as np, horovod_train.optim.lars
 model = keras.saving.load_model({str(tmp_path / "model.keras")!r})
 x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 optimizer = model.optimizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_train.distributed.launch import Launch, detect
-from horovod_train.distributed.slurm_step import expand_counts, expand_hosts, read_step
+from horovod_train.distributed.launch.launcher import Launch, detect
+from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
 from horovod_train.errors import UserError
 
 BATCH = {

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from horovod_train import lease
 from horovod_train.errors import UserError
-from horovod_train.lease import NoLease, open_lease
-from horovod_train.lease_holder import describe_me, start_time
+from horovod_train.output import lease
+from horovod_train.output.lease import NoLease, open_lease
+from horovod_train.output.lease_holder import describe_me, start_time
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -264,7 +264,7 @@ def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
 
 def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from horovod_train.lease import open_lease\n"
+        "import sys, time; from pathlib import Path; from horovod_train.output.lease import open_lease\n"
         "held = open_lease(Path(sys.argv[1]), refresh_s=0.1, stale_s=1)\n"
         "while not held.lost: time.sleep(0.05)\n"
         "print('lost to', held.lost)"

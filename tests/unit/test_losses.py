@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.config import MetricSpec, Spec
+from horovod_train.config.settings import MetricSpec, Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.errors import UserError
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.objective import check_fits
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.objective import check_fits
 
 LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from horovod_train.config import Spec
+from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.models import NEVER_CALLED, build_model, convnet, mlp, resnet, transformer
 

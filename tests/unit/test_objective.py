@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.config import Spec
+from horovod_train.config.settings import Spec
 from horovod_train.data.pipeline import Batch
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective
 
 ROWS = 8
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.config import Config
-from horovod_train.config_yaml import dump
+from horovod_train.config.loader import dump
+from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
-from horovod_train.hooks import at, every
-from horovod_train.output import NoOutput, RunOutput, check_writable, open_output
-from horovod_train.run_files import Lines
+from horovod_train.output.files import Lines
+from horovod_train.output.run_dir import NoOutput, RunOutput, check_writable, open_output
+from horovod_train.training.hooks import at, every
 
 
 def steps(path: Path) -> list[int]:
@@ -81,7 +81,7 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> No
     script = f"""
 import resource
 from pathlib import Path
-from horovod_train.run_files import Lines
+from horovod_train.output.files import Lines
 lines = Lines(Path({str(path)!r}), print)
 lines.append("a" * 99)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))

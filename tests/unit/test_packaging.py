@@ -14,8 +14,8 @@ import pytest
 from conftest import PROJECT, run_process
 
 import horovod_train
+from horovod_train.config.registry import import_extra
 from horovod_train.errors import UserError
-from horovod_train.lookup import import_extra
 
 if sys.version_info >= (3, 11):
     import tomllib

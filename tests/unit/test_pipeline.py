@@ -16,8 +16,8 @@ import tensorflow as tf
 from made_records import SCHEMA, batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
 from PIL import Image
 
-from horovod_train.config import DataConfig, Spec
-from horovod_train.data.records import open_records
+from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.dataset import open_records
 from horovod_train.errors import UserError
 
 RECORDS = 70

@@ -20,19 +20,19 @@ from hypothesis import strategies as st
 from made_records import config as data_config
 from made_records import make_images
 
-from horovod_train.config import CheckpointConfig, Config, Spec, TrainConfig
-from horovod_train.config_yaml import load
-from horovod_train.data.plan import Plan
-from horovod_train.data.records import open_records
-from horovod_train.data.share import epoch_shares
+from horovod_train.commands import plan
+from horovod_train.commands.plan_facts import records_by_rank, rows_by_rank, save_steps
+from horovod_train.commands.plan_names import wrong_names
+from horovod_train.commands.plan_sizes import SLOTS, find_size, parse_count, slots
+from horovod_train.config.loader import load
+from horovod_train.config.settings import CheckpointConfig, Config, Spec, TrainConfig
+from horovod_train.data.dataset import open_records
+from horovod_train.data.rank_shares import epoch_shares
+from horovod_train.data.sampler import Plan
 from horovod_train.errors import UserError
-from horovod_train.losses import build_loss
-from horovod_train.optim import build_optimizer
-from horovod_train.schedules import Horizon, build_formula
-from horovod_train.tools import plan
-from horovod_train.tools.plan_facts import records_by_rank, rows_by_rank, save_steps
-from horovod_train.tools.plan_names import wrong_names
-from horovod_train.tools.plan_sizes import SLOTS, find_size, parse_count, slots
+from horovod_train.optim.optimizers import build_optimizer
+from horovod_train.optim.schedules import Horizon, build_formula
+from horovod_train.training.losses import build_loss
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from made_records import make_images
 
-from horovod_train.checkpoint import open_store
-from horovod_train.checkpoint_files import Facts, write
-from horovod_train.config import CheckpointConfig, Config
+from horovod_train.checkpoint.manager import open_store
+from horovod_train.checkpoint.tensors import Facts, write
+from horovod_train.commands.plan_resume import find_resume
+from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.errors import UserError
 from horovod_train.main import main
-from horovod_train.tools.plan_resume import find_resume
 
 
 def save(run_dir: Path, step: int, name: str = "", *, config: dict[str, Any] | None = None) -> Path:

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from horovod_train.commands.run_selection import check_out
 from horovod_train.errors import RunError, UserError
-from horovod_train.made import PREDICTIONS
-from horovod_train.predictions import NoPredictions, Specs, open_predictions
-from horovod_train.tools.trained_run import check_out
+from horovod_train.inference.made import PREDICTIONS
+from horovod_train.inference.predictions import NoPredictions, Specs, open_predictions
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 

@@ -19,12 +19,12 @@ from made_records import batches, config, ids, pipeline
 from PIL import Image
 
 from horovod_train.data import prepare
-from horovod_train.data.check import check_split
+from horovod_train.data.dataset import open_records
 from horovod_train.data.prepare import writing
 from horovod_train.data.prepare.digits import load_digits
 from horovod_train.data.prepare.idx import load_idx
 from horovod_train.data.prepare.mlp_samples import make_samples
-from horovod_train.data.records import open_records
+from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from horovod_train.arguments import Parser
-from horovod_train.config import Config
-from horovod_train.config_yaml import load
+from horovod_train.commands.arguments import Parser
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 from horovod_train.main import COMMANDS, _parser, main
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.removal import Made, NotOurs, check, draft_of, remove, rename, replace
+from horovod_train.output.removal import Made, NotOurs, check, draft_of, remove, rename, replace
 
 FOLDER = Made("a thing of ours", r"thing-\d+", "folder", ("facts", "parts", r"parts/\d+"))
 FILE = Made("a note of ours", r"note-\d+", is_ours=lambda path: path.read_text().startswith("ours"))

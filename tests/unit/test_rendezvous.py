@@ -15,10 +15,10 @@ import psutil
 import pytest
 from strangers import messages
 
-from horovod_train.distributed import rendezvous_server, shelf
-from horovod_train.distributed.rendezvous import _address_of_root, _is_root
-from horovod_train.distributed.rendezvous_server import MOST_BYTES, TOKEN, StepServer, key_of
-from horovod_train.distributed.slurm_step import Step
+from horovod_train.distributed.launch import key_value_store, rendezvous_server
+from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
+from horovod_train.distributed.launch.rendezvous_server import MOST_BYTES, TOKEN, StepServer, key_of
+from horovod_train.distributed.launch.slurm import Step
 
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
 
@@ -57,16 +57,16 @@ def test_every_request_needs_the_key(server: StepServer, method: str) -> None:
 @pytest.mark.parametrize("length", ["-1", "many", str(MOST_BYTES + 1), "9" * 30])
 def test_a_value_has_a_size_and_that_is_bounded(server: StepServer, length: str) -> None:
     assert ask(server, "PUT", f"/{server.key}/global/0", headers={"Content-Length": length}) == 400
-    assert server.cache == {shelf.NAME: {}}
+    assert server.cache == {key_value_store.NAME: {}}
 
 
 def test_ranks_put_and_get_with_the_key_in_the_address(server: StepServer) -> None:
     port = server.server_address[1]
     address = f"127.0.0.1:{port}/{server.key}"
-    assert shelf.ask(address, port, "GET", "1") is None
-    assert shelf.ask(address, port, "PUT", "1", b"here" * 1000) == b""
-    assert shelf.ask(address, port, "GET", "1") == b"here" * 1000
-    assert shelf.ask("127.0.0.1", port, "GET", "1") is None
+    assert key_value_store.ask(address, port, "GET", "1") is None
+    assert key_value_store.ask(address, port, "PUT", "1", b"here" * 1000) == b""
+    assert key_value_store.ask(address, port, "GET", "1") == b"here" * 1000
+    assert key_value_store.ask("127.0.0.1", port, "GET", "1") is None
 
 
 def test_root_is_who_knows_the_token_the_step_and_its_own_port(
@@ -78,7 +78,7 @@ def test_root_is_who_knows_the_token_the_step_and_its_own_port(
     assert not _is_root("127.0.0.1", port, STEP)
     monkeypatch.setattr(server, "step", STEP.name)
     # A stranger on another port who passes on what root answers.
-    relayed = shelf.ask("127.0.0.1", port, "GET", f"root.{'0' * 32}")
+    relayed = key_value_store.ask("127.0.0.1", port, "GET", f"root.{'0' * 32}")
     assert relayed == rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode()
     assert relayed != rendezvous_server.proof_of_root(STEP.name, port + 1, "0" * 32).encode()
     monkeypatch.setenv(TOKEN, "another")
@@ -108,13 +108,13 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
         for message in messages(random.Random(3), 200):
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
                 stranger.sendall(message)
-        assert shelf.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
+        assert key_value_store.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
     monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 0.1)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
         slow.send(b"GET /")
         assert slow.recv(1) == b""
     wait_until(lambda: handlers() == 0)
-    assert server.cache == {shelf.NAME: {"1": b"here"}}
+    assert server.cache == {key_value_store.NAME: {"1": b"here"}}
     assert capfd.readouterr() == ("", "")
 
 
@@ -174,7 +174,7 @@ class Answerer:
 def test_a_stranger_in_the_place_of_root_keeps_nobody_for_long(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, pause_s: float
 ) -> None:
-    monkeypatch.setattr(shelf, "ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(key_value_store, "ANSWER_WITHIN_S", 0.2)
     stranger = Answerer(answer, pause_s)
-    assert shelf.ask("127.0.0.1", stranger.port, "GET", "all") is None  # returns: that is the point
+    assert key_value_store.ask("127.0.0.1", stranger.port, "GET", "all") is None  # returns: that is the point
     stranger.close()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from made_records import FEATURES, SCHEMA, config, image_record, make_images, write_file
 
-from horovod_train.config import DataConfig
-from horovod_train.data.records import open_records
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.dataset import open_records
 from horovod_train.data.schema import dump_schema, parse_schema
 from horovod_train.errors import UserError
 

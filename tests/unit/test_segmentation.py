@@ -12,7 +12,7 @@ import tensorflow as tf
 from made_records import batches, config, example, ids, pipeline, write_file
 from PIL import Image
 
-from horovod_train.config import Spec
+from horovod_train.config.settings import Spec
 from horovod_train.data.features import parse_feature
 from horovod_train.data.pipeline import Batch, Pipeline
 from horovod_train.errors import UserError

@@ -36,8 +36,8 @@ from setting_samples import (
     values_of,
 )
 
-from horovod_train.config import Config
-from horovod_train.config_rules import NEEDS, keys_of
+from horovod_train.config.rules import NEEDS, keys_of
+from horovod_train.config.settings import Config
 
 
 class Job(NamedTuple):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from horovod_train.commands.slurm import shipped
 from horovod_train.main import main
-from horovod_train.tools.slurm import shipped
 
 PROJECT = Path(__file__).parent.parent.parent
 CONFIG = PROJECT / "configs" / "digits_convnet.yaml"

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.errors import UserError
-from horovod_train.synchronization import Stale
+from horovod_train.training.sync import Stale
 
 
 def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:

@@ -13,9 +13,9 @@ from keras import layers
 
 from horovod_train.distributed.group import check_sendable
 from horovod_train.errors import UserError
-from horovod_train.finite import not_finite
-from horovod_train.state import Settled, TrainState, find_seeds
-from horovod_train.synchronization import Stale
+from horovod_train.training.nonfinite import not_finite
+from horovod_train.training.state import Settled, TrainState, find_seeds
+from horovod_train.training.sync import Stale
 
 
 def build_model() -> keras.Model:

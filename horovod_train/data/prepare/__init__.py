@@ -7,16 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import (
-    csv_table,
-    digits,
-    idx,
-    imagenet_samples,
-    images,
-    mlp_samples,
-    npz,
-    token_samples,
-)
+from horovod_train.data.prepare import csv_table, digits, idx, imagenet_samples, images, mlp_samples, npz, token_samples
 
 KINDS = {
     "digits": digits,

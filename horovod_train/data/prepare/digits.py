@@ -9,9 +9,9 @@ import argparse
 
 import numpy as np
 
+from horovod_train.config.registry import import_extra
 from horovod_train.data.prepare.idx import IMAGE_SCHEMA, encode_image
 from horovod_train.data.prepare.writing import split_by_count, write_dataset
-from horovod_train.lookup import import_extra
 
 EVAL_RECORDS = 360
 

@@ -10,12 +10,12 @@ import io
 
 import numpy as np
 
-from horovod_train.data import draws
+from horovod_train.config.registry import import_extra
+from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import Values, split_by_count, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
-from horovod_train.lookup import import_extra
 
 LABELS = 1001
 """ImageNet's 1000 classes count from 1; 0 is left for the background."""
@@ -58,8 +58,8 @@ def imagenet_schema(size: int) -> Schema:
 def make_image(record: int, classes: int, size: int, seed: int) -> tuple[np.ndarray, int]:
     """An image uint8 [height, width, 3], 0.9 to 1.5 times `size`, and its label from 1 to `classes`."""
     label = 1 + record % classes
-    colours = draws.uniforms(draws.key(seed, _CLASSES), np.array([label]), 7)[0]
-    own = draws.uniforms(draws.key(seed, _IMAGES), np.array([record]), 4)[0]
+    colours = counter_rng.uniforms(counter_rng.key(seed, _CLASSES), np.array([label]), 7)[0]
+    own = counter_rng.uniforms(counter_rng.key(seed, _IMAGES), np.array([record]), 4)[0]
     height, width = (int(size * (0.9 + 0.6 * draw)) for draw in own[:2])
     angle = np.pi * colours[6]
     y, x = np.mgrid[:height, :width] / size

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from horovod_train.config.registry import import_extra
 from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
-from horovod_train.lookup import import_extra
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 

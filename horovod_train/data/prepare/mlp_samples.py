@@ -6,7 +6,7 @@ import argparse
 
 import numpy as np
 
-from horovod_train.data import draws
+from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import split_by_count, write_dataset
 from horovod_train.data.schema import Schema
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def make_samples(records: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Samples int64 [records, 5] from -4 to 4, and labels: 1 where a weighted sum of them is positive."""
-    uniforms = draws.uniforms(draws.key(seed, _SAMPLES), np.arange(records), 5)
+    uniforms = counter_rng.uniforms(counter_rng.key(seed, _SAMPLES), np.arange(records), 5)
     samples = np.floor(uniforms * 9).astype(np.int64) - 4
-    weights = draws.uniforms(draws.key(seed, _RULE), np.arange(1), 5)[0] - 0.5
+    weights = counter_rng.uniforms(counter_rng.key(seed, _RULE), np.arange(1), 5)[0] - 0.5
     return samples, (samples @ weights > 0).astype(np.int64)

@@ -9,7 +9,7 @@ import argparse
 
 import numpy as np
 
-from horovod_train.data import draws
+from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import split_by_count, write_dataset
 from horovod_train.data.schema import Schema
@@ -58,13 +58,13 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
 
     The label is the kind most frequent in the sentence, of several the first.
     """
-    order = 1 + draws.permutation(draws.key(seed, _RULE), np.arange(vocabulary - 1))
+    order = 1 + counter_rng.permutation(counter_rng.key(seed, _RULE), np.arange(vocabulary - 1))
     kind = np.zeros(vocabulary, np.int64)
     kind[order] = np.arange(vocabulary - 1) % KINDS
-    length_draw, kind_draw = draws.uniforms(draws.key(seed, _SHAPE), np.arange(records), 2).T
+    length_draw, kind_draw = counter_rng.uniforms(counter_rng.key(seed, _SHAPE), np.arange(records), 2).T
     lengths = 1 + np.floor(length_draw * max_length).astype(np.int64)
     favoured = np.floor(kind_draw * KINDS).astype(np.int64)
-    uniforms = draws.uniforms(draws.key(seed, _TOKENS), np.arange(records), 2 * max_length)
+    uniforms = counter_rng.uniforms(counter_rng.key(seed, _TOKENS), np.arange(records), 2 * max_length)
     from_all = 1 + np.floor(uniforms[:, :max_length] * (vocabulary - 1)).astype(np.int64)
     # order[i] is of kind i % KINDS, so the favoured kind's tokens are KINDS apart.
     places = (vocabulary - 1) // KINDS

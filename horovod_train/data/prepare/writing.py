@@ -18,14 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_train import quiet
-from horovod_train.data import draws, framing
-from horovod_train.data.index import write_index
-from horovod_train.data.index_file import DRAFT_NAME, INDEX_NAME
+from horovod_train import tfrecord_framing
+from horovod_train.data import counter_rng
 from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
+from horovod_train.data.tfrecord.index import write_index
+from horovod_train.data.tfrecord.index_file import DRAFT_NAME, INDEX_NAME
 from horovod_train.errors import UserError
-from horovod_train.removal import Made, check, draft_of, remove, replace
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.removal import Made, check, draft_of, remove, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
 Encode = Callable[[int], Values]
@@ -52,7 +53,7 @@ def write_dataset(
     if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
     _check_free(out, force)
-    quiet.load_tensorflow()
+    tensorflow_noise.load_tensorflow()
     with _new_folder(out) as folder:
         counts = {
             split: _write_split(os.path.join(folder, split), records, encode, shards)
@@ -81,7 +82,7 @@ def split_by_fraction(records: int, arguments: argparse.Namespace) -> dict[str, 
 
 def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
     """Draws `eval_records` of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
-    order = draws.permutation(draws.key(seed), np.arange(records))
+    order = counter_rng.permutation(counter_rng.key(seed), np.arange(records))
     return {"train": order[eval_records:], "eval": order[:eval_records]}
 
 
@@ -114,7 +115,7 @@ def _sensible_shards(records: np.ndarray, encode: Encode) -> int:
 def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
     with open(path, "xb") as file:
         for record in records.tolist():
-            file.write(framing.frame(_example(encode(record))))
+            file.write(tfrecord_framing.frame(_example(encode(record))))
         file.flush()
         _to_disk(file.fileno())
 

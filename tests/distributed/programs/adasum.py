@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import DistributedOptimizer
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.config import DeviceConfig, HorovodConfig
-from horovod_train.distributed import agreement, objects
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.distributed import consistency, objects
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -99,9 +99,9 @@ facts["bits"] = {name: sha(np.asarray(found)) for name, found in everywhere.item
 facts["bits_of_allreduce"] = sha(build_exchange("sum", "none")(tf.constant(values), "allreduce").numpy())
 facts["in_order_error"] = rel_error(everywhere["sum"], group.sum([values])[0])
 
-agreement.check(group, {"weight": "same"}, "now")
+consistency.check(group, {"weight": "same"}, "now")
 try:
-    agreement.check(group, {"first": "same", "weight": "odd" if rank == size - 1 else "same"}, "at step 7")
+    consistency.check(group, {"first": "same", "weight": "odd" if rank == size - 1 else "same"}, "at step 7")
     facts["disagreement"] = None
 except RanksDisagree as error:
     facts["disagreement"] = str(error)

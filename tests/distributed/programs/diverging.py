@@ -11,17 +11,17 @@ import tensorflow as tf
 from facts import leave
 from uneven import LOSS, ROWS, group, rank, size
 
-from horovod_train.config import TrainConfig
+from horovod_train.config.settings import TrainConfig
 from horovod_train.data.pipeline import Batch
-from horovod_train.distributed import agreement
+from horovod_train.distributed import consistency
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import RunError
-from horovod_train.losses import Loss, LossFunction, build_loss
-from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective
-from horovod_train.state import TrainState
-from horovod_train.step import TrainStep
-from horovod_train.synchronization import build_synchronization
+from horovod_train.training.losses import Loss, LossFunction, build_loss
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import TrainStep
+from horovod_train.training.sync import build_synchronization
 
 WEIRD = 2
 """A label to which `jumpy` gives an infinite loss, and finite gradients."""
@@ -63,7 +63,7 @@ def steep(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 def why_not_saved(state: TrainState) -> str:
     """What a save or a check says that comes after the last step; "" where nothing is wrong."""
     try:
-        agreement.check(group, state.settle(group).digests(), "at the end")
+        consistency.check(group, state.settle(group).digests(), "at the end")
     except RunError as error:
         return str(error)
     return ""

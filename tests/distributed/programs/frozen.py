@@ -10,10 +10,10 @@ import keras
 import numpy as np
 from uneven import group, rank, size
 
-from horovod_train.checkpoint_files import Facts, write
-from horovod_train.distributed import agreement
+from horovod_train.checkpoint.tensors import Facts, write
+from horovod_train.distributed import consistency
 from horovod_train.errors import RanksDisagree
-from horovod_train.state import TrainState
+from horovod_train.training.state import TrainState
 
 
 def facts() -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _bytes_saved(state: TrainState) -> int:
 
 def _agreement(state: TrainState) -> str:
     try:
-        agreement.check(group, state.settle(group).digests(), "now")
+        consistency.check(group, state.settle(group).digests(), "now")
     except RanksDisagree as error:
         return str(error)
     return "yes"

@@ -11,15 +11,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from horovod_train import rank_log
-from horovod_train.distributed.channel import Server, connect
-from horovod_train.distributed.guard import Guard
-from horovod_train.distributed.heartbeat import Heartbeat
-from horovod_train.distributed.judge import Limits
-from horovod_train.distributed.listener import Address
-from horovod_train.distributed.member_guard import MemberGuard
-from horovod_train.distributed.root_guard import RootGuard
-from horovod_train.stdio import to_stderr
+from horovod_train.distributed.watchdog.coordinator import RootGuard
+from horovod_train.distributed.watchdog.heartbeat import Heartbeat
+from horovod_train.distributed.watchdog.listener import Address
+from horovod_train.distributed.watchdog.role import Guard
+from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.transport import Server, connect
+from horovod_train.distributed.watchdog.worker import MemberGuard
+from horovod_train.output import rank_log
+from horovod_train.output.console import to_stderr
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from uneven import (
     weights,
 )
 
-from horovod_train.config import TrainConfig
+from horovod_train.config.settings import TrainConfig
 
 
 def build_momentum() -> keras.optimizers.Optimizer:

@@ -22,7 +22,7 @@ from horovod_train.distributed import (
     synchronise_batch_norm,
 )
 from horovod_train.errors import UserError
-from horovod_train.lars import LARS
+from horovod_train.optim.lars import LARS
 
 group = start()
 rank, size = group.rank, group.size

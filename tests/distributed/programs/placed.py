@@ -7,9 +7,9 @@ import os
 import tensorflow as tf
 from facts import leave
 
-from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.commands.doctor.placement import check_threads
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed.group import start
-from horovod_train.tools.doctor.placement import check_threads
 
 group = start(HorovodConfig(), DeviceConfig(soft_placement=False))
 facts = {

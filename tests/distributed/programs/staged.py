@@ -15,17 +15,17 @@ import tensorflow as tf
 from facts import leave
 from keras import layers
 
-from horovod_train.config import DeviceConfig, HorovodConfig, Spec
+from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective
-from horovod_train.stages import cut_into_stages, follow_inputs, stage_lines
-from horovod_train.state import MovingAverages, TrainState
-from horovod_train.step import TrainStep
+from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective
+from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.step import TrainStep
 
 ROWS, STEPS, CUT = 8, 4, ["second"]
 group = start(HorovodConfig(), DeviceConfig(per_rank=2))

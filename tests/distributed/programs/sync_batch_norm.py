@@ -14,15 +14,15 @@ import tensorflow as tf
 from facts import leave, rel_error
 from keras import layers
 
-from horovod_train.config import DeviceConfig, HorovodConfig, Spec
+from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed import DistributedOptimizer, start, synchronise_batch_norm
 from horovod_train.errors import UserError
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator
-from horovod_train.objective import Objective
-from horovod_train.state import TrainState
-from horovod_train.step import TrainStep
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import TrainStep
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())

@@ -12,16 +12,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config import DeviceConfig, HorovodConfig, Spec, TrainConfig
+from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
-from horovod_train.losses import build_loss
-from horovod_train.metrics import Accumulator, build_metrics
-from horovod_train.objective import Objective
-from horovod_train.state import MovingAverages, TrainState
-from horovod_train.step import TrainStep
-from horovod_train.synchronization import build_synchronization
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.objective import Objective
+from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.step import TrainStep
+from horovod_train.training.sync import build_synchronization
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())

@@ -17,12 +17,14 @@ import tensorflow as tf
 import yaml
 from facts import leave
 
-from horovod_train import main, resume, state, step
-from horovod_train.distributed import agreement, launch
+from horovod_train import main
+from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch import launcher
+from horovod_train.training import resume, state, step
 
 OUT = Path(sys.argv[1])
-RANK = launch.detect().rank
+RANK = launcher.detect().rank
 Patch = pytest.MonkeyPatch
 answers: list[int] = []
 broadcast = WorkerGroup.broadcast
@@ -125,7 +127,7 @@ for name, switch_off in GUARDS.items():
         shutil.copytree(OUT / "begun", run_dir)
     with Patch.context() as patch:
         switch_off(patch)
-        patch.setattr(agreement, "check", _count)
+        patch.setattr(consistency, "check", _count)
         answers.clear()
         facts["resumed"][name] = run(run_dir, 20)
     facts["answers"][name] = max(answers)

@@ -17,14 +17,14 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train import rank_log
-from horovod_train.config import DeviceConfig, HorovodConfig
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.data.feed import Feed
 from horovod_train.distributed.group import start
-from horovod_train.distributed.judge import Limits
-from horovod_train.distributed.place import Place
-from horovod_train.distributed.watch import NoWatch, open_watch
+from horovod_train.distributed.watchdog.phase_variable import Place
+from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.watchdog import NoWatch, open_watch
 from horovod_train.errors import AlreadySaid
+from horovod_train.output import rank_log
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 LIMITS = Limits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=60.0)

@@ -1,0 +1,210 @@
+"""The checkpoints of a run: finds the one to start from, saves in the background, keeps the newest and the best.
+
+Does not decide when to save, or what is best; see agenda. Root alone has a store: it reads and writes, and the other
+ranks get everything by broadcast. What a checkpoint is made of: tensors; several of them: folder.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.checkpoint.folder import CheckpointSet
+from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, find_start
+from horovod_train.checkpoint.manifest import Damaged, reason
+from horovod_train.checkpoint.tensors import Checkpoint, Facts, verify, write
+from horovod_train.errors import UserError
+
+
+class NoStore:
+    """What every rank but root has: nothing is found, nothing is written, nothing fails.
+
+    problems: the warnings so far.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    @property
+    def write_s(self) -> float:
+        """Seconds that the last whole save took to write, or the one under way has taken so far, if that is more."""
+        return 0.0
+
+    @property
+    def step_under_way(self) -> int | None:
+        """The step whose checkpoint is being written, if one is."""
+        return None
+
+    def find(self, resume: str) -> Checkpoint | None:
+        return None
+
+    def rewind(self, step: int) -> None: ...
+
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
+        return 0.0
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        return None
+
+    def finish(self, timeout_s: float) -> None: ...
+
+
+class CheckpointStore(NoStore):
+    """The checkpoints in one folder, written by one thread at a time."""
+
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None], is_ours: Callable[[], bool]) -> None:
+        super().__init__()
+        self.checkpoints, self.keep, self._say = CheckpointSet(folder, is_ours), keep, say
+        self._writer: threading.Thread | None = None
+        self._step = 0
+        self._began = self._write_s = 0.0
+        self._last_whole: Path | None = None
+        self._has_no_links = False
+        self._failure: str | None = None
+        self._bug: Exception | None = None
+        try:
+            self.checkpoints.clear_leftovers()
+        except OSError as error:
+            self._warn(f"cannot remove what an interrupted save left: {reason(error)}.")
+
+    @property
+    def write_s(self) -> float:
+        so_far = time.perf_counter() - self._began if self.step_under_way is not None else 0.0
+        return max(self._write_s, so_far)
+
+    @property
+    def step_under_way(self) -> int | None:
+        return self._step if self._writer is not None and self._writer.is_alive() else None
+
+    def find(self, resume: str) -> Checkpoint | None:
+        """The checkpoint to start from; see layout.find_start.
+
+        auto sets damaged ones that are newer aside, under another name, and says so.
+        """
+        found, damaged = find_start(self.checkpoints.folder, resume, verify)
+        for step, what in damaged.items():
+            self._set_aside_damaged(step, what)
+        self._last_whole = None if found is None else found.folder
+        return found
+
+    def rewind(self, step: int) -> None:
+        """Sets aside the checkpoints after `step`: the run resumes from there, and "auto" must not find those.
+
+        Raises UserError where that cannot be done.
+        """
+        place = self.checkpoints.folder
+        try:
+            for other in [other for other in self.checkpoints.steps() if other > step]:
+                place = self.checkpoints.place(other)
+                aside = self.checkpoints.set_aside(other, "abandoned").name
+                self._warn(f"{place} is of a course that the run left at step {step}. It is now called {aside}.")
+        except OSError as error:
+            raise UserError(
+                f"{place}: is of a course that the run left at step {step}, and cannot be renamed: {reason(error)}. "
+                "Choose another --output-dir."
+            ) from error
+
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
+        """Begins to write a checkpoint and returns; waits first for the one before. Returns the seconds waited.
+
+        arrays: copies, which nobody changes any more. What fails becomes a line in `problems`, said at once.
+        """
+        began = time.perf_counter()
+        self.wait()
+        self._step, self._began = facts.step, time.perf_counter()
+        # A daemon: a file system that hangs must not keep a process that is to end. What it leaves is harmless.
+        self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
+        self._writer.start()
+        return time.perf_counter() - began
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Returns when nothing is being written: None if the last save is whole (or none was begun), or its failure."""
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                return f"the checkpoint of step {self._step} was not written within {timeout_s} s"
+            self._writer = None
+        if self._bug is not None:
+            raise self._bug
+        return self._failure
+
+    def finish(self, timeout_s: float) -> None:
+        """For a run that fails: waits for the checkpoint that is being written, and says which is the last good one."""
+        if self._writer is not None and self.step_under_way is not None:
+            self._say(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                self._warn(f"the checkpoint of step {self._step} was not written within {timeout_s:g} s.")
+        if self._last_whole is not None:
+            self._say(f"the last good checkpoint: {self._last_whole}")
+
+    def _write(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
+        try:
+            partial = self.checkpoints.new_partial(facts.step)
+            try:
+                write(partial, arrays, facts)
+                self.checkpoints.put_in_place(partial, facts.step)
+            except BaseException:
+                with suppress(OSError):
+                    self.checkpoints.remove_partial(partial)
+                raise
+        except (OSError, tf.errors.OpError) as error:
+            where = self.checkpoints.folder
+            self._failure = f"the checkpoint of step {facts.step} was not written to {where}: {reason(error)}"
+            last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
+            self._warn(f"{self._failure}. The last good one: {last}. The next save tries again.")
+        except Exception as error:
+            self._bug = error  # The thread has no caller; wait() has.
+        else:
+            self._failure, self._last_whole = None, self.checkpoints.place(facts.step)
+            self._write_s = time.perf_counter() - self._began
+            self._tidy(facts)
+
+    def _tidy(self, facts: Facts) -> None:
+        try:
+            steps = self.checkpoints.steps()
+            kept = {facts.step, *steps[: self.keep]}
+            if facts.best is not None:
+                kept.add(self._mark_best(facts.best.step))
+            self.checkpoints.remove(step for step in steps if step not in kept)
+        except OSError as error:
+            self._warn(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+
+    def _mark_best(self, step: int) -> int:
+        try:
+            return self.checkpoints.mark_best(step)
+        except OSError as error:
+            if not self._has_no_links:
+                self._warn(f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}.")
+            self._has_no_links = True  # once: some file systems have none at all
+            return step
+
+    def _set_aside_damaged(self, step: int, what: Damaged) -> None:
+        place = self.checkpoints.place(step)
+        try:
+            aside = self.checkpoints.set_aside(step, "damaged").name
+            self._warn(f"{place} is damaged: {what}. It is now called {aside}.")
+        except OSError as error:
+            self._warn(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
+
+    def _warn(self, line: str) -> None:
+        self.problems.append(line)
+        self._say(f"warning: {line}")
+
+
+def open_store(
+    directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
+) -> NoStore:
+    """The checkpoints under a run directory; without one (not root) a store that does nothing.
+
+    say: shows a line; also called from the thread that writes. is_ours: whether the run still holds its directory (see
+    lease); asked before anything is put in place or removed.
+    """
+    return NoStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)

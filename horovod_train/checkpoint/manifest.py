@@ -1,0 +1,125 @@
+"""What vouches for a checkpoint: `manifest.json`, with the size and SHA-256 of each file, and a SHA-256 of itself.
+
+Needs no TensorFlow. What else the manifest tells, and what the files hold, is up to tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from horovod_train.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class Damaged(Exception):
+    """A checkpoint is not as it was written; the text names the file, what was expected and what was found."""
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Reads every byte of a checkpoint; returns its manifest.
+
+    Raises Damaged, and UserError for a format that only later versions know.
+    """
+    content = read_manifest(folder)
+    try:
+        for name, expected in content["files"].items():
+            _check_sha256(folder / name, expected["sha256"])
+    except OSError as error:
+        raise Damaged(reason(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _other_entries(error) from error
+    return content
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint whose files have the sizes that it tells; reads none of them.
+
+    Raises as `verify` does.
+    """
+    content = _read(folder)
+    try:
+        if content["format"] > FORMAT:
+            raise UserError(
+                f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
+                "Resume with the version that wrote it."
+            )
+        _check_names(content["files"])
+        for name, expected in content["files"].items():
+            _check_size(folder / name, expected["bytes"])
+    except OSError as error:
+        raise Damaged(reason(error)) from error
+    except (KeyError, TypeError) as error:
+        raise _other_entries(error) from error
+    return content
+
+
+def pack(content: Mapping[str, Any]) -> bytes:
+    """A manifest with the SHA-256 of its other entries."""
+    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
+
+
+def sha256(file: Path) -> str:
+    total = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            total.update(block)
+    return total.hexdigest()
+
+
+def reason(error: Exception) -> str:
+    """In few words what the file system, or TensorFlow on its behalf, complains about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    # TensorFlow: "{{function_node ...}} PATH; No space left on device [Op:SaveV2]"
+    path, _, said = first.rpartition("}} ")[2].partition(" [Op:")[0].rpartition("; ")
+    return f"{said}: {path}" if path else said
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        found = (folder / MANIFEST).read_bytes()
+        content = json.loads(found)
+        content.pop("sha256")
+    except FileNotFoundError as error:
+        raise Damaged(f"{MANIFEST} is missing") from error
+    except OSError as error:
+        raise Damaged(reason(error)) from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
+    # Before anything is believed, the format included: a manifest of any format is made in this way.
+    if found != pack(content):
+        raise Damaged(f"{MANIFEST}: its entries are not those that its own sha256 was taken of")
+    return content
+
+
+def _check_names(files: Mapping[str, Any]) -> None:
+    """A manifest vouches for files beside it, and for at least one: anything else is not one of ours."""
+    if not files:
+        raise Damaged(f"{MANIFEST}: names no files")
+    for name in files:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise Damaged(f"{MANIFEST}: names {name!r}, which is no file of this folder")
+
+
+def _other_entries(error: Exception) -> Damaged:
+    return Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}")
+
+
+def _check_size(file: Path, expected: int) -> None:
+    if not file.exists():
+        raise Damaged(f"{file.name} is missing")
+    if (found := file.stat().st_size) != expected:
+        raise Damaged(f"{file.name}: expected {expected} bytes, found {found}")
+
+
+def _check_sha256(file: Path, expected: str) -> None:
+    if (found := sha256(file)) != expected:
+        raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {found[:12]}…")

@@ -1,0 +1,180 @@
+"""One checkpoint: a folder with TensorFlow's checkpoint files and a manifest. Writes, verifies and loads it.
+
+Knows nothing of the checkpoints beside it; see folder. What a manifest vouches for: manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.checkpoint import manifest
+from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, Damaged, reason, sha256
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config
+from horovod_train.errors import UserError
+
+PREFIX = "state"
+"""What the names of TensorFlow's files begin with: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
+
+
+_NEEDED = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far. Its checkpoint, where one was saved at that step, is never removed."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint tells beside its arrays. `config` and `versions` hold what JSON can."""
+
+    step: int
+    epoch: int
+    records: int
+    ranks: int
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    best: Best | None = None
+    data: str = ""
+    """Fingerprint of the order and content of the training records; equal where `records` means the same records."""
+    data_files: str = ""
+    """Which files those were, as data.identity packs them; "" where an earlier version saved."""
+
+    def setting(self, path: str) -> Any:
+        """A setting of the run that wrote it, by its `section.key`; today's default where that version had none."""
+        found: Any = self.config
+        default: Any = as_dict(Config())
+        for key in path.split("."):
+            default = default[key]
+            found = found[key] if isinstance(found, Mapping) and key in found else default
+        return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was whole when it was looked at."""
+
+    folder: Path
+    facts: Facts
+    written_at: str
+    """When, in ISO 8601, UTC."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What it was written under."""
+        return self.facts.config
+
+    def read(self) -> dict[str, np.ndarray]:
+        """All arrays by name. Raises Damaged where TensorFlow cannot read what the manifest vouched for."""
+        try:
+            reader = tf.train.load_checkpoint(str(self.folder / PREFIX))
+            return {name: np.asarray(reader.get_tensor(name)) for name in sorted(reader.get_variable_to_shape_map())}
+        except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
+            raise Damaged(f"cannot be read: {reason(error)}") from error
+
+    def names(self) -> set[str]:
+        """Of all arrays. Raises Damaged as `read` does."""
+        try:
+            return set(tf.train.load_checkpoint(str(self.folder / PREFIX)).get_variable_to_shape_map())
+        except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
+            raise Damaged(f"cannot be read: {reason(error)}") from error
+
+
+def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
+    """Makes `folder` with all that a checkpoint is, synced to the disk; the manifest comes last.
+
+    Raises OSError or tf.errors.OpError where the file system refuses, and leaves what it has written.
+    """
+    folder.mkdir()  # SaveV2 would make the parents too, even where the disk that held them has gone.
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=str(folder / PREFIX),
+            tensor_names=list(arrays),
+            shape_and_slices=[""] * len(arrays),
+            tensors=[tf.convert_to_tensor(array) for array in arrays.values()],
+        )
+    files = sorted(folder.iterdir())
+    for file in files:
+        sync(file)
+    content = {
+        "format": FORMAT,
+        **dataclasses.asdict(facts),
+        "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
+    }
+    with (folder / MANIFEST).open("xb") as opened:
+        opened.write(manifest.pack(content))
+    sync(folder / MANIFEST)
+    sync(folder)
+
+
+def verify(folder: Path) -> Checkpoint:
+    """Reads every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
+    content = manifest.verify(folder)
+    for name in _NEEDED:
+        if name not in content["files"]:
+            raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
+    try:
+        best = None if content["best"] is None else Best(**content["best"])
+        facts = {field.name: content[field.name] for field in dataclasses.fields(Facts) if field.name in content}
+        return Checkpoint(folder, Facts(**{**facts, "best": best}), content["written_at"])
+    except (KeyError, TypeError) as error:
+        raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
+
+
+def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Gives variables their saved values; returns the arrays that none of them asked for, `ranks/...` among them.
+
+    Raises UserError, before it has changed anything, where a variable was not saved or has another shape or dtype.
+    """
+    try:
+        arrays = checkpoint.read()
+    except Damaged as error:
+        raise UserError(f"{checkpoint.folder}: {error}.") from error
+    for name, variable in variables.items():
+        if name not in arrays:
+            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_otherwise(name)}.")
+        saved, wanted = arrays[name], variable.shape.as_list()
+        if list(saved.shape) != wanted or saved.dtype.name != variable.dtype.name:
+            raise UserError(
+                f"{checkpoint.folder}: {name} is {saved.dtype.name} {list(saved.shape)}; "
+                f"the model's is {variable.dtype.name} {wanted}."
+            )
+    for name, variable in variables.items():
+        variable.assign(arrays.pop(name))
+    return arrays
+
+
+def _otherwise(name: str) -> str:
+    """What was other in a run whose checkpoints lack a variable, as the end of a sentence."""
+    of_settings = {"ema/": "without train.ema_decay", "exchange/": "with another train.synchronization"}
+    found = [other for prefix, other in of_settings.items() if name.startswith(prefix)]
+    return found[0] if found else "from another model or optimizer"
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or the names in a folder, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync folders, and say so.
+        if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)

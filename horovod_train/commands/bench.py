@@ -1,0 +1,26 @@
+"""The command `bench`: measures a part of the trainer beside other ways to do the same, taking turns.
+
+python -m horovod_train.main bench input data/digits/train
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+KINDS = {
+    "input": ("horovod_train.commands.bench_input", "reading, parsing and batching, on one rank"),
+    "synchronization": ("horovod_train.commands.bench_synchronization", "ways of when to exchange: speed and result"),
+    "exchange": ("horovod_train.commands.bench_exchange", "ways for the ranks of this host to exchange gradients"),
+}
+"""name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name, (module, line) in KINDS.items():
+        importlib.import_module(module).add_arguments(kinds.add_parser(name, help=line, description=line))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return int(importlib.import_module(KINDS[arguments.kind][0]).run(arguments))

@@ -1,0 +1,80 @@
+"""What `bench input` compares: functions (passes over the records) → batches, all of the same tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from horovod_train.config.settings import Config
+from horovod_train.data.dataset import Records
+from horovod_train.data.decoding import decode_image
+from horovod_train.data.features import Feature
+from horovod_train.data.parsing import example_spec
+from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.data.transforms import cast_and_scale
+
+Contender = Callable[[int], tf.data.Dataset]
+
+
+def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
+    """The trainer's own pipeline, without augmentation."""
+    data = dataclasses.replace(config.data, augment=())
+    return build_pipeline(records, data, rank=0, size=1, seed=config.seed, training=True, global_batch_size=batch_size)
+
+
+def build(records: Records, config: Config, batch_size: int, parse_calls: int, plan_name: str) -> dict[str, Contender]:
+    """The contenders by name. `parse_calls` is how many records at once are parsed by the one that does it singly."""
+    pipeline, window = build_ours(records, config, batch_size), config.data.shuffle_window
+    used = {*records.schema.inputs, *records.schema.targets}
+    features = {name: feature for name, feature in records.schema.features.items() if name in used}
+    specs = {name: example_spec(feature) for name, feature in features.items()}
+    epochs = itertools.count()
+
+    def plan(passes: int) -> tf.data.Dataset:
+        epoch = next(epochs) * passes
+        return pipeline.batches(epoch, epochs=passes)
+
+    def shuffled(passes: int) -> tf.data.Dataset:
+        names, packing = [source.path for source in records.index.files], records.index.files[0].packing
+        data = tf.data.TFRecordDataset(names, packing, num_parallel_reads=tf.data.AUTOTUNE)
+        return data.shuffle(window, reshuffle_each_iteration=True).repeat(passes)
+
+    def finish(parsed: dict[str, tf.Tensor], rank: int) -> dict[str, tf.Tensor]:
+        return {name: _finish(feature, parsed[name], rank) for name, feature in features.items()}
+
+    def whole(passes: int) -> tf.data.Dataset:
+        data = shuffled(passes).batch(batch_size)
+        data = data.map(lambda rows: finish(tf.io.parse_example(rows, specs), 1), num_parallel_calls=tf.data.AUTOTUNE)
+        return data.prefetch(tf.data.AUTOTUNE)
+
+    def singly(passes: int) -> tf.data.Dataset:
+        data = shuffled(passes)
+        data = data.map(lambda row: finish(tf.io.parse_single_example(row, specs), 0), num_parallel_calls=parse_calls)
+        return data.batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+    return {
+        plan_name: plan,
+        f"shuffle({window}), whole batches parsed": whole,
+        f"shuffle({window}), parsed one by one": singly,
+    }
+
+
+def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) -> tf.Tensor:
+    """The tensor of a feature; `rank` is 1 for a batch, 0 for one record."""
+    if feature.max_length:
+        if rank:
+            values = values.to_tensor(feature.padding, shape=[None, feature.max_length])
+        else:
+            values = tf.pad(values, [[0, feature.max_length - tf.size(values)]], constant_values=feature.padding)
+    elif feature.decode == "raw":
+        values = tf.reshape(tf.io.decode_raw(values, feature.raw_dtype), [-1] * rank + list(feature.shape))
+    elif feature.decode == "image":
+        no_draws = tf.zeros(0)
+        if rank:
+            values = tf.map_fn(lambda f: decode_image(feature, f, no_draws, None), values, fn_output_signature=tf.uint8)
+        else:
+            values = decode_image(feature, values, no_draws, None)
+    return cast_and_scale(feature, values)

@@ -1,0 +1,144 @@
+"""What each rank of `bench exchange` runs: trains a system on made-up records, and root writes how fast that went.
+
+The step is the trainer's own. `--alone` leaves out the exchange and nothing else: the ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horovod_train.output import tensorflow_noise
+
+tensorflow_noise.load_tensorflow()
+
+import keras  # noqa: E402  TensorFlow speaks when it is first loaded
+import tensorflow as tf  # noqa: E402
+
+from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
+from horovod_train.data.pipeline import Batch  # noqa: E402
+from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
+from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
+from horovod_train.models import build_model  # noqa: E402
+from horovod_train.training.losses import build_loss  # noqa: E402
+from horovod_train.training.metrics import Accumulator  # noqa: E402
+from horovod_train.training.objective import Objective  # noqa: E402
+from horovod_train.training.state import TrainState  # noqa: E402
+from horovod_train.training.step import TrainStep  # noqa: E402
+from horovod_train.training.sync import EveryStep, Exchanged  # noqa: E402
+
+WINDOWS = 5
+"""Parts that the measured time is cut into; the median counts."""
+
+
+class System(NamedTuple):
+    """A model, and what it is trained on: `shape` of one record, `rows` of one rank's batch."""
+
+    model: Spec
+    loss: Spec
+    optimizer: keras.optimizers.Optimizer
+    shape: tuple[int, ...]
+    rows: int
+    steps_per_call: int
+
+
+def systems() -> dict[str, System]:
+    from_logits = {"from_logits": True}
+    return {
+        "s6": System(
+            Spec("convnet"),
+            Spec("sparse_categorical_crossentropy", from_logits),
+            keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+            (28, 28, 1),
+            64,
+            10,
+        ),
+        "s1": System(Spec("mlp"), Spec("binary_crossentropy", from_logits), keras.optimizers.SGD(0.001), (5,), 100, 50),
+    }
+
+
+class Alone(EveryStep):
+    """Each rank applies its own gradients, and nobody meets."""
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(list(own), own)
+
+
+def measure(group: WorkerGroup, system: System, seconds: float, *, alone: bool) -> float:
+    """Steps a second of all ranks together, the median of WINDOWS."""
+    keras.utils.set_random_seed(1)
+    model = build_model(system.model)
+    optimizer = DistributedOptimizer(system.optimizer)
+    state = TrainState(model, optimizer, synchronization=(Alone if alone else EveryStep)(optimizer))
+    step = TrainStep(
+        state,
+        Objective(model, optimizer, build_loss(system.loss), size=group.size),
+        Accumulator(["loss", "penalty"], []),
+        rank=group.rank,
+        seed=1,
+        count_over_ranks=lambda batch: batch.count,
+    )
+    batches = _batches(system, group.size)
+    step.run(batches, system.steps_per_call)  # compiles
+    calls = 1
+    while True:
+        group.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            step.run(batches, system.steps_per_call)
+        took: float = group.broadcast_object(time.perf_counter() - began)
+        if took >= 0.2:
+            break
+        calls *= 2
+    calls = max(1, round(calls * seconds / WINDOWS / took))
+    rates = []
+    for _ in range(WINDOWS):
+        group.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            step.run(batches, system.steps_per_call)
+        rates.append(calls * system.steps_per_call / (time.perf_counter() - began))
+    return statistics.median(rates)
+
+
+def _batches(system: System, size: int) -> Iterator[Batch]:
+    inputs = tf.random.stateless_uniform((system.rows, *system.shape), (1, 2))
+    targets = tf.range(system.rows, dtype=tf.int64) % 2
+    if system.loss.name == "binary_crossentropy":
+        targets = targets[:, None]
+    weights, ids = tf.ones(system.rows), tf.range(system.rows, dtype=tf.int64)
+    batch = Batch(inputs, targets, weights, ids, tf.constant(system.rows * size, tf.int64))
+    return iter(tf.data.Dataset.from_tensors(batch).repeat())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--systems", nargs="+", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--alone", action="store_true")
+    arguments = parser.parse_args()
+    group = start(HorovodConfig(), DeviceConfig())
+    known = systems()
+    found = {
+        name: {
+            "steps_per_s": measure(group, known[name], arguments.seconds, alone=arguments.alone),
+            "rows": known[name].rows,
+        }
+        for name in arguments.systems
+    }
+    if group.is_root:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            json.dump({"exchange": group.exchange, "systems": found}, file)
+    group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

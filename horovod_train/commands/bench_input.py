@@ -1,0 +1,106 @@
+"""`bench input`: records a second of the plan, of TensorFlow's shuffle with whole batches parsed, and of one by one.
+
+All three read the same files, give the same tensors, and are drained inside TensorFlow. One rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from horovod_train.commands.tables import open_screen
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Config, DataConfig
+from horovod_train.data.dataset import Records, open_records
+from horovod_train.errors import UserError
+from horovod_train.output import tensorflow_noise
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+PLAN = "plan"
+PARSE_CALLS = 10
+"""Records parsed at once by those who parse one by one, as S1 does."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", nargs="?", metavar="PATH", help="a folder of records, or a glob")
+    parser.add_argument("--config", nargs="+", metavar="YAML", help="read what it trains on")
+    parser.add_argument("--batch-size", type=int, default=128, help="records a step; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each; default %(default)s")
+    parser.add_argument("--passes", type=int, default=3, help="over the records in a turn; default %(default)s")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if bool(arguments.path) == bool(arguments.config):
+        raise UserError("bench input: give either the path of records or --config.")
+    if min(arguments.batch_size, arguments.rounds, arguments.passes) < 1:
+        raise UserError("bench input: --batch-size, --rounds and --passes must be at least 1.")
+    config = _load(arguments.config) if arguments.config else Config(data=DataConfig(train=(arguments.path,)))
+    if config.data.parse:
+        raise UserError("bench input: needs features; data.parse cannot be taken apart.")
+    records = open_records(config.data, "train")
+    tensorflow_noise.load_tensorflow()
+    _show(records, _measure(records, config, arguments), _starts(records, config, arguments.batch_size))
+    return 0
+
+
+def _load(words: list[str]) -> Config:
+    return load([word for word in words if "=" not in word], [word for word in words if "=" in word])[0]
+
+
+def _measure(records: Records, config: Config, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a pass, of each turn of each contender. One more turn, first, is not counted."""
+    from horovod_train.commands import bench_contenders
+
+    contenders = bench_contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(arguments.rounds + 1):
+        for name, build in contenders.items():
+            drained = _drain(build, arguments.passes, records.index.num_records, arguments.batch_size)
+            seconds[name].append(drained / arguments.passes)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def _drain(build: Callable[[int], tf.data.Dataset], passes: int, num_records: int, batch_size: int) -> float:
+    started = time.perf_counter()
+    batches = build(passes).reduce(0, lambda count, *_: count + 1)
+    seconds = time.perf_counter() - started
+    assert int(batches) >= passes * (num_records // batch_size), "a contender left records out"
+    return seconds
+
+
+def _starts(records: Records, config: Config, batch_size: int) -> dict[str, float]:
+    """Seconds until the first batch, at the beginning of an epoch and near its end."""
+    from horovod_train.commands import bench_contenders
+
+    pipeline = bench_contenders.build_ours(records, config, batch_size)
+    found = {}
+    for percent in (0, 90):
+        times = []
+        for epoch in range(3):
+            started = time.perf_counter()
+            next(iter(pipeline.batches(epoch, pipeline.steps_per_epoch * percent // 100)))
+            times.append(time.perf_counter() - started)
+        found[f"{percent} %"] = statistics.median(times)
+    return found
+
+
+def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
+    console = open_screen()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("", "records/s", "slowest", "fastest", "MB/s", "ratio"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    size = sum(source.size for source in records.index.files)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        rates = [f"{records.index.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
+        ratio = f"{median[name] / median[PLAN]:.2f}"
+        table.add_row(name, *rates, f"{size / median[name] / 1e6:.1f}", ratio)
+    console.print(table)
+    print("the plan's first batch: " + ", ".join(f"at {at} of an epoch {value:.2f} s" for at, value in starts.items()))

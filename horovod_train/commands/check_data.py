@@ -1,0 +1,192 @@
+"""The command `check-data`: reads every record and prints what is there; or what each rank would read; or did read.
+
+python -m horovod_train.main check-data data/digits
+python -m horovod_train.main check-data --config configs/digits_convnet.yaml --np 6 --epochs 2
+python -m horovod_train.main check-data --audit runs/digits
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from horovod_train.commands.tables import open_screen
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Config, DataConfig
+from horovod_train.data.audit import EpochAudit, audit
+from horovod_train.data.dataset import build_plan, find_records, open_records, scan_records
+from horovod_train.data.files import record_folders
+from horovod_train.data.rank_shares import epoch_shares
+from horovod_train.errors import UserError
+from horovod_train.output import tensorflow_noise
+
+if TYPE_CHECKING:
+    from horovod_train.data.validation import FeatureSummary, Report
+
+_ROWS_PER_RANK = 32  # of a batch, where nobody has said how large it is
+_SHOWN = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder of records or of splits, or a glob")
+    parser.add_argument("--config", nargs="+", metavar="YAML", help="check what it trains and evaluates on")
+    parser.add_argument("--np", type=int, metavar="N", help="show what each of N ranks would read instead")
+    parser.add_argument("--epochs", type=int, default=1, help="in how many epochs, with --np; default %(default)s")
+    parser.add_argument("--audit", metavar="RUN_DIR", help="check what the ranks of a run did read instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    console = open_screen()
+    if arguments.audit:
+        epochs = audit(arguments.audit)
+        _show_audit(console, epochs)
+        return _compare_data(console, arguments.audit, epochs[-1])
+    configs = _configs(arguments)
+    if arguments.np is not None:
+        trained_on = configs if arguments.paths else configs[:1]
+        return max(_show_shares(console, config, arguments.np, arguments.epochs) for config in trained_on)
+    return _check(console, configs)
+
+
+def _check(console: Console, configs: Sequence[Config]) -> int:
+    for config in configs:
+        find_records(config.data, "train")  # a wrong path is said before TensorFlow is loaded
+    tensorflow_noise.load_tensorflow()
+    from horovod_train.data.validation import check_split
+
+    reports = [check_split(config.data, "train") for config in configs]
+    for report in reports:
+        _show_report(console, report)
+    bad = [sentence for report in reports for sentence in report.bad]
+    for sentence in bad[:_SHOWN]:
+        console.print(sentence, markup=False)
+    if bad:
+        shown = f", the first {_SHOWN} shown" if len(bad) > _SHOWN else ""
+        raise UserError(f"check-data: {len(bad)} {'fault' if len(bad) == 1 else 'faults'}{shown}.")
+    return 0
+
+
+def _configs(arguments: argparse.Namespace) -> list[Config]:
+    """One for each split, which is its `data.train`."""
+    if bool(arguments.paths) == bool(arguments.config):
+        raise UserError("check-data: give either the path of records or --config.")
+    if arguments.paths:
+        folders = [folder for path in arguments.paths for folder in record_folders(path)]
+        return [Config(data=DataConfig(train=(folder,))) for folder in folders]
+    files = [word for word in arguments.config if "=" not in word]
+    config, _ = load(files, [word for word in arguments.config if "=" in word])
+    splits = [config.data.train, *([config.data.eval] if config.data.eval else [])]
+    return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
+
+
+# --- reports ----------------------------------------------------------------------------------------------------
+
+
+def _show_report(console: Console, report: Report) -> None:
+    console.print(
+        f"{report.where}: {report.records} records in {report.files} files, {report.bytes / 1e6:.1f} MB; "
+        f"{len(report.bad)} faults, {report.duplicates} duplicates",
+        markup=False,
+    )
+    rows = [
+        (name, f.dtype, str(list(f.shape)), *(_number(value) for value in (f.low, f.high, f.mean)))
+        for name, f in report.features.items()
+    ]
+    console.print(_table(("feature", "stored as", "shape", "least", "most", "mean"), rows))
+    for name, feature in report.features.items():
+        if feature.histogram:
+            console.print(f"{name}: {_histogram(feature)}", markup=False)
+    console.print()
+
+
+def _histogram(feature: FeatureSummary) -> str:
+    counts = sorted((feature.histogram or {}).items())
+    shown = ", ".join(f"{value}: {count}" for value, count in counts[:_SHOWN])
+    return f"{shown}, … {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else shown
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+# --- what ranks would read --------------------------------------------------------------------------------------
+
+
+def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
+    data = config.data
+    if size < 1 or epochs < 1:
+        raise UserError(f"check-data: --np and --epochs must be at least 1; received {size} and {epochs}.")
+    records = open_records(data, "train")
+    index = records.index
+    batch = data.global_batch_size or (data.batch_size_per_rank or _ROWS_PER_RANK) * size
+    plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
+    console.print(
+        f"{', '.join(data.train)}: {plan.num_records} records in {len(index.file)} blocks; {size} ranks, "
+        f"global batch {batch}, {plan.steps_per_epoch} steps an epoch, seed {config.seed}",
+        markup=False,
+    )
+    rows, wrong = [], 0
+    for epoch in range(epochs):
+        shares, counts = epoch_shares(plan, index, epoch, size)
+        for s in shares:
+            first = ", ".join(map(str, s.first)) + ", …"
+            rows.append((epoch, s.rank, s.records, s.padding, s.blocks, f"{s.bytes / 1e6:.1f}", first))
+        expected = min(plan.num_records, plan.steps_per_epoch * batch)
+        wrong += int(np.sum(counts > 1)) + abs(int(np.sum(counts > 0)) - expected)
+    console.print(_table(("epoch", "rank", "records", "padding rows", "blocks", "MB", "first records"), rows))
+    console.print("each record once an epoch" if not wrong else f"{wrong} records not once an epoch")
+    return 0 if not wrong else 1
+
+
+# --- what ranks did read ----------------------------------------------------------------------------------------
+
+
+def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
+    rows = []
+    for e in epochs:
+        missing = str(len(e.missing)) if e.is_whole else "not over"
+        ranks = " → ".join(map(str, e.sizes))
+        rows.append((e.epoch, f"{e.steps} of {e.steps_per_epoch}", ranks, e.records, missing, len(e.twice)))
+    console.print(_table(("epoch", "steps", "ranks", "records", "missing", "twice"), rows))
+    for e in epochs:
+        for what, records in (("missing", e.missing), ("twice", e.twice)):
+            if records:
+                console.print(f"epoch {e.epoch}: {what}: {', '.join(map(str, records[:_SHOWN]))}", markup=False)
+    for e in epochs:
+        if len(e.data) > 1:
+            raise UserError(f"check-data: in epoch {e.epoch} a resume read other data, under the same numbers.")
+    if any(e.missing or e.twice for e in epochs):
+        raise UserError("check-data: not every record was consumed once an epoch.")
+
+
+def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
+    """Says whether the records that were numbered in the audit are those that lie there now. Raises UserError."""
+    try:
+        config, _ = load([os.path.join(run_dir, "config.yaml")], [])
+        found = scan_records(config.data, "train").index.digest
+    except UserError as error:
+        console.print(f"not compared with data.train as it is now: {error}", markup=False)
+        return 0
+    if last.data[0] and found != last.data[0]:
+        raise UserError(
+            f"check-data: data.train holds other records now than the run read in epoch {last.epoch}: "
+            "the numbers do not mean those."
+        )
+    console.print("data.train holds what the run read" if last.data[0] else "an earlier version did not note the data")
+    return 0
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("feature", "stored as", "first records") else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table

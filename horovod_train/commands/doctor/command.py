@@ -1,0 +1,157 @@
+"""Brings the ranks together, runs the checks in order, shows what they found. Judges nothing itself; see the checks."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.text import Text
+
+from horovod_train.commands.doctor.finding import Finding, fail
+from horovod_train.commands.tables import open_screen
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.inference.made import FINDINGS
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.files import write_whole
+
+COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
+ROOT_SPEAKS_FIRST_S = 2.0
+_NOT_TOGETHER = (
+    "the ranks did not come together within {:.0f} s. Are all hosts up, and can they reach one another? With several "
+    "networks name theirs: horovodrun --network-interfaces"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", nargs="+", metavar="YAML", help="with this run's horovod, device and output_dir")
+    parser.add_argument("--dir", metavar="DIR", help="folder that all ranks should see; default: output_dir, or here")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="to come together; default %(default)s"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 if no check failed, 1 if one did. Collective."""
+    words = arguments.config or []
+    config = None
+    if words:
+        config, _ = load([word for word in words if "=" not in word], [word for word in words if "=" in word])
+    tensorflow_noise.load_tensorflow()
+    findings, is_root = _examine(config, arguments)
+    if is_root:
+        _show(findings, arguments.json)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[Finding], bool]:
+    from horovod_train.distributed.group import start
+    from horovod_train.distributed.watchdog.stall_detector import Limits
+    from horovod_train.distributed.watchdog.watchdog import stall_environment
+
+    chosen = config or Config()
+    limits = Limits(chosen.watch.warn_after_s, chosen.watch.stop_after_s, chosen.watch.first_step_after_s)
+    alarm = _Alarm(arguments.timeout)
+    try:
+        group = start(
+            chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=stall_environment(limits)
+        )
+    except AlreadySaid:
+        return [fail("start", "another rank could not start; it says why", "")], False
+    except RunError as error:
+        # Mostly the same for all ranks: root says it, and its end ends the others before they do.
+        time.sleep(0.0 if launcher.detect().rank == 0 else ROOT_SPEAKS_FIRST_S)
+        return [fail("start", str(error), "")], True
+    except Exception as error:
+        # Libraries raise what they like here; for a doctor that is a finding.
+        text = " ".join(str(error).split())[:300]
+        return [
+            fail("start", f"Horovod does not start: {text}", "See README on installing.")
+        ], launcher.detect().rank == 0
+    finally:
+        alarm.off()
+    folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
+    findings = [finding for check in _checks(config, _existing(folder)) for finding in check(group)]
+    # Figures differ between ranks; the exit code must not.
+    findings = [Finding(**said) for said in group.broadcast_object([vars(finding) for finding in findings])]
+    group.close()
+    return findings, group.is_root
+
+
+def _checks(config: Config | None, folder: Path) -> list[Callable]:
+    from horovod_train.commands.doctor import exchange, placement, software, surroundings
+
+    return [
+        lambda group: software.check_versions(group, config),
+        lambda group: [software.check_build(group)],
+        lambda group: [placement.check_launcher(group)],
+        lambda group: [placement.check_hosts(group)],
+        lambda group: [placement.check_devices(group)],
+        lambda group: [placement.check_threads(group)],
+        lambda group: [placement.check_settings(group)],
+        lambda group: [exchange.check_averaging(group)],
+        lambda group: [exchange.check_speed(group)],
+        lambda group: [surroundings.check_network(group)],
+        lambda group: [surroundings.check_file_system(group, folder)],
+        lambda group: [surroundings.check_clocks(group)],
+    ]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it: doctor makes no run directory."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.resolve()
+
+
+def _show(findings: Sequence[Finding], to: str | None) -> None:
+    if to is not None:
+        text = json.dumps({"checks": [finding.as_dict() for finding in findings]}, indent=2)
+        if to == "-":
+            print(text, flush=True)
+            return
+        try:
+            write_whole(Path(to), text + "\n", FINDINGS)
+        except OSError as error:
+            raise UserError(f"--json {to}: {error.strerror}. Choose another name.") from error
+    console = open_screen(launched=launcher.detect().launcher != "none")
+    for finding in findings:
+        # Written at once: launchers put a prefix before what comes apart.
+        level, rest = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
+        console.print(Text.assemble((level, COLOURS[finding.level]), rest))
+        for row in finding.rows:
+            console.print(f"{'':<24}{row}", markup=False)
+    sys.stdout.flush()
+
+
+def _advice(finding: Finding) -> str:
+    return f". {finding.do}" if finding.do else ""
+
+
+class _Alarm:
+    """Ends the process where Horovod waits forever for a rank that does not come: no exception gets through to it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timer = threading.Timer(timeout_s, self._ring, [timeout_s])
+        self._timer.daemon = True
+        self._timer.start()
+        # MPI may wait while it holds Python's lock, and then no thread of Python can ring.
+        faulthandler.dump_traceback_later(timeout_s + 2, exit=True)
+
+    def off(self) -> None:
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _ring(self, timeout_s: float) -> None:
+        print(f"fail    start           {_NOT_TOGETHER.format(timeout_s)}.", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,154 @@
+"""Checks of `doctor` on where the ranks are: launcher, scheduler, hosts, devices, threads, settings."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+
+import tensorflow as tf
+
+from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.distributed.gpus import list_gpus
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import mpi_place, scheduler_tasks
+
+
+def check_launcher(group: WorkerGroup) -> Finding:
+    """Collective: who started the ranks, and whether launcher, Horovod, MPI and scheduler count alike.
+
+    Launcher and Horovod have been compared when the group started.
+    """
+    by_mpi, scheduler = mpi_place(group), scheduler_tasks()
+    counts = {"Horovod": group.size}
+    text = f"started by {group.launcher}" if group.launcher != "none" else "started by itself, without a launcher"
+    text += f": {group.size} rank{'s' * (group.size > 1)} on {len(set(group.hosts))} host(s)"
+    if by_mpi is not None:
+        counts["MPI"] = by_mpi[1]
+        text += f"; {by_mpi[2]}"
+    if scheduler is not None:
+        counts[scheduler[0]] = scheduler[1]
+    places = group.gather((group.rank, by_mpi[0] if by_mpi else group.rank))
+    facts = {"launcher": group.launcher, "counts": counts, "mpi": by_mpi and by_mpi[2]}
+    return judge_counts(text, counts, places, facts)
+
+
+def judge_counts(
+    text: str, counts: Mapping[str, int], places: Sequence[tuple[int, int]], facts: Mapping[str, object]
+) -> Finding:
+    """counts: ranks by who counts them. places: of each rank Horovod's number and MPI's."""
+    said = ", ".join(f"{who} counts {count}" for who, count in counts.items())
+    if [rank for rank, _ in places] != list(range(len(places))):
+        return fail("launcher", f"{text}; ranks are numbered {[rank for rank, _ in places]}", "Report this.", facts)
+    if counts.get("MPI", len(places)) != len(places) or any(rank != by_mpi for rank, by_mpi in places):
+        mend = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
+        return fail("launcher", f"{text}; {said}", mend, facts)
+    by_scheduler = {who: count for who, count in counts.items() if who not in ("Horovod", "MPI")}
+    for who, count in by_scheduler.items():
+        if count > 1 and len(places) == 1:
+            mend = "Each process believes that it is alone; see docs/clusters.md for how to start them together."
+            return fail("launcher", f"{text}, but {who} has started {count} tasks", mend, facts)
+        if count != len(places):
+            mend = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
+            return warning("launcher", f"{text}; {said}", mend, facts)
+    return ok("launcher", text, facts)
+
+
+def check_hosts(group: WorkerGroup) -> Finding:
+    """Ranks by host; an uneven spread makes the hosts with fewer wait."""
+    spread = Counter(group.hosts)
+    text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
+    text = f"ranks by host: {text}{', …' if len(spread) > 8 else ''}"
+    if len(set(spread.values())) > 1:
+        mend = "Give each host as many ranks: those that share a host with more of them are slower."
+        return warning("hosts", text, mend, {"ranks_by_host": dict(spread)})
+    return ok("hosts", text, {"ranks_by_host": dict(spread)})
+
+
+def check_devices(group: WorkerGroup) -> Finding:
+    """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
+    mine = group.devices[group.rank].gpu_keys
+    seen = len(tf.config.list_physical_devices("GPU"))
+    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), seen)))
+
+
+def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Finding:
+    """rows: of each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
+    facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
+    for rank, (host, uuids, listed, seen) in enumerate(rows):
+        if not uuids and listed and not seen:
+            mend = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
+            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", mend, facts)
+    holders: dict[tuple[str, str], int] = {}
+    for rank, (host, uuids, _, _) in enumerate(rows):
+        for uuid in uuids:
+            if (other := holders.setdefault((host, uuid), rank)) != rank:
+                mend = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
+                return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", mend, facts)
+    on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
+    if on_gpu == 0:
+        return ok("devices", "no GPU here: all ranks compute on CPU", facts)
+    if on_gpu < len(rows):
+        lone = next(rank for rank, row in enumerate(rows) if not row[1])
+        text = f"{on_gpu} ranks compute on GPUs, {len(rows) - on_gpu} on CPU, rank {lone} ({rows[lone][0]}) the first"
+        return fail("devices", text, "Mend that host's driver, or leave it out: the GPUs would wait for it.", facts)
+    used: Counter[str] = Counter()
+    for host, uuids, _, _ in rows:
+        used[host] += len(uuids)
+    idle = {host: listed - used[host] for host, _, listed, _ in rows if listed > used[host]}
+    if idle:
+        text = f"{on_gpu} ranks, each with a GPU of its own; idle: {idle}"
+        return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)
+    return ok("devices", f"{on_gpu} ranks, each with a GPU of its own", facts)
+
+
+def check_threads(group: WorkerGroup) -> Finding:
+    """Collective: the ranks' threads against the cores of their host, its quota and their binding."""
+    mine = tf.config.threading.get_intra_op_parallelism_threads()
+    bound = sorted(os.sched_getaffinity(0))
+    rows = group.gather((group.hosts[group.rank], mine, bound, os.cpu_count() or 1, cpu_quota()))
+    return judge_threads([(host, threads, set(cores), *more) for host, threads, cores, *more in rows])
+
+
+def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Finding:
+    """rows: of each rank host, threads, the cores that it is bound to, how many the host has, and its quota of them."""
+    per_host = Counter(host for host, *_ in rows)
+    shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
+    text = f"threads of a rank: {', '.join(shown)}; {max(per_host.values())} rank(s) on a host"
+    facts = {"threads": [threads for _, threads, *_ in rows], "cores": [cores for _, _, _, cores, _ in rows]}
+    for rank, (host, threads, bound, cores, quota) in enumerate(rows):
+        if threads > len(bound):
+            text = f"rank {rank} ({host}) has {threads} threads bound to {len(bound)} of {cores} cores"
+            return warning("threads", text, "Start it with mpirun --bind-to none, or srun --cpus-per-task.", facts)
+        together = sum(other for name, other, *_ in rows if name == host)
+        available = min(cores, quota)
+        if together > math.ceil(available):
+            text = f"{host}: {per_host[host]} ranks with {together} threads share {available:g} cores"
+            return warning("threads", text, "Start fewer ranks there, or ask for more cores.", facts)
+        share = min(quota, len(set().union(*(other for name, _, other, *_ in rows if name == host)))) / per_host[host]
+        if 2 * threads <= share:
+            text = f"rank {rank} ({host}) has {threads} threads, though its share of the host's cores is {share:g}"
+            return warning("threads", text, "Fine where it is meant; otherwise see device.intra_op_threads.", facts)
+    return ok("threads", text, facts)
+
+
+def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
+    """Cores' worth of time that the container may use; infinite where nothing limits it (cgroup version 2)."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
+def check_settings(group: WorkerGroup) -> Finding:
+    """What Horovod and MPI were told, and by whom."""
+    rows = tuple(
+        f"{setting.name}={setting.value}  ({setting.origin}{f': {setting.why}' if setting.why else ''})"
+        for setting in group.settings
+    )
+    own = sum(setting.origin != "default" for setting in group.settings)
+    text = f"{len(group.settings)} settings of Horovod and MPI, {own} of them not the defaults of this place"
+    return ok("settings", text, {"settings": [setting._asdict() for setting in group.settings]}, rows)

@@ -1,0 +1,63 @@
+"""Checks of `doctor` on what is installed: versions, how Horovod was built, the same on all ranks."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from horovod_train import __version__
+from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.config.loader import dump
+from horovod_train.config.settings import Config
+from horovod_train.distributed import consistency
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import horovod_build
+from horovod_train.errors import RanksDisagree
+
+PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "mpi4py")
+
+
+def check_versions(group: WorkerGroup, config: Config | None) -> list[Finding]:
+    """Collective: the versions, and whether all ranks have the same, and the same code and config."""
+    versions = {"horovod_train": __version__, "python": platform.python_version(), **_packages()}
+    shown = ", ".join(f"{name} {value}" for name, value in versions.items())
+    facts = {f"version of {name}": value for name, value in versions.items()}
+    facts["code of horovod_train"] = consistency.code_digest()
+    what = "versions and code"
+    if config is not None:
+        facts["config"] = consistency.digest(dump(config).encode())
+        what = "versions, code and config"
+    findings = [ok("versions", shown, versions)]
+    try:
+        consistency.check(group, facts, "now")
+    except RanksDisagree as error:
+        mend = "Give all hosts the same checkout and .venv, best on a shared file system."
+        return [*findings, fail("same everywhere", str(error), mend)]
+    return [*findings, ok("same everywhere", f"{what} are the same on {_ranks(group.size)}")]
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def check_build(group: WorkerGroup) -> Finding:
+    """What Horovod was built with, and what the ranks use of it."""
+    build = horovod_build(group)
+    text = f"Horovod built with {', '.join(build.built)}; ranks meet over {build.controller}"
+    text += f" and exchange gradients over {build.exchange}"
+    facts = {"built": list(build.built), "controller": build.controller, "exchange": build.exchange}
+    computes_on_gpu = any(device.gpu_keys for device in group.devices)
+    if computes_on_gpu and build.exchange != "NCCL":
+        mend = "HOROVOD_GPU_OPERATIONS=NCCL make install builds it to exchange between GPUs."
+        return warning("horovod", f"{text}, although ranks compute on GPUs", mend, facts)
+    return ok("horovod", text, facts)
+
+
+def _ranks(size: int) -> str:
+    return "the only rank" if size == 1 else f"all {size} ranks"

@@ -1,0 +1,187 @@
+"""Checks of `doctor` on what lies between hosts: network interfaces, a file system that all see, clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.horovod_info import clock_offsets_s, exchange_interface
+from horovod_train.output.removal import Made, remove
+
+MOST_SKEW_S = 1.0
+"""Beyond this, times in logs mislead and other tools misjudge which file is newer."""
+SEEN_WITHIN_S = 10.0
+LEAST_FREE_BYTES = 1 << 30
+_PLACE = Made("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
+
+
+class Interface(NamedTuple):
+    address: str
+    mbit_per_s: int
+    """0 where the driver does not say."""
+
+
+def check_network(group: WorkerGroup) -> Finding:
+    """Collective: the interfaces of each host, and those that the ranks were told to use."""
+    own = {name: (found.address, found.mbit_per_s) for name, found in own_interfaces().items()}
+    by_rank = group.gather((own, exchange_interface()))
+    rows = [({name: Interface(*found) for name, found in interfaces.items()}, used) for interfaces, used in by_rank]
+    return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
+
+
+def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> Finding:
+    """rows: of each rank its host, the interfaces that are up there, and those that it was told to use.
+
+    These are names with commas, or None where nobody has said. Horovodrun tells all ranks the same; under plain srun
+    each finds its own, for hosts may name theirs differently.
+    """
+    hosts = {host: interfaces for host, interfaces, _ in rows}
+    shown = "; ".join(
+        f"{host}: " + ", ".join(f"{name} {found.address}{_speed(found)}" for name, found in interfaces.items())
+        for host, interfaces in list(hosts.items())[:4]
+    )
+    told = sorted({(name, host) for host, _, names in rows if names for name in names.split(",")})
+    used = sorted({name for name, _ in told})
+    text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
+    facts: dict[str, object] = {
+        "interfaces": {host: {name: list(one) for name, one in found.items()} for host, found in hosts.items()},
+        "used": used,
+    }
+    for name in used:
+        lacking = [host for other, host in told if other == name and name not in hosts[host]]
+        if lacking:
+            mend = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", mend, facts)
+        stays = any(hosts[host][name].address.startswith("127.") for other, host in told if other == name)
+        if len(hosts) > 1 and stays:
+            mend = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", mend, facts)
+    if len(hosts) > 1 and all(len(found) < 2 for found in hosts.values()):
+        return fail("network", text, "The hosts have no network interface that is up.", facts)
+    return ok("network", text, facts)
+
+
+def own_interfaces() -> dict[str, Interface]:
+    """Interfaces of this host that are up and have an IPv4 address."""
+    found = {}
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        state = states.get(name)
+        ipv4 = [address.address for address in addresses if address.family == socket.AF_INET]
+        if ipv4 and state and state.isup:
+            # Drivers of virtual devices report 65535 or nothing.
+            found[name] = Interface(ipv4[0], state.speed if 0 < state.speed < 65535 else 0)
+    return found
+
+
+def _speed(found: Interface) -> str:
+    return f" {found.mbit_per_s / 1000:g} Gbit/s" if found.mbit_per_s else ""
+
+
+def check_file_system(group: WorkerGroup, folder: Path) -> Finding:
+    """Collective: what root writes and syncs, all ranks see; what each rank writes, root sees. Leaves nothing."""
+    token = group.broadcast_object(f".doctor-{secrets.token_hex(6)}")
+    place = folder / token
+    began, problem = time.perf_counter(), ""
+    if group.is_root:
+        problem = _try(lambda: _make(place, token))
+    written_s = time.perf_counter() - began
+    problem = group.broadcast_object(problem)
+    if problem:
+        mend = "Choose a folder that can be written to with --dir."
+        return fail("file system", f"root cannot write to {folder}: {problem}", mend)
+    began = time.perf_counter()
+    seen = _wait_for(lambda: (place / "root").read_text() == token)
+    seen_s = time.perf_counter() - began
+    own = _try(lambda: _write(place / f"rank-{group.rank}", token)) if seen else "does not see root's file"
+    rows = group.gather((own, seen_s))
+    missing: list[int] = []
+    if group.is_root:
+        missing = [rank for rank in range(group.size) if not _sees(place / f"rank-{rank}")]
+        with contextlib.suppress(OSError):
+            remove(place, _PLACE)
+    missing = group.broadcast_object(missing)
+    free = shutil.disk_usage(folder).free if folder.exists() else 0
+    problems = [f"{group.name(rank)} {own}" for rank, (own, _) in enumerate(rows) if own]
+    problems += [f"root does not see what {group.name(rank)} wrote" for rank in missing if not rows[rank][0]]
+    return judge_file_system(folder, problems, written_s, max(seen for _, seen in rows), group.broadcast_object(free))
+
+
+def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, seen_s: float, free: int) -> Finding:
+    """problems: sentences; free: bytes left."""
+    facts = {"folder": str(folder), "written_s": written_s, "seen_s": seen_s, "free_bytes": free}
+    if problems:
+        text = f"{folder} is not one folder for all ranks: {problems[0]}"
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        return fail("file system", f"{text}{more}", "Take a folder on a shared file system; see --dir.", facts)
+    text = f"{folder}: written and synced in {written_s * 1e3:.0f} ms, seen by all after {seen_s * 1e3:.0f} ms"
+    text += f"; {free / 1e9:.0f} GB free"
+    if free < LEAST_FREE_BYTES:
+        return warning("file system", text, "Make room: a save that fails is lost.", facts)
+    if max(written_s, seen_s) > 2:
+        return warning("file system", text, "Saves and starts will take long; look at its server's load.", facts)
+    return ok("file system", text, facts)
+
+
+def _make(place: Path, token: str) -> None:
+    place.mkdir(parents=False)
+    _write(place / "root", token)
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("x") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _try(action: Callable[[], None]) -> str:
+    """What the file system says against it; nothing where it is done."""
+    try:
+        action()
+    except OSError as error:
+        return f"cannot write there: {error.strerror or error}"
+    return ""
+
+
+def _sees(path: Path) -> bool:
+    return _wait_for(lambda: bool(path.read_text()))
+
+
+def _wait_for(is_so: Callable[[], bool]) -> bool:
+    """Network file systems show new files late."""
+    until = time.monotonic() + SEEN_WITHIN_S
+    while True:
+        with contextlib.suppress(OSError):
+            if is_so():
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+
+
+def check_clocks(group: WorkerGroup) -> Finding:
+    """Collective: how far the hosts' clocks are apart."""
+    return judge_clocks(clock_offsets_s(group), group.hosts)
+
+
+def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> Finding:
+    """offsets_s: of each rank's clock from root's."""
+    worst = max(range(len(offsets_s)), key=lambda rank: abs(offsets_s[rank]))
+    facts = {"offsets_s": [round(offset, 6) for offset in offsets_s]}
+    skew = abs(offsets_s[worst])
+    if skew > MOST_SKEW_S:
+        text = f"rank {worst} ({hosts[worst]}) is {offsets_s[worst]:+.1f} s from root's clock"
+        return warning("clocks", text, "Start chrony or ntpd there: times in logs mislead.", facts)
+    return ok("clocks", f"within {max(skew * 1e3, 0.1):.1f} ms of one another", facts)

@@ -1,0 +1,54 @@
+"""The command `evaluate`: loss and metrics of a trained model over data.eval, on as many ranks as are started.
+
+python -m horovod_train.main evaluate runs/digits_convnet --checkpoint best
+horovodrun -np 4 python -m horovod_train.main evaluate runs/digits_convnet data.eval=data/other/eval --out figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from horovod_train.commands import run_selection
+from horovod_train.data.dataset import look_before_start
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import RunError, UserError
+from horovod_train.inference.made import FIGURES
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.files import write_whole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    run_selection.add_arguments(parser)
+    parser.add_argument("--out", metavar="FILE.json", help="also write the figures there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config, checkpoint = run_selection.choose(arguments)
+    if not config.data.eval:
+        raise UserError("data.eval: is required: the records to evaluate.")
+    if arguments.out:
+        run_selection.check_out(arguments.out, FIGURES)
+    look_before_start(config.data, "eval", ranks=launcher.detect().size)
+    tensorflow_noise.load_tensorflow()
+    from horovod_train.inference.run import evaluate
+
+    figures = evaluate(config, checkpoint, arguments.weights)
+    if figures is not None:
+        print(
+            "  ".join(
+                f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in figures.items()
+            )
+        )
+        if arguments.out:
+            _write(arguments.out, figures)
+    return 0
+
+
+def _write(out: str, figures: dict[str, float | int | str]) -> None:
+    try:
+        write_whole(Path(out), json.dumps(figures, indent=2) + "\n", FIGURES)
+    except OSError as error:
+        raise RunError(f"--out {out}: cannot be written: {error.strerror}.") from error

@@ -1,0 +1,39 @@
+"""For `explain`: whether a run still holds its directory, on any host. Changes nothing there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from horovod_train.output.lease import POLL_S, REFRESH_S, read_lease
+
+WATCH_S = 2 * REFRESH_S
+
+
+def find_running(run_dir: Path, say: Callable[[str], None], watch_s: float = WATCH_S) -> str | None:
+    """Return who holds the directory and how that shows, in words; None where no run holds it.
+
+    A lease that was refreshed within watch_s is held. One that looks older is watched for that long, since the clock
+    that stamps it may differ from ours; say: told before that.
+    """
+    try:
+        holder, first, lives_here = read_lease(run_dir)
+    except OSError:
+        return None
+    name = "a process that has not said its name" if holder is None else str(holder)
+    if lives_here is not None:
+        return f"{name}, a process on this host" if lives_here else None
+    if 0 <= time.time() - first <= watch_s:
+        return f"{name}, whose lease was refreshed {time.time() - first:.0f} s ago"
+    say(f"{run_dir}: is held by {name}. Watching its lease for {watch_s:.0f} s …")
+    end = time.monotonic() + watch_s
+    while time.monotonic() < end:
+        time.sleep(POLL_S)
+        try:
+            holder, now, _ = read_lease(run_dir)
+        except OSError:
+            return None
+        if now != first:
+            return f"{name if holder is None else holder}, whose lease was refreshed just now"
+    return None

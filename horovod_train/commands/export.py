@@ -1,0 +1,55 @@
+"""The command `export`: a trained model as a file that needs no Horovod, no horovod_train and no checkpoint to load.
+
+python -m horovod_train.main export runs/digits_convnet --out digits.keras     # keras.saving.load_model("digits.keras")
+python -m horovod_train.main export runs/digits_convnet --out digits           # tf.saved_model.load("digits")
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from pathlib import Path
+
+from horovod_train.commands import run_selection
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import UserError
+from horovod_train.inference.made import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
+from horovod_train.output import tensorflow_noise
+from horovod_train.output.removal import draft_of, remove, replace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    run_selection.add_arguments(parser)
+    parser.add_argument("--out", required=True, metavar="FILE.keras|DIR", help="a Keras file, or a SavedModel's folder")
+    parser.add_argument("--force", action="store_true", help="replace it if it exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if launcher.detect().size > 1:
+        raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
+    config, checkpoint = run_selection.choose(arguments)
+    out = Path(os.path.abspath(arguments.out))
+    made, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
+    run_selection.check_out(str(out), made)
+    if os.path.lexists(out) and not arguments.force:
+        raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
+    tensorflow_noise.load_tensorflow()
+    from horovod_train.checkpoint.folder import open_checkpoint
+    from horovod_train.inference.export import write_model
+    from horovod_train.inference.restore import build_bare_model, load_weights
+
+    model = build_bare_model(config)
+    found = open_checkpoint(checkpoint, "--checkpoint")
+    weights = load_weights(model, found, arguments.weights)
+    draft = draft_of(out).with_suffix(f".partial{out.suffix}" if made is KERAS_FILE else ".partial")
+    try:
+        write_model(model, draft)
+        replace(draft, out, made)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            remove(draft, unfinished)
+    print(f"{out}: {weights} weights of {found.folder}, step {found.facts.step}, epoch {found.facts.epoch}")
+    return 0

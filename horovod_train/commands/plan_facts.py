@@ -1,0 +1,212 @@
+"""For `plan`: what a run on N ranks comes to, in numbers. Reads the records' index, no records; needs no TensorFlow."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from horovod_train.commands.plan_resume import Start
+from horovod_train.commands.plan_sizes import find_size, memory, record_bytes
+from horovod_train.config.settings import Config, resolve
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
+from horovod_train.data.sampler import Plan
+from horovod_train.errors import UserError
+from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
+
+Facts = dict[str, Any]
+
+_RATE_ROWS = 10
+
+
+def collect(
+    config: Config,
+    ranks: int,
+    start: Start | None,
+    *,
+    parameters: str | None,
+    examples_per_s: float | None,
+    time_s: float | None,
+) -> tuple[Facts, list[str]]:
+    """The facts by section, as JSON can hold them, and what is worth a second look. Raises UserError.
+
+    start: the checkpoint to resume from. parameters: as `--parameters` was given. examples_per_s: over all ranks.
+    time_s: until the scheduler ends the job.
+    """
+    asked, config = config, resolve(config, ranks, start.global_batch_size if start else None)
+    records = open_records(config.data, "train")
+    eval_records = open_records(config.data, "eval") if config.data.eval else None
+    batch = config.data.global_batch_size
+    assert batch is not None
+    plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
+    check_room_to_shuffle(plan, records, config.data, ranks)
+    horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
+    steps = save_steps(config, horizon)
+    size = find_size(config, parameters, start)
+    at_once = min(len(steps), config.checkpoint.keep + (config.checkpoint.best is not None))
+    in_memory = memory(config, size, record_bytes(config, plan, records, eval_records, ranks))
+    facts: Facts = {
+        "ranks": ranks,
+        "records": {"train": _records(records), "eval": _records(eval_records) if eval_records else None},
+        "batch": {"global": batch, "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items()))},
+        "steps": {
+            "per_epoch": horizon.steps_per_epoch,
+            "total": horizon.total_steps,
+            "epochs": round(horizon.total_steps / horizon.steps_per_epoch, 4),
+            "records_in_last_of_epoch": plan.count(horizon.steps_per_epoch - 1),
+        },
+        "records_per_rank": _extremes(records_by_rank(plan, ranks)),
+        "learning_rate": learning_rates(config, horizon),
+        "checkpoints": {
+            "count": len(steps),
+            "every_minutes": config.checkpoint.every_minutes,
+            "kept": at_once,
+            "bytes_each": size.checkpoint_bytes,
+            # One more while it is being written.
+            "bytes_at_most": None if size.checkpoint_bytes is None else (at_once + 1) * size.checkpoint_bytes,
+            "source": size.source,
+        },
+        "memory_per_rank": {"parameters": size.parameters, "source": size.source, "bytes": in_memory},
+        "resume": _resume(start, horizon),
+        "time": _time(config, plan, horizon, eval_records, examples_per_s, time_s),
+    }
+    return facts, [*_kept_batch(asked, batch, ranks), *_second_look(config, facts)]
+
+
+def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
+    """Records of a whole batch on each rank: neighbouring lanes of the plan, cut as evenly as it goes."""
+    return np.diff(np.arange(ranks + 1) * global_batch_size // ranks).tolist()
+
+
+def records_by_rank(plan: Plan, ranks: int) -> list[int]:
+    """Records of an epoch on each rank."""
+    lanes = plan.global_batch_size
+    used = plan.steps_per_epoch * lanes if plan.drop_remainder else plan.num_records
+    used = min(used, plan.num_records)
+    edges = np.arange(ranks + 1) * lanes // ranks
+    if plan.order == "file":
+        whole, rest = divmod(used, lanes)
+        lane = whole * np.arange(lanes + 1) + np.arange(lanes + 1) * rest // lanes
+        return np.diff(lane[edges]).tolist()
+    starts = np.arange(lanes + 1) * plan.num_records // lanes
+    lengths = np.minimum(np.diff(starts), plan.steps_per_epoch)
+    return np.diff(np.concatenate([[0], np.cumsum(lengths)])[edges]).tolist()
+
+
+def save_steps(config: Config, horizon: Horizon) -> list[int]:
+    """The steps at which a checkpoint is saved, but for those that the clock decides on or an evaluation."""
+    every = config.checkpoint.every_steps
+    steps = set(range(every, horizon.total_steps + 1, every)) if every else set()
+    if config.checkpoint.every_epochs:
+        by_epoch = config.checkpoint.every_epochs * horizon.steps_per_epoch
+        steps |= set(range(by_epoch, horizon.total_steps + 1, by_epoch))
+    return sorted(steps | {horizon.total_steps})
+
+
+def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
+    """epoch, step and rate at about a dozen steps: the first, the last, where warm-up ends, where the rate jumps.
+
+    Of a decay of the user's own the name: its rates need TensorFlow.
+    """
+    decay = config.lr_schedule.decay
+    if ":" in decay.name:
+        return decay.name
+    rate, last = build_formula(config.lr_schedule, horizon), horizon.total_steps - 1
+    steps = {0, last, *(round(last * part / _RATE_ROWS) for part in range(_RATE_ROWS))}
+    if config.lr_schedule.warmup_epochs:
+        steps.add(horizon.steps(config.lr_schedule.warmup_epochs) - 1)
+    for epochs in decay.options.get("boundaries_epochs", []):
+        steps |= {horizon.steps(epochs) - 1, horizon.steps(epochs)}
+    chosen = np.array(sorted(step for step in steps if 0 <= step <= last), np.float64)
+    rates = rate(chosen, np) + np.zeros_like(chosen)
+    return [
+        {"epoch": step / horizon.steps_per_epoch, "step": int(step), "rate": float(value)}
+        for step, value in zip(chosen, rates, strict=True)
+    ]
+
+
+def _records(records: Records) -> Facts:
+    files = records.index.files
+    return {
+        "records": records.index.num_records,
+        "files": len(files),
+        "bytes": sum(file.size for file in files),
+        "inputs": list(records.schema.inputs),
+        "targets": list(records.schema.targets),
+    }
+
+
+def _extremes(values: list[int]) -> dict[str, int]:
+    return {"least": min(values), "most": max(values)}
+
+
+def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
+    if start is None:
+        return None
+    left = max(0, horizon.total_steps - start.step)
+    return {"path": str(start.folder), "step": start.step, "ranks": start.ranks, "steps_left": left}
+
+
+def _time(
+    config: Config,
+    plan: Plan,
+    horizon: Horizon,
+    eval_records: Records | None,
+    examples_per_s: float | None,
+    time_s: float | None,
+) -> Facts | None:
+    """Seconds of the whole run at a throughput, evaluation counted at the same; or the throughput that a time takes."""
+    whole, rest = divmod(horizon.total_steps, horizon.steps_per_epoch)
+    per_epoch = min(plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
+    trained = whole * per_epoch + rest * horizon.global_batch_size
+    evaluations = _evaluations(config, horizon) if eval_records else 0
+    work = trained + evaluations * (eval_records.index.num_records if eval_records else 0)
+    if examples_per_s is not None:
+        seconds = work / examples_per_s
+        jobs = None if time_s is None else math.ceil(seconds / time_s)
+        return {"records": work, "seconds": seconds, "walltime_s": time_s, "jobs": jobs}
+    if time_s is not None:
+        return {"records": work, "walltime_s": time_s, "needs_examples_per_s": work / time_s}
+    return None
+
+
+def _evaluations(config: Config, horizon: Horizon) -> int:
+    steps: set[int] = set()
+    by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
+    for every in filter(None, (config.eval.every_steps, by_epoch)):
+        steps |= set(range(every, horizon.total_steps + 1, every))
+    return len(steps | ({horizon.total_steps} if by_epoch else set()))
+
+
+def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
+    """Where a resumed run keeps the global batch that it began with; see resume.resolve_as_before."""
+    per_rank = asked.data.batch_size_per_rank
+    if asked.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
+        alone = per_rank * ranks
+        yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
+
+
+def _second_look(config: Config, facts: Facts) -> Iterator[str]:
+    """What is no fault and yet may not be meant."""
+    rows, ranks, data = facts["batch"]["rows_per_rank"], facts["ranks"], config.data
+    if len(rows) > 1:
+        batch = facts["batch"]["global"]
+        even = -(-batch // ranks) * ranks
+        yield f"the ranks' shares of a batch differ: those with fewer records wait. Even: a global batch of {even}"
+    if facts["steps"]["records_in_last_of_epoch"] < ranks:
+        yield "some ranks have no record in the last step of an epoch; they take part in the exchange with zeros"
+    schedule = config.lr_schedule
+    if schedule.warmup_epochs > facts["steps"]["epochs"]:
+        yield f"lr_schedule.warmup_epochs: {schedule.warmup_epochs:g} is more than the run has: the rate only rises"
+    if facts["resume"] and not facts["resume"]["steps_left"]:
+        yield f"{config.output_dir} holds this run's last step already: there is nothing left to train"
+    if data.stage_dir:
+        yield f"data.stage_dir: {data.stage_dir} is a folder of the nodes and was not looked at from here"
+
+
+def check_positive(value: float | None, option: str) -> None:
+    if value is not None and not value > 0:
+        raise UserError(f"{option}: must be above 0; received {value:g}.")

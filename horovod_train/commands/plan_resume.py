@@ -1,0 +1,50 @@
+"""For `plan`: the checkpoint that a run would resume from. Reads manifests, no arrays; needs no TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod_train.checkpoint.layout import CHECKPOINTS, find_start
+from horovod_train.checkpoint.manifest import Damaged, read_manifest
+from horovod_train.config.settings import Config
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the manifest of a checkpoint tells. size: bytes of its files. ranks: None where it does not tell."""
+
+    folder: Path
+    step: int
+    ranks: int | None
+    size: int
+    config: Mapping[str, Any]
+
+    @property
+    def global_batch_size(self) -> int | None:
+        found = self.config.get("data", {}).get("global_batch_size")
+        return found if isinstance(found, int) else None
+
+
+def find_resume(config: Config) -> tuple[Start | None, list[str]]:
+    """Return the checkpoint that a run of this config would resume from, and a sentence for each that it passes over.
+
+    Looked up as the run does, and believed as far as its manifest and the sizes of its files go. Raises UserError where
+    the run would refuse to start.
+    """
+    if config.output_dir is None:
+        return None, []
+    folder = Path(config.output_dir) / CHECKPOINTS
+    start, damaged = find_start(folder, config.checkpoint.resume, _read)
+    return start, [f"the checkpoint of step {step} is damaged: {error}" for step, error in damaged.items()]
+
+
+def _read(folder: Path) -> Start:
+    manifest = read_manifest(folder)
+    try:
+        size = sum(file["bytes"] for file in manifest["files"].values())
+        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, manifest.get("config") or {})
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest lacks what plan shows: {error}") from error

@@ -1,0 +1,47 @@
+"""The command `predict`: a trained model's outputs for each record, in the records' order, on any number of ranks.
+
+python -m horovod_train.main predict runs/digits_convnet --out digits.npz
+horovodrun -np 4 python -m horovod_train.main predict runs/digits_convnet --data data/new --out new.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from horovod_train.commands import run_selection
+from horovod_train.data.dataset import look_before_start
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import UserError
+from horovod_train.inference.made import PREDICTIONS
+from horovod_train.output import tensorflow_noise
+
+SUFFIXES = (".npz", ".csv")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    run_selection.add_arguments(parser)
+    parser.add_argument(
+        "--data", nargs="+", metavar="PATH", help="records, with targets or without; default: data.eval"
+    )
+    parser.add_argument("--out", required=True, metavar="FILE.npz|FILE.csv", help="where to write the outputs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config, checkpoint = run_selection.choose(arguments)
+    paths = tuple(arguments.data or config.data.eval)
+    if not paths:
+        raise UserError("predict: of which records? Give --data PATH, or data.eval.")
+    if os.path.splitext(arguments.out)[1] not in SUFFIXES:
+        raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
+    run_selection.check_out(arguments.out, PREDICTIONS)
+    data = dataclasses.replace(config.data, eval=paths, targets=())
+    look_before_start(data, "eval", ranks=launcher.detect().size)
+    tensorflow_noise.load_tensorflow()
+    from horovod_train.inference.run import predict
+
+    written = predict(config, checkpoint, arguments.weights, paths, arguments.out)
+    if launcher.detect().rank == 0:
+        print(f"{arguments.out}: {written} records")
+    return 0

@@ -1,0 +1,78 @@
+"""What evaluate, predict and export have in common on the command line: whose weights, and under which config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
+from horovod_train.config.loader import load
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import UserError
+from horovod_train.output.removal import Made, check
+
+
+class Choice(NamedTuple):
+    config: Config
+    checkpoint: str
+    """Its folder, or one above whose newest is meant."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; and other settings")
+    parser.add_argument("--config", nargs="+", metavar="YAML", help="in place of RUN_DIR and its config.yaml")
+    parser.add_argument(
+        "--checkpoint",
+        default="auto",
+        metavar="auto|best|PATH",
+        help="auto: the newest of the run; default %(default)s",
+    )
+    parser.add_argument(
+        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
+    )
+
+
+def choose(arguments: argparse.Namespace) -> Choice:
+    """The config and the checkpoint that the words mean. Raises UserError. Opens no checkpoint."""
+    words = [*(arguments.config or []), *arguments.words]
+    overrides = [word for word in words if "=" in word]
+    files = [word for word in arguments.config or [] if "=" not in word]
+    folders = [word for word in arguments.words if "=" not in word]
+    if len(folders) > 1 or bool(folders) == bool(files):
+        raise UserError(f"expected either the directory of a run or --config; received {' '.join(words) or 'neither'}.")
+    if folders:
+        run_dir = folders[0]
+        if not (Path(run_dir) / "config.yaml").is_file():
+            raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
+        files = [str(Path(run_dir) / "config.yaml")]
+    config, _ = load(files, overrides)
+    return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
+
+
+def check_out(out: str, made: Made) -> None:
+    """Raises UserError, on root, where `made` cannot be put under this name, or would take another thing's place."""
+    if launcher.detect().rank != 0:
+        return
+    folder = os.path.dirname(out) or "."
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {folder} is not a folder that can be written to. Make it, or choose another.")
+    try:
+        check(Path(os.path.abspath(out)), made)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Choose another name.") from error
+
+
+def _checkpoint(asked: str, run_dir: str | None) -> str:
+    if asked not in ("auto", "best"):
+        return asked
+    if run_dir is None:
+        raise UserError(f"--checkpoint {asked}: of which run? Name its directory, or a checkpoint's path.")
+    if asked == "auto":
+        return run_dir
+    best = Path(run_dir) / CHECKPOINTS / BEST
+    if launcher.detect().rank == 0 and not best.is_dir():
+        raise UserError(f"--checkpoint best: {run_dir} has none; it keeps one if trained with checkpoint.best.")
+    return str(best.resolve())

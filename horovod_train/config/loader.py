@@ -1,0 +1,271 @@
+"""A Config from YAML files and `section.key=value` overrides, and back to YAML. Knows where each value came from.
+
+Does not know what the settings mean; see settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from horovod_train.config.rules import broken_rules
+from horovod_train.config.settings import Config, Seconds, Spec
+from horovod_train.config.yaml_nodes import compose, plain_value
+from horovod_train.errors import UserError
+
+Origins = dict[str, str]
+"""Where each value came from: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
+
+
+def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
+    """Reads and checks a config: YAML files merged left to right, then `section.key=value` overrides.
+
+    Mappings merge, but for one that gives another `name`: the options were those of the former. Anything else replaces
+    what an earlier file said.
+    Raises UserError with the file and line, or the override, of the first thing that is wrong.
+    """
+    values: dict[str, Any] = {}
+    origins: Origins = {}
+    for name in files:
+        _merge(values, origins, _read_yaml(name), "")
+    for override in overrides:
+        _merge(values, origins, _parse_override(override), "")
+    config = _build(Config, values, "", origins)
+    for key, problem in broken_rules(config):
+        _fail(key, origins, problem)
+    return config, origins
+
+
+def as_dict(config: Any) -> Any:
+    """The config as plain dicts, lists and scalars: what `load` reads back from YAML or JSON."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: as_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: as_dict(value) for key, value in config.items()}
+    if isinstance(config, tuple | list):
+        return [as_dict(value) for value in config]
+    return config
+
+
+def dump(config: Config, origins: Origins | None = None) -> str:
+    """The config as YAML that `load` takes back; with origins, each line says where its value came from."""
+    text = yaml.safe_dump(as_dict(config), sort_keys=False, default_flow_style=False, width=1000)
+    if origins is None:
+        return text
+    lines: list[str] = []
+    path: list[str] = []
+    for line in text.splitlines():
+        key, _, rest = line.lstrip().partition(":")
+        if key.startswith("-"):
+            lines.append(line)
+            continue
+        path = [*path[: (len(line) - len(line.lstrip())) // 2], key]
+        where = _origin(".".join(path), origins) or ("default" if rest else None)
+        lines.append(f"{line:<48}  # {where}" if where else line)
+    return "\n".join(lines) + "\n"
+
+
+def remote_problem(text: str) -> str | None:
+    """What is wrong with a path if it is not one of a local file system; None if it may be one."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        return f"expected a local path; received {text}. Remote ones are not read: mount it, or copy it."
+    return None
+
+
+def parse_seconds(text: str, where: str) -> float:
+    """Seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
+    try:
+        return _seconds(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+class _Located(dict[str, tuple[Any, str]]):
+    """A mapping whose values carry the place that they were read at."""
+
+
+def _read_yaml(name: str) -> _Located:
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise UserError(f"--config {name}: cannot be read: {reason}.") from error
+    return _located(compose(text, name), name)
+
+
+def _located(node: yaml.Node | None, name: str) -> _Located:
+    if node is None:
+        return _Located()
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{name}: expected `section: …` mappings, got {plain_value(node)!r}.")
+    tree = _Located()
+    for key_node, value_node in node.value:
+        where, key = f"{name}:{key_node.start_mark.line + 1}", str(key_node.value)
+        if key in tree:
+            raise UserError(f"{where}: {key} is given twice; it was set at {tree[key][1]} already.")
+        is_section = isinstance(value_node, yaml.MappingNode)
+        tree[key] = (_located(value_node, name) if is_section else plain_value(value_node), where)
+    return tree
+
+
+def _parse_override(text: str) -> _Located:
+    key, equals, value = text.partition("=")
+    if not equals or not all(re.fullmatch(r"[^\s.=]+", part) for part in key.split(".")):
+        raise UserError(f"argument {text!r}: expected section.key=value.")
+    node = compose(value, f"argument {text!r}")
+    is_section = isinstance(node, yaml.MappingNode)
+    where = "command line"
+    content: Any = _located(node, where) if is_section else (None if node is None else plain_value(node))
+    for part in reversed(key.split(".")):
+        content = _Located({part: (content, where)})
+    return typing.cast(_Located, content)
+
+
+def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str) -> None:
+    for key, (value, where) in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, _Located):
+            old = values.get(key)
+            if isinstance(old, str) and value.keys() <= {"name", "options"}:
+                old = {"name": old}  # `optimizer: sgd` here and its options there
+            if not isinstance(old, dict) or _names_another(value, old):
+                _forget(origins, path)
+                old = {}
+            values[key] = old
+            _merge(values[key], origins, value, f"{path}.")
+        else:
+            _forget(origins, path)
+            values[key], origins[path] = value, where
+
+
+def _names_another(tree: _Located, old: Mapping[str, Any]) -> bool:
+    return "name" in tree and "name" in old and tree["name"][0] != old["name"]
+
+
+def _forget(origins: Origins, path: str) -> None:
+    for stale in [known for known in origins if known.startswith(f"{path}.")]:
+        del origins[stale]
+
+
+_LARGEST_INT = 2**53
+"""Beyond this not every reader of JSON gets the same number."""
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _origin(path: str, origins: Origins) -> str | None:
+    """Where the value at `path`, or the whole value that it is a part of, was given."""
+    while path and path not in origins:
+        path = path.rpartition(".")[0]
+    return origins.get(path)
+
+
+def _fail(path: str, origins: Origins, problem: str) -> typing.NoReturn:
+    section = path.rpartition(".")[0]
+    near = [f"{name}." for name in (path, section) if name]
+    inside = (known for prefix in near for known in origins if known.startswith(prefix))
+    where = _origin(path, origins) or origins.get(next(inside, ""))
+    raise UserError(f"{where}: {path}: {problem}" if where else f"{path}: {problem}")
+
+
+def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = _hints(cls)
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=3, cutoff=0.5) or list(fields)
+            _fail(f"{prefix}{key}", origins, f"unknown key; known here: {', '.join(near)}.")
+    arguments = {}
+    for key, value in values.items():
+        path, field = f"{prefix}{key}", fields[key]
+        if isinstance(field.default, Spec) and isinstance(value, dict):
+            value = {"name": field.default.name} | value  # options alone are those of the default
+        arguments[key] = converted = _convert(value, hints[key], path, origins)
+        minimum = field.metadata.get("minimum")
+        if minimum is not None and converted is not None and converted < minimum:
+            _fail(path, origins, f"must be at least {minimum}; received {converted}.")
+        maximum = field.metadata.get("maximum")
+        if maximum is not None and converted is not None and converted > maximum:
+            _fail(path, origins, f"must be at most {maximum:.10g}; received {converted}.")
+    required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
+    for key in required:
+        if key not in arguments:
+            _fail(f"{prefix}{key}", origins, "is required and missing.")
+    return cls(**arguments)
+
+
+def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert(value, next(a for a in arguments if a is not type(None)), path, origins)
+    if origin is Literal:
+        if value not in arguments:
+            _fail(path, origins, f"expected one of {', '.join(map(str, arguments))}; received {value!r}.")
+        return value
+    if origin is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_convert(item, arguments[0], path, origins) for item in items)
+    if isinstance(hint, type) and issubclass(hint, Spec) and isinstance(value, str):
+        return hint(value)
+    if dataclasses.is_dataclass(hint) or origin is dict:
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            _fail(path, origins, f"expected a mapping of its keys; received {value!r}.")
+        return value if origin is dict else _build(hint, value, f"{path}.", origins)
+    if hint is Seconds:
+        try:
+            return _seconds(value)
+        except ValueError as error:
+            _fail(path, origins, str(error))
+    if hint is float:
+        if _is_number(value):
+            return float(value)
+        _fail(path, origins, f"expected a number; received {value!r}.")
+    # Every string, since most are paths, and none is an address.
+    if hint is str and isinstance(value, str) and (problem := remote_problem(value)):
+        _fail(path, origins, problem)
+    if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
+        _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if not _is_number(value):
+        raise ValueError(f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is finite; also strings like "1e-3", which YAML 1.1 does not take for a number."""
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _article(name: str) -> str:
+    return {"int": "an int", "bool": "true or false", "str": "a string", "float": "a number"}.get(name, name)

@@ -1,0 +1,153 @@
+"""Every setting with its type, default and meaning, taken from the dataclasses: for people, documents and editors."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from horovod_train.config.rules import NEEDS
+from horovod_train.config.settings import Config, Seconds, Spec
+
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting, as `section.key`."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
+    """Yield every setting in the order of the dataclasses, sections spread out into their keys."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        if _is_section(hint):
+            yield from entries(hint, f"{prefix}{field.name}.")
+        else:
+            key, least = f"{prefix}{field.name}", field.metadata["minimum"]
+            bound = f"{_type_name(hint)}, at least {least:g}" if least is not None else _type_name(hint)
+            needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
+            yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
+
+
+def markdown() -> str:
+    """Return docs/configuration.md."""
+    lines = [
+        "# Configuration reference",
+        "",
+        "<!-- Made by `python -m horovod_train.main settings --markdown`. A test keeps it current; do not edit it. -->",
+        "",
+        "One YAML file is one run. `--config A.yaml B.yaml section.key=value` merges them from left to right.",
+        "`--print-config` shows the merged values and where each came from. `name + options` takes a bare name, or",
+        "`{name: …, options: {…}}` with the keyword arguments of what is named.",
+        "",
+        "For completion in an editor, write the JSON Schema to a file and name it in the first line of a config:",
+        "",
+        "```",
+        "python -m horovod_train.main settings --json-schema > horovod_train.schema.json",
+        "# yaml-language-server: $schema=horovod_train.schema.json",
+        "```",
+    ]
+    sections: dict[str, list[Entry]] = {}
+    for entry in entries():
+        sections.setdefault(entry.key.rpartition(".")[0], []).append(entry)
+    for section, members in sections.items():
+        title = f"`{section}`" if section else "The run"
+        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for entry in members:
+            cells = (f"`{entry.key}`", entry.type, f"`{entry.default}`", entry.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """Return a JSON Schema (draft 2020-12) of a config file; unknown keys are errors in it, as they are in a run."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "horovod_train config",
+        **_object(Config),
+    }
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Spec)
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if isinstance(value, Spec):
+        value = value.name
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+
+def _type_name(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join("null" if argument is type(None) else _type_name(argument) for argument in arguments)
+    if origin is Literal:
+        return " | ".join(f"`{choice}`" for choice in arguments)
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if hint is Seconds:
+        return "seconds or `[D-]HH:MM:SS`"
+    if dataclasses.is_dataclass(hint):
+        return "name + options" if issubclass(typing.cast(type, hint), Spec) else "mapping of " + _keys(hint)
+    return _SCALARS[hint]
+
+
+def _keys(hint: Any) -> str:
+    return ", ".join(f"`{field.name}`" for field in dataclasses.fields(hint))
+
+
+def _object(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    properties = {}
+    for field in dataclasses.fields(cls):
+        shape = _shape(hints[field.name])
+        if (least := field.metadata.get("minimum")) is not None:
+            shape = _with_minimum(shape, least)
+        properties[field.name] = shape | ({"description": field.metadata["doc"]} if "doc" in field.metadata else {})
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _with_minimum(shape: dict[str, Any], least: float) -> dict[str, Any]:
+    if "anyOf" in shape:
+        return {"anyOf": [_with_minimum(choice, least) for choice in shape["anyOf"]]}
+    return shape | {"minimum": least} if shape.get("type") in ("integer", "number") else shape
+
+
+def _shape(hint: Any) -> dict[str, Any]:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_shape(argument) for argument in arguments]}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:  # a single value stands for a list of one
+        return {"anyOf": [{"type": "array", "items": _shape(arguments[0])}, _shape(arguments[0])]}
+    if origin is dict:
+        return {"type": ["object", "null"]}
+    if hint is type(None):
+        return {"type": "null"}
+    if hint is Seconds:
+        return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(\d+-)?\d+:\d{2}:\d{2}$"}]}
+    if dataclasses.is_dataclass(hint):
+        whole = _object(hint)
+        return {"anyOf": [{"type": "string"}, whole]} if issubclass(typing.cast(type, hint), Spec) else whole
+    return {"type": _SCALARS[hint]}

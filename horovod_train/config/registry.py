@@ -1,0 +1,139 @@
+"""Finds a thing by the name a config gives it and calls it with its options. Knows no list of its own.
+
+A wrong name or option is the user's mistake: one line with the nearest names, or with the signature.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from horovod_train.config.settings import Spec
+from horovod_train.errors import UserError
+
+_LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
+_STDLIB = sysconfig.get_path("stdlib")
+_USERS_OWN = re.compile(r"([\w.]+):\w+")
+
+
+def load_function(name: str, where: str) -> Any:
+    """What `package.module:function` names. `where` is the config key, for the error."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
+    if not hasattr(module, attribute):
+        raise UserError(
+            f"{where}: {module_name} has no {attribute!r}; it has {nearest(attribute, public_names(module))}."
+        )
+    return getattr(module, attribute)
+
+
+def import_extra(module: str, extra: str, where: str) -> ModuleType:
+    """Import what only an optional extra of the package installs; raise UserError with the command where it is missing.
+
+    where: the command or setting that needs it, for the error.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f"{where}: needs {package} ({error}): pip install 'horovod_train[{extra}]'.") from error
+
+
+def loaded_files(config: Any) -> dict[str, Path]:
+    """Module → its source file, of every `package.module:function` that a config names and that has been imported."""
+    if isinstance(config, Mapping):
+        config = list(config.values())
+    if isinstance(config, list | tuple):
+        return {name: path for value in config for name, path in loaded_files(value).items()}
+    found = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
+    file = getattr(sys.modules.get(found[1]), "__file__", None) if found else None
+    return {found[1]: Path(file)} if found and file and Path(file).is_file() else {}
+
+
+def public_names(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> Callable[..., Any]:
+    """One of `choices` by its name, or a user's own `package.module:function`."""
+    if ":" in name:
+        return load_function(name, where)
+    if name not in choices:
+        raise UserError(
+            f"{where}: unknown name {name!r}; known here: {nearest(name, list(choices))}, or package.module:function."
+        )
+    return choices[name]
+
+
+def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
+    """The public classes of a Keras module that derive from `base`, under their names in snake case too."""
+    classes = {
+        name: value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
+    }
+    return classes | {fold(name): value for name, value in classes.items()}
+
+
+def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
+    """A Keras class by name, written `SparseCategoricalCrossentropy` or `sparse_categorical_crossentropy`."""
+    if ":" in name:
+        return load_function(name, where)
+    classes = keras_classes(module, base)
+    found = classes.get(name) or classes.get(fold(name))
+    if found is None:
+        readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
+        raise UserError(f"{where}: Keras has no {name!r}; near it: {nearest(name, readable)}.")
+    return found
+
+
+def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:
+    """`function(**given, **spec.options)`; an option that it does not take is the user's error."""
+    try:
+        inspect.signature(function).bind(**given, **spec.options)
+    except TypeError as error:
+        signature = inspect.signature(function)
+        takes = ", ".join(name for name in signature.parameters if name not in given and name != "self")
+        raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
+    try:
+        return function(**given, **spec.options)
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
+
+
+def raised_at(error: BaseException) -> str:
+    """` (at FILE:LINE)`: the innermost line of the user's code that an error passed; empty where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not _is_library(Path(frame.filename)):
+            return f" (at {frame.filename}:{frame.lineno})"
+    return ""
+
+
+def _is_library(file: Path) -> bool:
+    for name in ("site-packages", "dist-packages"):
+        if name in file.parts:
+            return file.parts[file.parts.index(name) + 1] in _LIBRARIES
+    return not file.is_file() or file.is_relative_to(_STDLIB) or file.is_relative_to(Path(__file__).parent)
+
+
+def fold(name: str) -> str:
+    """Equal for `AdamW`, `adam_w` and `adamw`."""
+    return name.replace("_", "").lower()
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The names most like a wrong one, as the end of a sentence; the first of all where none is like it."""
+    by_fold = {fold(candidate): candidate for candidate in known}
+    near = difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5)
+    return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"

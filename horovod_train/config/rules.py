@@ -1,0 +1,152 @@
+"""The rules between settings that are right each by itself. Looks at nothing but the config."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from horovod_train.config.settings import Config
+
+_EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
+_STOPS_EARLY = ("early_stopping.patience or early_stopping.target",)
+_GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "data.shuffle_window": ("data.shuffle: true",),
+    "data.shuffle_mb": ("data.shuffle: true",),
+    "lr_schedule.base_batch_size": ("lr_schedule.scaling: not none",),
+    "train.average_every_steps": ("train.synchronization: local",),
+    "train.max_skips_in_a_row": ("train.non_finite: skip",),
+    "eval.every_epochs": ("data.eval",),
+    "eval.every_steps": ("data.eval",),
+    "eval.batch_size_per_rank": ("data.eval",),
+    "checkpoint.best": _EVALUATIONS,
+    "early_stopping.metric": _STOPS_EARLY,
+    "early_stopping.mode": _STOPS_EARLY,
+    "early_stopping.patience": _EVALUATIONS,
+    "early_stopping.min_delta": ("early_stopping.patience",),
+    "early_stopping.target": _EVALUATIONS,
+    "log.histograms_every_steps": ("log.tensorboard: true",),
+    "log.activations": ("log.histograms_every_steps",),
+    "log.graph": ("log.tensorboard: true",),
+    "log.graph_names": ("log.graph: true",),
+    "log.profile_at_steps": ("log.tensorboard: true",),
+    "horovod.op": _GRADIENTS_ARE_EXCHANGED,
+    "horovod.compression": _GRADIENTS_ARE_EXCHANGED,
+    "horovod.predivide": _GRADIENTS_ARE_EXCHANGED,
+    "horovod.sparse_as_dense": _GRADIENTS_ARE_EXCHANGED,
+    "watch.warn_after_s": ("watch.enabled: true",),
+    "watch.stop_after_s": ("watch.enabled: true",),
+    "watch.first_step_after_s": ("watch.enabled: true",),
+}
+"""What a setting has no effect without; given in vain, it is refused. All of these must hold: `section.key` (given),
+`section.key: value` or `section.key: not value`, or one of several with ` or ` between them. What is not listed here is
+always used, or refused where its part is built. tests/unit/test_settings_are_used.py looks whether that is so."""
+
+
+def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
+    """What is wrong between values that are right each by itself: (key, problem). Looks at nothing but the config."""
+    data, train, schedule = config.data, config.train, config.lr_schedule
+    if data.global_batch_size and data.batch_size_per_rank:
+        yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
+    if not (data.global_batch_size or data.batch_size_per_rank):
+        yield "data.global_batch_size", "is required (or data.batch_size_per_rank)."
+    if not data.train:
+        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+    if not (train.epochs or train.max_steps):
+        yield "train.epochs", "is required (or train.max_steps)."
+    if schedule.scaling != "none" and not schedule.base_batch_size:
+        yield "lr_schedule.base_batch_size", f"is required with scaling: {schedule.scaling}."
+    if not 0 < config.watch.warn_after_s < config.watch.stop_after_s <= config.watch.first_step_after_s:
+        yield "watch.warn_after_s", "must be above 0 and less than stop_after_s, and that at most first_step_after_s."
+    if train.synchronization == "local" and train.average_every_steps is None:
+        yield "train.average_every_steps", "is required with train.synchronization: local."
+    if train.clip_norm == 0:
+        yield "train.clip_norm", "must be above 0; received 0, which would clip nothing. Leave it out."
+    if train.ema_decay is not None and train.ema_decay >= 1:
+        yield "train.ema_decay", f"must be less than 1; received {train.ema_decay}."
+    if train.clip_norm == 0:
+        yield "train.clip_norm", "must be above 0; received 0. Leave it out to clip nothing."
+    if train.synchronization != "every_step" and config.precision == "mixed_float16":
+        yield "precision", f"mixed_float16 needs train.synchronization: every_step; received {train.synchronization}."
+    if train.synchronization == "local" and train.non_finite == "skip":
+        yield (
+            "train.non_finite",
+            "skip does not go with synchronization: local, where each rank would skip its own.",
+        )
+    if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
+        yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
+    if train.sync_batch_norm and train.synchronization == "local":
+        yield "train.sync_batch_norm", "does not go with synchronization: local, where ranks do not meet in a step."
+    if train.sync_batch_norm and config.jit_compile:
+        yield "train.sync_batch_norm", "does not go with jit_compile: XLA cannot compile the exchange inside a pass."
+    if config.device.per_rank > 1 and config.jit_compile:
+        yield "device.per_rank", "does not go with jit_compile: XLA compiles for one device."
+    if config.optimizer.options.get("use_ema"):
+        yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
+    if any(step < 2 for step in config.log.profile_at_steps):
+        yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
+    if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
+        stages = len(config.device.cut_before) + 1
+        yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
+    if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
+        yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
+    yield from _without_effect(config, config)
+
+
+def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The settings that are not at their default and lack what they need: accepted, they would be ignored."""
+    for field in dataclasses.fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _without_effect(config, value, f"{key}.")
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value == default or not _is_given(value):
+            continue
+        for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
+            found = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
+            yield (
+                key,
+                (
+                    f"needs {need}, without which it has no effect; {found}. "
+                    f"Leave it out, or give its default: {_as_yaml(default)}."
+                ),
+            )
+
+
+def keys_of(need: str) -> list[str]:
+    """The settings that one of NEEDS is about."""
+    return [term.partition(": ")[0] for term in need.split(" or ")]
+
+
+def lookup(config: Config, key: str) -> Any:
+    """The value of `section.key`."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def holds(need: str, config: Config) -> bool:
+    """Whether one of NEEDS does."""
+    return any(_is_true(term, config) for term in need.split(" or "))
+
+
+def _is_true(term: str, config: Config) -> bool:
+    key, _, wanted = term.partition(": ")
+    value = lookup(config, key)
+    if not wanted:
+        return _is_given(value)
+    if wanted.startswith("not "):
+        return _as_yaml(value) != wanted.removeprefix("not ")
+    return _as_yaml(value) == wanted
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a value asks for anything."""
+    return not (value is None or value is False or value in ((), {}))
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as one would write it in a config."""
+    return json.dumps(value).strip('"')

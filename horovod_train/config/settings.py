@@ -1,0 +1,216 @@
+"""The settings of a run: their types and their defaults. The rules between them are in rules.
+
+One YAML file is one run; loader reads and writes it. Does not look at the data, the model or the machine: the
+room that owns a thing checks it. Imports the standard library only, so that a bad config answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, NewType
+
+from horovod_train.errors import UserError
+
+Seconds = NewType("Seconds", float)
+"""A length of time: in YAML a number of seconds, or a string as schedulers write it, [D-]HH:MM:SS."""
+
+
+def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A dataclass field with the line that documents it and, for numbers, the least and greatest value allowed."""
+    metadata = {"doc": doc, "minimum": minimum, "maximum": maximum}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A thing chosen by name, with its keyword arguments. In YAML a bare string is a name without options."""
+
+    name: str
+    options: dict[str, Any] = setting({}, "keyword arguments of the thing named")
+
+
+@dataclass(frozen=True)
+class MetricSpec(Spec):
+    """A metric; of a model with several outputs it is told which of them it looks at."""
+
+    output: str | None = setting(None, "of several outputs, the one it looks at, by its name")
+    target: str | None = setting(None, "of several targets, the one it compares with; default: as output")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: tuple[str, ...] = setting((), "training records: a folder of *.tfrecord, a glob, or a list of either")
+    eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
+    features: dict[str, Any] = setting({}, "what a record holds; default: the dataset.json beside the records")
+    inputs: tuple[str, ...] = setting((), "features that the model gets; default: as dataset.json says")
+    targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
+    parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")
+    index_dir: str | None = setting(None, "folder for indexes; default: beside the records, or else ~/.cache")
+    stage_dir: str | None = setting(None, "node-local folder that keeps what this node's ranks have read")
+    cache: Literal["none", "memory"] = setting("none", "memory: each rank keeps what it has parsed")
+    global_batch_size: int | None = setting(None, "records per update over all ranks", minimum=1)
+    batch_size_per_rank: int | None = setting(None, "records per update on one rank", minimum=1)
+    shuffle: bool = setting(True, "another order every epoch, drawn from (seed, epoch); false: file order")
+    shuffle_window: int = setting(10_000, "records over all ranks among which records are mixed", minimum=1)
+    shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
+    drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
+    augment: tuple[Spec, ...] = setting((), "what happens to training images, in order; see docs/data.md")
+    parallel_parse_calls: int = setting(2, "calls at the same time that parse thousands of records each", minimum=1)
+    prefetch_batches: int | None = setting(None, "batches made ahead; default: as many as pay", minimum=1)
+    audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")
+    on_bad_record: Literal["error", "skip"] = setting("error", "error: name it and stop; skip: leave it out, count it")
+
+
+@dataclass(frozen=True)
+class LrScheduleConfig:
+    base_lr: float = setting(0.001, "learning rate at base_batch_size, after warm-up, before decay", minimum=0)
+    scaling: Literal["none", "linear", "sqrt"] = setting("none", "how the rate grows with the global batch")
+    base_batch_size: int | None = setting(None, "global batch that base_lr was chosen for", minimum=1)
+    warmup_epochs: float = setting(0.0, "epochs over which the rate rises linearly, step by step", minimum=0)
+    decay: Spec = setting(Spec("constant"), "constant, piecewise, exponential, cosine or polynomial")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int | None = setting(None, "passes over the training records", minimum=1)
+    max_steps: int | None = setting(None, "updates; with epochs too, whichever comes first", minimum=1)
+    steps_per_call: int = setting(10, "updates inside one compiled call", minimum=1)
+    accumulate_steps: int = setting(1, "parts a rank's batch is computed in; exchanged and applied once", minimum=1)
+    synchronization: Literal["every_step", "local", "stale"] = setting("every_step", "when ranks exchange; see docs")
+    average_every_steps: int | None = setting(None, "with synchronization: local, steps between averages", minimum=1)
+    clip_norm: float | None = setting(None, "largest global norm of the averaged gradient", minimum=0)
+    l2: float = setting(0.0, "adds l2 · ½ Σ‖W‖² over weight matrices to the loss", minimum=0)
+    ema_decay: float | None = setting(None, "keeps moving averages of weights, used for evaluation", minimum=0)
+    non_finite: Literal["stop", "skip"] = setting("stop", "at a NaN or infinite loss or gradient: end, or leave it out")
+    max_skips_in_a_row: int = setting(10, "updates that skip leaves out in a row; under float16 50 or more", minimum=1)
+    max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
+    weight_decay_1d: bool = setting(False, "whether weight decay reaches biases and norm scales, which have one axis")
+    weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths it must not reach")
+    sync_batch_norm: bool = setting(False, "BatchNormalization over the batch of all ranks, not of each by itself")
+    check_agreement_every_steps: int | None = setting(1000, "steps between proofs that ranks agree", minimum=1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every_epochs: int | None = setting(1, "epochs between evaluations", minimum=1)
+    every_steps: int | None = setting(None, "steps between evaluations, besides every_epochs", minimum=1)
+    batch_size_per_rank: int | None = setting(None, "default: as in training", minimum=1)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A value whose best is remembered."""
+
+    metric: str = setting("loss", "loss, or the name of one of metrics, over the evaluation records")
+    mode: Literal["min", "max"] = setting("min", "whether less is better, or more")
+
+
+@dataclass(frozen=True)
+class EarlyStoppingConfig(Watched):
+    patience: int | None = setting(None, "evaluations without a better value after which to end", minimum=1)
+    min_delta: float = setting(0.0, "how much better a value must be to count as better", minimum=0)
+    target: float | None = setting(None, "a value at which to end")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every_steps: int | None = setting(None, "steps between checkpoints, besides every_epochs", minimum=1)
+    every_epochs: int | None = setting(1, "epochs between checkpoints", minimum=1)
+    every_minutes: float | None = setting(None, "minutes between checkpoints", minimum=0)
+    keep: int = setting(3, "newest checkpoints kept", minimum=1)
+    best: Watched | None = setting(None, "also keep the checkpoint with the best value of an eval metric")
+    resume: str = setting("auto", "auto: the newest in output_dir if there is one; never; or a checkpoint's path")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
+    tensorboard: bool = setting(True, "write TensorBoard scalars")
+    progress: Literal["auto", "bar", "plain"] = setting("auto", "auto: a bar on a terminal, plain lines elsewhere")
+    histograms_every_steps: int | None = setting(None, "steps between histograms of weights and gradients", minimum=1)
+    activations: dict[str, Any] = setting({}, "outputs that get histograms too: {name to show: layer}")
+    graph: bool = setting(False, "write the graph of one step, folded by namespace")
+    graph_names: dict[str, Any] = setting({}, "other names for its parts: {input_data: input}; null unfolds one")
+    profile_at_steps: tuple[int, ...] = setting((), "steps of which the time and memory of every op are written")
+
+
+@dataclass(frozen=True)
+class HorovodConfig:
+    op: Literal["average", "sum", "adasum"] = setting("average", "how the ranks' gradients are combined")
+    compression: Literal["none", "fp16", "bf16"] = setting("none", "form in which gradients travel")
+    predivide: float = setting(1.0, "divides gradients by this before, the rest after they are added up", minimum=1e-9)
+    sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
+    cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
+    fusion_threshold_mb: float | None = setting(
+        None, "most bytes exchanged at once; default: Horovod's", minimum=0, maximum=1e6
+    )
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    enabled: bool = setting(True, "ranks watch over each other: who is waited for, who has gone")
+    warn_after_s: float = setting(60.0, "seconds without progress after which a sentence names who is waited for")
+    stop_after_s: float = setting(600.0, "seconds without progress after which all write their stacks and end")
+    first_step_after_s: float = setting(1800.0, "in place of stop_after_s until the first step has been compiled")
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    memory_growth: bool = setting(True, "take GPU memory as it is needed, not all at once")
+    intra_op_threads: int | None = setting(None, "threads inside an op; default: cores / ranks on this host", minimum=1)
+    inter_op_threads: int | None = setting(None, "ops run at once; default: cores / ranks on this host", minimum=1)
+    soft_placement: bool = setting(True, "run an op elsewhere where its device is missing or has no kernel")
+    log_placement: bool = setting(False, "log the device of every op")
+    per_rank: int = setting(1, "devices of one rank: GPUs, or as many devices as its CPU is to look like", minimum=1)
+    cut_before: tuple[str, ...] = setting((), "layers with which the second, third, … of a model's stages begins")
+
+
+@dataclass(frozen=True)
+class Config:
+    output_dir: str | None = setting(None, "the run directory")
+    seed: int = setting(1, "of initial weights, dropout and data order", minimum=0, maximum=2**32 - 1)
+    precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting("float32", "Keras dtype policy")
+    jit_compile: bool = setting(False, "compile forward and backward pass by XLA; the exchange stays outside")
+    deterministic: bool = setting(
+        False, "bit-equal runs: deterministic ops, and one order in which ranks' numbers are added"
+    )
+    data: DataConfig = DataConfig()
+    model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
+    loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output")
+    metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
+    optimizer: Spec = setting(Spec("sgd"), "a Keras optimizer, or package.module:function")
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    log: LogConfig = LogConfig()
+    horovod: HorovodConfig = HorovodConfig()
+    device: DeviceConfig = DeviceConfig()
+    watch: WatchConfig = WatchConfig()
+
+
+def resolve(config: Config, size: int, batch_before: int | None = None) -> Config:
+    """The config as `size` ranks run it: the global batch size filled in.
+
+    batch_before: that of a run that goes on, which batch_size_per_rank does not change.
+    Raises UserError where some rank would have nothing to do.
+    """
+    data = config.data
+    batch = data.global_batch_size or batch_before or (data.batch_size_per_rank or 0) * size
+    if batch < size:
+        raise UserError(
+            f"data.global_batch_size must be at least the number of ranks ({size}); received {batch}. "
+            "Start fewer ranks or raise it."
+        )
+    per_rank = -(-batch // size)
+    if per_rank % config.train.accumulate_steps:
+        raise UserError(
+            f"train.accumulate_steps must divide the records of one rank's batch ({per_rank}); "
+            f"received {config.train.accumulate_steps}."
+        )
+    data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)
+    return dataclasses.replace(config, data=data)

@@ -1,0 +1,70 @@
+"""YAML documents as nodes that know their lines, of plain values only: those that JSON can hold too.
+
+Does not know what they mean; see loader.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import yaml
+
+from horovod_train.errors import UserError
+
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+_NOT_PLAIN = {"timestamp": "a date", "binary": "binary data"}
+
+
+def compose(text: str, name: str) -> yaml.Node | None:
+    """The one document in a text, or None. Raises UserError with `name` and the line of what is wrong."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_plain(node, name, inside=(), seen=set())
+        return node
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{name}:{line}: not valid YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
+
+
+def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen: set[yaml.Node]) -> None:
+    """Raises UserError for what JSON cannot hold, because checkpoints keep the config as JSON."""
+    where = f"{name}:{node.start_mark.line + 1}"
+    if node in inside:
+        raise UserError(f"{where}: expected values; received one that contains itself.")
+    if node in seen:
+        return
+    seen.add(node)
+    if node.tag not in _PLAIN:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        text = f"{node.value} is " if isinstance(node, yaml.ScalarNode) else ""
+        raise UserError(
+            f"{where}: expected what JSON can hold; {text}{_NOT_PLAIN.get(kind, kind)}. "
+            "Put it in quotes to have a string."
+        )
+    if node.tag.endswith(":float") and not math.isfinite(plain_value(node)):
+        raise UserError(f"{where}: expected a finite number; received {node.value}.")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_plain(item, name, (*inside, node), seen)
+    if isinstance(node, yaml.MappingNode):
+        is_in_list = any(isinstance(outer, yaml.SequenceNode) for outer in inside)
+        for key, value in node.value:
+            # Outside of lists a key becomes a string, whatever it looks like.
+            if not isinstance(key, yaml.ScalarNode) or (is_in_list and not key.tag.endswith((":str", ":merge"))):
+                raise UserError(f"{name}:{key.start_mark.line + 1}: expected a string as key; put it in quotes.")
+            _check_plain(value, name, (*inside, node), seen)
+
+
+def plain_value(node: yaml.Node) -> Any:
+    """What a node stands for, in Python. Raises UserError for a tag that is not plain YAML."""
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {error.problem}.") from error
+    finally:
+        loader.dispose()

@@ -1,0 +1,228 @@
+"""Serialized records to arrays, many at once, and what is wrong with one where that fails.
+
+Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
+image decoding come after; see transforms. Or calls a user's function, which does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.data.features import Feature
+from horovod_train.data.fixed_layout import NotPlain, Template, is_plain
+from horovod_train.data.tfrecord.reader import Data, as_list
+from horovod_train.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+
+# TensorFlow quotes the record in its message, which Python then cannot always decode.
+_PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
+
+
+class Parser(Protocol):
+    """Parses batches of records into one array for each name, with rows as first axis."""
+
+    dtypes: dict[str, str]
+    """Of the arrays, as TensorFlow names them; an image is its file's bytes still, a string."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of one row of them."""
+
+    def parse(self, records: Data) -> Arrays | None:
+        """The arrays; None if some record does not fit."""
+
+    def problem(self, record: bytes) -> str | None:
+        """What is wrong with one record; None if nothing is."""
+
+
+def build_parser(features: dict[str, Feature], own: str | None) -> Parser:
+    """The parser of these features, or of the function `data.parse` names."""
+    return SchemaParser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+
+
+def blank(parser: Parser, rows: int) -> Arrays:
+    """Zeros in the place of records that cannot be read."""
+    shapes = {name: (rows, *shape) for name, shape in parser.shapes.items()}
+    return {
+        name: np.full(shapes[name], b"", object) if dtype == "string" else np.zeros(shapes[name], dtype)
+        for name, dtype in parser.dtypes.items()
+    }
+
+
+class SchemaParser:
+    """Parses tf.train.Example records as a schema says. A Parser."""
+
+    def __init__(self, features: dict[str, Feature]) -> None:
+        self._features = features
+        self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
+        self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
+        self._is_plain = all(map(is_plain, features.values()))
+        self._template: Template | None = None
+        self._specs = {name: example_spec(feature) for name, feature in features.items()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        arrays = self._parse_alike(records) if isinstance(records, np.ndarray) and self._is_plain else None
+        if arrays is None:
+            try:
+                with tf.device("cpu:0"):
+                    tensors = tf.io.parse_example(np.array(as_list(records), object), self._specs)
+                    arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
+            except _PARSE_ERRORS:
+                return None
+        fits = all(_is_in_range(self._features[name], array) for name, array in arrays.items())
+        return arrays if fits else None
+
+    def _parse_alike(self, records: np.ndarray) -> Arrays | None:
+        """The arrays of records that differ in their values only; None if they do not."""
+        if self._template is not None:
+            arrays = self._template.parse(records)
+            if arrays is not None:
+                return arrays
+        try:
+            self._template = Template(records[0], self._features)
+        except NotPlain:
+            return None
+        return self._template.parse(records)
+
+    def problem(self, record: bytes) -> str | None:
+        try:
+            stored = tf.train.Example.FromString(record).features.feature
+        except Exception:  # protobuf's DecodeError has no public name that all its versions share
+            return "it is not a tf.train.Example"
+        for name, feature in self._features.items():
+            wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
+            if wrong:
+                return f"feature {name}: {wrong}"
+        return None
+
+
+class OwnParser:
+    """Parses with a user's function: string tensor [n] → dict of tensors [n, ...] of known shapes. A Parser."""
+
+    def __init__(self, function: Callable[[tf.Tensor], dict[str, tf.Tensor]], name: str) -> None:
+        """`name` is what the config calls the function. Raises UserError for one that does not give such tensors."""
+        try:
+            self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
+        except (TypeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
+        self._name = name
+        outputs = self._function.structured_outputs
+        if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
+            raise UserError(
+                f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
+                f"it returns {outputs}."
+            )
+        self.dtypes = {key: output.dtype.name for key, output in outputs.items()}
+        self.shapes = {key: tuple(output.shape[1:]) for key, output in outputs.items()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        try:
+            arrays = {name: tensor.numpy() for name, tensor in self._call(as_list(records)).items()}
+        except _PARSE_ERRORS:
+            return None
+        wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
+        if wrong is None:
+            return arrays
+        if any(map(self.problem, as_list(records))):
+            return None
+        raise UserError(
+            f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "
+            "for each record alone. It must give as many rows as it gets records, in their order."
+        )
+
+    def problem(self, record: bytes) -> str | None:
+        try:
+            for name, tensor in self._call([record]).items():
+                if len(tensor) != 1:
+                    return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
+        except tf.errors.InvalidArgumentError as error:
+            return " ".join(str(error.message).split())
+        except UnicodeDecodeError:
+            return "it cannot be parsed"
+        return None
+
+    def _call(self, records: list[bytes]) -> dict[str, tf.Tensor]:
+        with tf.device("cpu:0"):
+            return self._function(tf.constant(np.array(records, object)))
+
+
+def _is_rows(output: Any) -> bool:
+    """Whether it is a tensor [n, ...] with known sizes behind n."""
+    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
+
+
+def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
+    """How tf.io.parse_example finds a feature."""
+    dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
+    if feature.max_length:
+        return tf.io.RaggedFeature(dtype)
+    return tf.io.FixedLenFeature(() if feature.decode != "none" else feature.shape, dtype)
+
+
+def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray:
+    """The stored values as an array. Raises InvalidArgumentError if some row has another size."""
+    if feature.max_length:
+        tf.debugging.assert_less_equal(
+            tf.cast(tensor.row_lengths(), tf.int64), tf.constant(feature.max_length, tf.int64)
+        )
+        padding = "" if feature.type == "bytes" else feature.padding
+        tensor = tensor.to_tensor(padding, shape=[None, feature.max_length])
+    if feature.decode == "raw":
+        tf.debugging.assert_equal(tf.strings.length(tensor), _raw_bytes(feature))
+        tensor = tf.reshape(tf.io.decode_raw(tensor, feature.raw_dtype), [-1, *feature.shape])
+    array: np.ndarray = tensor.numpy()
+    return array
+
+
+def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
+    """Whether the values are classes that there are; those of an image are looked at when it has been decoded."""
+    if feature.decode == "image":
+        return True
+    return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)
+
+
+def _raw_bytes(feature: Feature) -> int:
+    return int(np.prod(feature.shape, dtype=np.int64)) * np.dtype(feature.raw_dtype).itemsize
+
+
+# --- naming what is wrong ---------------------------------------------------------------------------------------
+
+_KINDS = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
+
+
+def _wrong_if_missing(feature: Feature) -> str | None:
+    return None if feature.max_length else f"expected {feature.type}; the record does not have it"
+
+
+def _wrong(feature: Feature, stored: tf.train.Feature) -> str | None:
+    kind = stored.WhichOneof("kind")
+    if kind is None and feature.max_length:
+        return None
+    if _KINDS[kind] != feature.type:
+        return f"expected {feature.type}; the record holds {_KINDS[kind]}"
+    values = getattr(stored, kind).value
+    if feature.max_length:
+        if len(values) > feature.max_length:
+            return f"expected at most {feature.max_length} values; the record holds {len(values)}"
+        return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
+    expected = 1 if feature.decode != "none" else int(np.prod(feature.shape, dtype=np.int64))
+    if len(values) != expected:
+        return f"expected {expected} values for shape {list(feature.shape)}; the record holds {len(values)}"
+    if feature.decode == "raw":
+        if len(values[0]) != _raw_bytes(feature):
+            shape = f"{feature.raw_dtype}{list(feature.shape)}"
+            return f"expected {_raw_bytes(feature)} bytes for {shape}; the record holds {len(values[0])}"
+        return _wrong_value(feature, np.frombuffer(values[0], feature.raw_dtype))
+    return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
+
+
+def _wrong_value(feature: Feature, values: np.ndarray) -> str | None:
+    if not feature.classes:
+        return None
+    out = values[(values < 0) | (values >= feature.classes)]
+    return f"expected a value from 0 to {feature.classes - 1}; the record holds {out[0]}" if out.size else None

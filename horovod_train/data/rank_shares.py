@@ -1,0 +1,45 @@
+"""What each rank would read in an epoch, worked out from the plan. Reads no records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_train.data.sampler import Plan
+from horovod_train.data.tfrecord.index import Index
+
+_STEPS = 256  # at a time
+
+
+@dataclass
+class RankShare:
+    """One rank in one epoch."""
+
+    rank: int
+    records: int = 0
+    padding: int = 0
+    """Rows that weigh nothing."""
+    blocks: int = 0
+    bytes: int = 0
+    """Of those blocks: what it reads at least."""
+    first: tuple[int, ...] = ()
+    """The records it begins with."""
+
+
+def epoch_shares(plan: Plan, index: Index, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
+    """The share of each of `size` ranks, and how often each record is read over all of them: int64 [records]."""
+    line, counts, found = plan.line(epoch), np.zeros(plan.num_records, np.int64), []
+    for rank in range(size):
+        share, touched = RankShare(rank), np.zeros(len(index.file), bool)
+        for first in range(0, plan.steps_per_epoch, _STEPS):
+            rows = plan.rows(line, rank, size, first, min(first + _STEPS, plan.steps_per_epoch))
+            records = rows.records[rows.real]
+            np.add.at(counts, records, 1)
+            touched[index.block_of(records)] = True
+            share.records += len(records)
+            share.padding += rows.real.size - len(records)
+            share.first = share.first or tuple(records[:4].tolist())
+        share.blocks, share.bytes = int(touched.sum()), int(index.blocks.length[touched].sum())
+        found.append(share)
+    return found, counts

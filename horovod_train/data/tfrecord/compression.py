@@ -1,0 +1,51 @@
+"""GZIP and ZLIB files: told by their first bytes and unpacked as a whole, since records inside cannot be reached."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from horovod_train import tfrecord_framing
+from horovod_train.errors import UserError
+
+_PIECE = 1 << 20
+
+
+def detect(head: bytes) -> str:
+    """ "GZIP", "ZLIB" or "" from the first 12 bytes of a file."""
+    if len(head) == tfrecord_framing.HEADER_BYTES and tfrecord_framing.Header().length(head, 0) is not None:
+        return ""
+    if head[:2] == b"\x1f\x8b":
+        return "GZIP"
+    # RFC 1950: method 8 (deflate), and the first two bytes a multiple of 31.
+    if len(head) > 1 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0:
+        return "ZLIB"
+    return ""
+
+
+def unpack(path: str, packing: str, out: BinaryIO) -> int:
+    """Writes what the file holds to `out`; returns the bytes. Raises UserError for a broken or cut file."""
+    written = sum(out.write(piece) for piece in pieces(path, packing))
+    out.flush()
+    return written
+
+
+def pieces(path: str, packing: str) -> Iterator[bytes]:
+    """What the file holds, piece by piece. Raises UserError for a file that is broken, cut or cannot be read."""
+    written = 0
+    with open(path, "rb") as file:
+        decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
+        try:
+            while piece := file.read(_PIECE):
+                while piece:
+                    unpacked = decoder.decompress(piece)
+                    written += len(unpacked)
+                    yield unpacked
+                    piece = decoder.unused_data  # gzip files may be several, one after another
+                    if decoder.eof and piece:
+                        decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        except zlib.error as error:
+            raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
+    if not decoder.eof:
+        raise UserError(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")

@@ -1,0 +1,180 @@
+"""The blocks of a folder's files as kept on disk, in `index.npz`: where, in which form, how long they hold.
+
+Does not find blocks; see index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
+
+INDEX_NAME = "index.npz"
+DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
+"""Pattern of an index that is being written."""
+_FORMAT = 2
+_TEXTS = ("name", "packing", "digest", "problem")
+_NUMBERS = ("size", "mtime_ns")
+
+
+def _is_index(path: Path) -> bool:
+    """Other programs too call a file index.npz. One that is broken is not known for ours, and stays."""
+    if path.name != INDEX_NAME or not path.stat().st_size:
+        return True
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name.removesuffix(".npy") for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError):
+        return False
+    return {"format", "blocks", "packing", *Blocks._fields} <= arrays
+
+
+_LOCK = Made("the lock of an index", r".+\.npz\.lock")
+_INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
+
+
+class Source(NamedTuple):
+    """A file as it was when it was scanned."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    packing: str
+    """ "", "GZIP" or "ZLIB"."""
+    digest: str
+    """128 bits in hex, of the length and the stored checksum of every record in `Blocks`."""
+    problem: str
+    """Why nothing is read after those blocks: which record, at which byte; "" for a file that is whole."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once unpacked."""
+
+    offset: np.ndarray
+    length: np.ndarray
+    records: np.ndarray
+
+
+Entries = dict[str, tuple[Source, Blocks]]
+"""By the file's name within its folder."""
+
+
+def places(folder: str, index_dir: str | None) -> list[str]:
+    """Where the index of a folder may lie, best first."""
+    unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
+    if index_dir:
+        return [os.path.join(index_dir, f"{unique}.npz")]
+    beside = os.path.join(folder, INDEX_NAME)
+    try:
+        return [beside, str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
+    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
+        return [beside]
+
+
+def is_of(source: Source, stat: os.stat_result) -> bool:
+    """Whether the file is as it was when it was scanned."""
+    return (stat.st_size, stat.st_mtime_ns) == (source.size, source.mtime_ns)
+
+
+def load_entries(place: str) -> Entries:
+    try:
+        with np.load(place, allow_pickle=False) as saved:
+            return _unpack({key: saved[key] for key in saved.files})
+    except Exception:  # a damaged zip file raises nearly anything; whatever it is, the files are scanned again
+        return {}
+
+
+def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
+    if int(arrays["format"]) != _FORMAT:
+        return {}
+    edges = np.cumsum(arrays["blocks"])[:-1]
+    columns = zip(*(np.split(arrays[key], edges) for key in Blocks._fields), strict=True)
+    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _texts(arrays[key]) for key in _TEXTS}
+    names = facts.pop("name")
+    rows = zip(*facts.values(), strict=True)
+    return {
+        name: (Source(path=name, **dict(zip(facts, row, strict=True))), Blocks(*column))
+        for name, row, column in zip(names, rows, columns, strict=True)
+    }
+
+
+def save_somewhere(places: list[str], entries: Entries) -> None:
+    for place in places:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+            save_entries(place, entries)
+            return
+
+
+def save_entries(place: str, entries: Entries) -> None:
+    names = sorted(entries)
+    sources, blocks = [entries[name][0] for name in names], [entries[name][1] for name in names]
+    arrays: dict[str, Any] = {key: np.concatenate([getattr(b, key) for b in blocks]) for key in Blocks._fields}
+    arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(b.records) for b in blocks]}
+    arrays |= {key: _bytes(getattr(source, key) for source in sources) for key in _TEXTS if key != "name"}
+    arrays |= {key: np.array([getattr(source, key) for source in sources], np.int64) for key in _NUMBERS}
+    draft = draft_of(Path(place))
+    try:
+        with draft.open("xb") as file:
+            np.savez(file, **arrays)
+        replace(draft, Path(place), _INDEX)
+    finally:
+        with contextlib.suppress(OSError):
+            remove(draft, DRAFT)
+
+
+# An array of strings would give each the room of the longest.
+
+
+def _bytes(texts: Iterable[str]) -> np.ndarray:
+    return np.frombuffer("\0".join(texts).encode(errors="surrogateescape"), np.uint8)
+
+
+def _texts(array: np.ndarray) -> list[str]:
+    return array.tobytes().decode(errors="surrogateescape").split("\0")
+
+
+@contextlib.contextmanager
+def one_at_a_time(places: Sequence[str]) -> Iterator[None]:
+    """Holds the lock of an index, so that of all processes that need it only one scans.
+
+    Best effort: where no file can be made or locked, several may scan, and the last one's index stays.
+    """
+    locks = (_open_lock(f"{place}.lock") for place in places)
+    path, fd = next(filter(None, locks), ("", -1))
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                remove(Path(path), _LOCK)
+            os.close(fd)
+
+
+def _open_lock(path: str) -> tuple[str, int] | None:
+    while True:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                return path, fd
+        except FileNotFoundError:
+            pass  # its last holder has removed it
+        except OSError:
+            os.close(fd)
+            return None
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""Finds the blocks of one TFRecord file, and a digest of what its records hold. Does not keep them; see index.
+
+The digest is taken of the length and the stored checksum of every record, not of a sample: both lie where scanning
+reads anyway (a record's checksum is the four bytes before the next record's length), so leaving some out would save
+little and would miss a change in the others. Data that do not match their checksum are found when they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_train import tfrecord_framing
+from horovod_train.data.tfrecord import compression
+from horovod_train.data.tfrecord.index_file import Blocks, Source
+from horovod_train.errors import UserError
+
+BLOCK_RECORDS = 256
+BLOCK_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+_SHORT = 1 << 14  # bytes; between longer records, only headers are read
+_CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # in place of a length that the file does not hold whole
+
+
+class _Found(NamedTuple):
+    blocks: Blocks
+    digest: str
+    problem: str
+
+
+def scan(path: str) -> tuple[Source, Blocks]:
+    """Finds the blocks of one file, up to where it is damaged. Raises UserError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            packing = compression.detect(os.pread(file.fileno(), tfrecord_framing.HEADER_BYTES, 0))
+            found = _scan_packed(path, packing) if packing else _scan_blocks(file.fileno(), stat.st_size)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    return Source(path, stat.st_size, stat.st_mtime_ns, packing, found.digest, found.problem), found.blocks
+
+
+def at_record(record: int, offset: int, problem: str) -> str:
+    """The one form in which a bad record is named, after its file. `record` counts from 0 within the file."""
+    return f"record {record} at byte {offset}: {problem}."
+
+
+def _scan_packed(path: str, packing: str) -> _Found:
+    with tempfile.TemporaryFile() as unpacked:
+        try:
+            size = compression.unpack(path, packing, unpacked)
+        except UserError as error:  # then none of it can be read: blocks are read from the whole, unpacked
+            return _found([], [], 0, "", str(error).removeprefix(f"{path}: "))
+        found = _scan_blocks(unpacked.fileno(), size)
+        if not size:
+            return found._replace(problem="holds no records once unpacked. Remove it or write it again.")
+        return found
+
+
+def _scan_blocks(fd: int, size: int) -> _Found:
+    header, content = tfrecord_framing.Header(), hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    chunk, base, seen = b"", 0, list[bytes]()
+    offset, record, length = 0, 0, 0
+    edges, counts = [0], [0]
+    problem = "" if size else "the file is empty; expected TFRecords. Remove it or write it again."
+    while offset < size:
+        at = offset - base
+        if at + tfrecord_framing.HEADER_BYTES > len(chunk):
+            content.update(b"".join(seen))
+            seen.clear()
+            # From the checksum on that ends the record before.
+            base = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
+            chunk, at = os.pread(fd, 1 << 20 if length < _SHORT else 4096, base), offset - base
+        found = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
+        end = offset + tfrecord_framing.HEADER_BYTES + (found or 0) + tfrecord_framing.FOOTER_BYTES
+        if found is None or end > size:
+            problem = _problem(record, offset, found, end - size)
+            break
+        seen.append(chunk[at - tfrecord_framing.FOOTER_BYTES if at else 0 : at + tfrecord_framing.HEADER_BYTES])
+        if counts[-1] == BLOCK_RECORDS or (counts[-1] and end - edges[-1] > BLOCK_BYTES):
+            edges.append(offset)
+            counts.append(0)
+        counts[-1] += 1
+        offset, record, length = end, record + 1, found
+    last = os.pread(fd, tfrecord_framing.FOOTER_BYTES, offset - tfrecord_framing.FOOTER_BYTES) if record else b""
+    content.update(b"".join([*seen, last]))
+    if not record:
+        edges, counts = [], []
+    return _found(edges, counts, offset, content.hexdigest(), problem)
+
+
+def _found(edges: list[int], counts: list[int], end: int, digest: str, problem: str) -> _Found:
+    starts = np.array(edges, np.int64)
+    return _Found(Blocks(starts, np.diff(starts, append=end), np.array(counts, np.int64)), digest, problem)
+
+
+def _problem(record: int, offset: int, length: int | None, over: int) -> str:
+    """What is wrong with a record of this length, which ends so many bytes beyond the file; None: with its header."""
+    if length is None and record == 0:
+        return "is not a TFRecord file: its first 12 bytes are not a length and its checksum."
+    if length is None:
+        return at_record(record, offset, "the record's length does not match its checksum")
+    if length == _CUT:
+        return at_record(record, offset, "the file ends inside the record's length")
+    return at_record(record, offset, f"the file ends {over} bytes before the record does")

@@ -1,0 +1,166 @@
+"""Copies on a node-local disk, made block by block as the ranks of the node read; also of unpacked files.
+
+A block is copied by the rank that reads it first and serves all ranks of the node from then on. The source is a file
+that the index describes; when that changes, so does the name of the copy. What an earlier boot left is not trusted: its
+last writes may be lost. Without a folder, only unpacked files are kept; see unpacked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from horovod_train.data.tfrecord import compression
+from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.data.tfrecord.unpacked import UnpackedFiles
+from horovod_train.errors import UserError
+from horovod_train.output.console import to_stderr
+from horovod_train.output.removal import Made, remove, rename
+
+_UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+_NAME = r"[0-9a-f]{24}"
+_OTHER_BOOT = Made("a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|lock|partial)",))
+_PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
+
+
+class Stage:
+    """The copies of one node, or of one process where `folder` is None. For several threads and processes at once."""
+
+    def __init__(self, folder: str | None, sources: Sequence[Source], unpacked_bytes: Mapping[Source, int]) -> None:
+        """unpacked_bytes: of the packed ones among the sources, what each holds.
+
+        Raises UserError for a folder of no use.
+        """
+        self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
+        self._unpacked = UnpackedFiles(unpacked_bytes)
+        if folder:
+            try:
+                self._folder = _open_folder(folder)
+                # A byte for each block: whether it is there. Not mapped, since a mapped page that finds no room on the
+                # disk ends the process.
+                self._flags = os.open(self._folder / f"{_name(*sources)}.there", os.O_RDWR | os.O_CREAT, 0o600)
+            except OSError as error:
+                raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
+
+    def load(self, source: Source, block: int, offset: int, length: int) -> bytes | None:
+        """A block's bytes if this node has them."""
+        if self._folder is None:
+            return None
+        try:
+            if not source.packing and os.pread(self._flags, 1, block) != b"\1":
+                return None
+            data = _read(self._folder / f"{_name(source)}.{'unpacked' if source.packing else 'blocks'}", offset, length)
+        except OSError:  # somebody cleaned up, or it is not unpacked yet: the source still serves
+            return None
+        return data if len(data) == length else None
+
+    def save(self, source: Source, block: int, offset: int, data: bytes) -> None:
+        """Keeps a block for the next rank that asks. A full disk ends the copying, not the run."""
+        if self._folder is None or self._is_full or source.packing:
+            return
+        try:
+            fd = os.open(self._folder / f"{_name(source)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                if os.pwrite(fd, data, offset) == len(data):
+                    os.pwrite(self._flags, b"\1", block)  # only now: another rank may look at any moment
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._stop_copying(error)
+
+    def read_unpacked(self, source: Source, offset: int, length: int) -> bytes:
+        """Bytes of a packed file's content. The first call unpacks it; with a folder, once per node.
+
+        Raises UserError where the file is broken, or where there is no room for it anywhere.
+        """
+        if self._folder is not None and not self._is_full:
+            path = self._folder / f"{_name(source)}.unpacked"
+            if self._unpack(source, path):
+                with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
+                    return _read(path, offset, length)
+        return self._unpacked.read(source, offset, length)
+
+    def room_needed(self) -> str | None:
+        """A sentence on the disk space that packed files will take; None where there are none."""
+        each = "on each rank" if self._where is None else "once for all ranks of a node"
+        return self._unpacked.room_needed(self._where, each)
+
+    def _unpack(self, source: Source, path: Path) -> bool:
+        """Makes the file if it is not there. Ranks that want the same file wait for one of them, no others do."""
+        if path.exists():
+            return True
+        try:
+            lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError as error:
+            self._stop_copying(error)
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self._write(source, path)
+        except OSError as error:
+            self._stop_copying(error)
+        finally:
+            os.close(lock)
+        return path.exists()
+
+    def _write(self, source: Source, path: Path) -> None:
+        partial = path.with_suffix(".partial")
+        remove(partial, _PARTIAL)  # of a rank that was killed
+        try:
+            with partial.open("xb") as out:
+                for piece in compression.pieces(source.path, source.packing):
+                    out.write(piece)
+            rename(partial, path)
+        finally:
+            remove(partial, _PARTIAL)
+
+    def _stop_copying(self, error: OSError) -> None:
+        """Only a lack of room is for good."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
+            self._is_full = True
+            to_stderr(f"warning: data.stage_dir: {self._where}: {error.strerror}. What is not there yet is not copied.")
+
+
+def _open_folder(folder: str) -> Path:
+    """The part of the folder that belongs to this user and boot; removes what this user's earlier boots left."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    own = Path(folder) / f".horovod_train-stage-{os.geteuid()}"
+    here = own / boot
+    own.parent.mkdir(parents=True, exist_ok=True)
+    own.mkdir(mode=0o700, exist_ok=True)
+    found = own.lstat()
+    # Its name is known beforehand, so another user may have made it, and could put false records there.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UserError(
+            f"data.stage_dir: expected {own} to be a folder that belongs to user {os.geteuid()} alone (mode 700); it "
+            f"belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}. Remove it, or choose "
+            "another stage_dir."
+        )
+    here.mkdir(mode=0o700, exist_ok=True)
+    for other in own.iterdir():
+        if other != here:
+            with contextlib.suppress(OSError):
+                remove(other, _OTHER_BOOT)
+    return here
+
+
+def _name(*sources: Source) -> str:
+    """Another name for every other content."""
+    facts = [(os.path.realpath(source.path), source.size, source.mtime_ns) for source in sources]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+
+
+def _read(path: Path, offset: int, length: int) -> bytes:
+    # Opened anew each time: there may be more files than a process may hold open.
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, length, offset)
+    finally:
+        os.close(fd)

@@ -1,0 +1,83 @@
+"""What packed files hold, in one unnamed temporary file of this process; it goes with the process, however that ends.
+
+For runs without a folder that all ranks of a node share; see staging.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from horovod_train.data.tfrecord import compression
+from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.errors import UserError
+
+
+class UnpackedFiles:
+    """For several threads at once. Each file has its place in the one temporary file, so one descriptor serves all."""
+
+    def __init__(self, sizes: Mapping[Source, int]) -> None:
+        """sizes: of each packed file, the bytes it holds once unpacked."""
+        self._sizes, self._places, end = sizes, {}, 0
+        for source, size in sizes.items():
+            self._places[source] = end
+            end += size
+        self._total = end
+        self._locks = {source: threading.Lock() for source in sizes}
+        self._is_whole = dict.fromkeys(sizes, False)
+        self._opening = threading.Lock()
+        self._file: BinaryIO | None = None
+
+    def read(self, source: Source, offset: int, length: int) -> bytes:
+        """Bytes of a file's content. The first call unpacks it. Raises UserError where it is broken or has no room."""
+        with self._locks[source]:  # those who want another file do not wait
+            if not self._is_whole[source]:
+                self._unpack(source)
+                self._is_whole[source] = True
+        length = min(length, self._sizes[source] - offset)
+        return os.pread(self._descriptor(), length, self._places[source] + offset)
+
+    def room_needed(self, folder: str | None, each: str) -> str | None:
+        """A sentence on what unpacking takes, `each` saying how often; None where nothing is packed."""
+        if not self._sizes:
+            return None
+        place = folder or tempfile.gettempdir()
+        free = shutil.disk_usage(place).free
+        text = (
+            f"{len(self._sizes)} packed files take up to {_gb(self._total)} in {place} once unpacked, {each}; "
+            f"{_gb(free)} are free"
+        )
+        return f"warning: {text}. Make room, or choose a larger disk: data.stage_dir." if free < self._total else text
+
+    def _unpack(self, source: Source) -> None:
+        at, end = self._places[source], self._places[source] + self._sizes[source]
+        for piece in compression.pieces(source.path, source.packing):
+            if at + len(piece) > end:
+                raise UserError(f"{source.path}: holds more than when it was indexed. Put it back as it was.")
+            self._write(source, piece, at)
+            at += len(piece)
+
+    def _write(self, source: Source, piece: bytes, at: int) -> None:
+        try:
+            while piece:
+                written = os.pwrite(self._descriptor(), piece, at)
+                piece, at = piece[written:], at + written
+        except OSError as error:
+            raise UserError(
+                f"{source.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
+                f"together need {_gb(self._total)} on each rank; set TMPDIR or data.stage_dir to a disk with more room."
+            ) from error
+
+    def _descriptor(self) -> int:
+        with self._opening:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - for as long as this lives
+            return self._file.fileno()
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,116 @@
+"""Stored values to the tensors the model gets: images decoded and augmented, then everything cast and scaled.
+
+In TensorFlow's graph, a step or many at a time. Does not read or parse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from horovod_train.config.settings import Spec
+from horovod_train.data.augment import Augmentation, build_augmentations
+from horovod_train.data.decoding import Fit, decode_images
+from horovod_train.data.features import Feature
+from horovod_train.data.schema import Schema
+from horovod_train.errors import UserError
+
+
+class _Steps(NamedTuple):
+    """What is done to one feature."""
+
+    feature: Feature
+    augmentations: list[Augmentation]
+
+
+class Finisher:
+    """Turns the stored values of some features into tensors."""
+
+    def __init__(self, features: dict[str, Feature], schema: Schema, augment: Sequence[Spec]) -> None:
+        """`augment` is done to inputs that are images, [height, width, channels], and to targets that are, alike.
+
+        Raises UserError where the two would not stay in step.
+        """
+        images = _images(features, schema.inputs)
+        if augment and not images:
+            raise UserError(
+                "data.augment: is for inputs [height, width, channels]; "
+                f"there is none among {', '.join(schema.inputs)}."
+            )
+        images |= _images(features, schema.targets)
+        done = {name: build_augmentations(augment, image.shape, image.interpolation) for name, image in images.items()}
+        _check_in_step(images, done, [name for name in schema.targets if name not in schema.inputs])
+        self._steps = {name: _Steps(feature, done.get(name, [])) for name, feature in features.items()}
+        # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
+        self.draws = max([1, *(sum(a.draws for a in steps.augmentations) for steps in self._steps.values())])
+        """Random numbers that a row needs."""
+        self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
+        """Whether it takes rows of one step at a time, [rows, ...]; else any number of leading axes."""
+
+    def finish(
+        self, stored: dict[str, tf.Tensor], draws: tf.Tensor
+    ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """The tensors, and for each feature that is an image, which rows could be decoded: bool [rows]."""
+        tensors, fine = {}, {}
+        for name, values in stored.items():
+            if name not in self._steps:
+                tensors[name] = values  # a user's parse function has done it all
+                continue
+            feature, augmentations = self._steps[name]
+            at = 0
+            if feature.decode == "image":
+                fit = augmentations[0] if augmentations and augmentations[0].fits else None
+                values, fine[name] = decode_images(feature, values, draws, fit and _one(fit))
+                if fit:
+                    at, augmentations = fit.draws, augmentations[1:]
+            for augmentation in augmentations:
+                values = augmentation.apply(values, draws[:, at : at + augmentation.draws])
+                at += augmentation.draws
+            tensors[name] = cast_and_scale(feature, values)
+        return tensors, fine
+
+
+def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
+    return {name: features[name] for name in names if name in features and len(features[name].tensor_shape) == 3}
+
+
+def _check_in_step(
+    images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
+) -> None:
+    """Each image gets the same draws; that is the same change only where they are alike. Raises UserError."""
+    for name in filter(images.__contains__, targets):
+        first = next(iter(images))  # an input
+        one, other = images[first], images[name]
+        if any(augmentation.is_own for augmentation in augmentations[name]):
+            raise UserError(
+                f"data.augment: target {name} is an image and would have to change with the inputs; "
+                "a function of your own is for inputs only. Use ours, or make the target no image."
+            )
+        if augmentations[name] and one.shape[:2] != other.shape[:2]:
+            raise UserError(
+                f"data.augment: target {name} changes with input {first} and must have its height and width, "
+                f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
+            )
+        if augmentations[name] and augmentations[name][0].fits and one.decode != other.decode:
+            raise UserError(
+                f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
+                f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
+            )
+
+
+def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
+    """value * scale + offset in the feature's dtype, or just cast."""
+    if feature.scale is not None or feature.offset is not None:
+        dtype = tf.as_dtype(feature.tensor_dtype)
+        values = tf.cast(values, dtype if dtype.is_floating else tf.float32)
+        if feature.scale is not None:
+            values *= tf.cast(feature.scale, values.dtype)
+        if feature.offset is not None:
+            values += tf.cast(feature.offset, values.dtype)
+    return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
+
+
+def _one(augmentation: Augmentation) -> Fit:
+    return lambda image, draw: augmentation.apply(image[None], draw[None, : augmentation.draws])[0]

@@ -1,0 +1,147 @@
+"""For `model.fit` with the DistributedOptimizer: ranks that start alike and stay in step; means over ranks in logs."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.group import broadcast_variables
+from horovod_train.errors import UserError
+from horovod_train.output.console import to_stderr
+
+_UNKNOWN, _NONE_MORE = -1, -2
+"""In place of the number of batches in an epoch."""
+_STOPPED_WITHIN_S = 30.0
+"""Ranks that stop in the same batch come to the end of their epoch within one step of each other."""
+
+
+class BroadcastVariables(keras.callbacks.Callback):
+    """Gives every rank root's weights and optimizer state before the first step, and keeps the ranks in step.
+
+    The optimizer's slots are built first, so that they are broadcast too. Seeds of dropout are not: masks are to
+    differ by rank.
+
+    XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default where there is a GPU,
+    is trained without it, and root says so.
+
+    Ranks that take different numbers of steps would wait for each other forever. So all raise UserError, with ranks
+    and numbers, before an epoch in which that would happen; and a rank whose data ends early raises it. The number of
+    batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._epoch, self._batches_done = 0, 0
+        self._planned: int | None = None
+        """Batches of the epoch that is under way."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self.model.jit_compile:
+            self.model.jit_compile = False
+            self.model.make_train_function(force=True)
+            if hvd.rank() == self.root_rank:
+                to_stderr("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
+        variables, optimizer = list(self.model.weights), self.model.optimizer
+        if optimizer is not None:  # a model of several optimizers keeps them itself
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            variables += optimizer.variables
+        broadcast_variables(variables, self.root_rank)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch, self._batches_done = epoch + 1, 0
+        self._planned = self.params["steps"]
+        _agree(self._epoch, _UNKNOWN if self._planned is None else self._planned)
+        if self._planned is None and hvd.size() > 1:
+            raise UserError(
+                f"model.fit: the number of batches in an epoch must be known, so that {hvd.size()} ranks can compare "
+                "theirs; received data of unknown length. Give fit(steps_per_epoch=...), and data.repeat()."
+            )
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches_done = batch + 1
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._check_whole()  # before the evaluation, which the others do not wait for
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._check_whole()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._planned = None
+        _agree(self._epoch, _NONE_MORE)
+
+    def _check_whole(self) -> None:
+        """Raises UserError where this rank ends its epoch and the others wait for it in the next exchange."""
+        done, planned = self._batches_done, self._planned
+        if hvd.size() == 1 or planned is None or done >= planned:
+            return
+        story = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
+        if not self.model.stop_training:
+            raise UserError(f"{story}: its data ended, and the other ranks wait for it. Give it data.repeat().")
+        # A callback has stopped it, and may have stopped all the others at the same batch.
+        if not _all_come_within(_STOPPED_WITHIN_S):
+            raise UserError(f"{story}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
+
+
+class AverageMetrics(keras.callbacks.Callback):
+    """Replaces each logged value at the end of an epoch by its mean over ranks.
+
+    A mean of means: exact where every rank has seen the same number of records. Put it before callbacks that read
+    the logs, so that all ranks decide alike.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(logs or {})
+        if logs and names:
+            values = tf.constant(np.array([float(logs[name]) for name in names]))
+            means = hvd.allreduce(values, op=hvd.Average, name="AverageMetrics").numpy()
+            logs.update(zip(names, means.tolist(), strict=True))
+
+
+def _agree(epoch: int, batches: int) -> None:
+    """Collective: raises UserError on all ranks where they are not about to do the same. batches: or _UNKNOWN, …"""
+    ranks: dict[tuple[int, int], list[int]] = {}
+    plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
+    for rank, (theirs, planned) in enumerate(plans):
+        ranks.setdefault((theirs, planned), []).append(rank)
+    if len(ranks) > 1:
+        shown = "; ".join(f"{_listed(those)}: {_plan(*plan)}" for plan, those in ranks.items())
+        raise UserError(
+            f"model.fit: all ranks must take the same steps; received {shown}. group.share(x, y) gives each rank as "
+            "many rows; callbacks that stop training must decide alike, after AverageMetrics()."
+        )
+
+
+def _plan(epoch: int, batches: int) -> str:
+    if batches == _NONE_MORE:
+        return f"stops after epoch {epoch}"
+    return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _all_come_within(seconds: float) -> bool:
+    """Collective: whether all ranks have called this in that time."""
+    come: Future[None] = Future()
+
+    def meet() -> None:
+        hvd.allreduce(tf.zeros(1), name="fit.stopped")
+        come.set_result(None)
+
+    Thread(target=meet, daemon=True).start()
+    try:
+        come.result(seconds)
+    except TimeoutError:
+        return False
+    return True

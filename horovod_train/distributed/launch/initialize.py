@@ -1,0 +1,97 @@
+"""Brings Horovod up in this process, over what its launcher has prepared, and sees that it found the others.
+
+Does not know devices or what the ranks are to do: see group.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import horovod.tensorflow as hvd
+import numpy as np
+
+from horovod_train.distributed.launch import key_value_store, launcher
+from horovod_train.errors import FailedElsewhere, UserError
+
+_MOST_CORES = 8192
+"""Linux's own limit, NR_CPUS."""
+
+
+def meeting(started_by: launcher.Launch) -> AbstractContextManager[None]:
+    """A place for the ranks to find each other, where the launcher has not made one."""
+    if started_by.step is None:
+        return nullcontext()
+    from horovod_train.distributed.launch import rendezvous
+
+    return rendezvous.meeting(started_by.step)
+
+
+def initialise(started_by: launcher.Launch) -> set[int]:
+    """Collective: starts Horovod; returns the cores that the ranks of this host may use together.
+
+    A launcher may have bound each rank to cores of its own. TensorFlow must not start yet, so it carries no word here.
+    """
+    mine = os.sched_getaffinity(0)
+    if started_by.launcher == "none":
+        # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
+        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    if not started_by.uses_mpi:
+        hvd.init()
+        return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
+    speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
+    with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
+        # Said by check_place, once and with what to do.
+        warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+        from mpi4py import MPI
+
+    hvd.init(comm=MPI.COMM_WORLD)
+    neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    if (neighbours.rank, neighbours.size) != (hvd.local_rank(), hvd.local_size()):
+        raise UserError(
+            f"{socket.gethostname()}: MPI says local rank {neighbours.rank} of {neighbours.size}, Horovod says "
+            f"{hvd.local_rank()} of {hvd.local_size()}; both must use one MPI: "
+            "MPI=system make install builds Horovod with the one on PATH."
+        )
+    # A buffer, since mpi4py pickles objects.
+    cores = np.zeros(_MOST_CORES, np.uint8)
+    cores[sorted(mine)] = 1
+    neighbours.Allreduce(MPI.IN_PLACE, cores, op=MPI.MAX)
+    return {int(core) for core in np.flatnonzero(cores)}
+
+
+_MPI_FAILED = (
+    "error: the MPI that Horovod was built with did not start under srun --mpi=pmix; what it says is above. Start with "
+    "srun --mpi=none, which needs no MPI."
+)
+
+
+@contextmanager
+def _survivor(last_words: str) -> Iterator[None]:
+    """Says last_words if this process ends inside the block: Open MPI ends it where it finds no PMIx that it knows."""
+    script = 'read -r done || echo "$1" >&2'
+    heir = subprocess.Popen(["sh", "-c", script, "sh", last_words], stdin=subprocess.PIPE)
+    yield
+    heir.communicate(b"done\n")
+
+
+def check_place(started_by: launcher.Launch) -> None:
+    """Each process by itself: those that wrongly believe to be alone have nobody to ask."""
+    if (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
+        return
+    if started_by.rank != 0:
+        time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
+        silent = FailedElsewhere("rank 0 has said that the ranks do not find each other")
+        silent.exit_code = UserError.exit_code
+        raise silent
+    instead = "srun --mpi=none" if started_by.launcher == "srun-pmix" else "horovodrun --gloo"
+    raise UserError(
+        f"{started_by.launcher} started {started_by.size} ranks, but the MPI that Horovod was built with finds "
+        f"{hvd.size()}: they do not belong together. Start with {instead}, which needs no MPI, or build Horovod with "
+        "the launcher's: MPI=system make install."
+    )

@@ -1,0 +1,144 @@
+"""Who started this process, and its place among the others, read from the environment before anything is imported.
+
+Does not import horovod or TensorFlow, so it answers at once; the group says later what is really so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from horovod_train.distributed.launch.slurm import Step, expand_counts, read_step
+from horovod_train.errors import UserError
+
+Launcher = Literal["horovodrun", "mpirun", "srun-pmix", "srun", "none"]
+"""horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: with no MPI at all."""
+
+ROOT_SPEAKS_FIRST_S = 2.0
+"""How long a rank leaves it to root to say what all ranks see. Launchers end the others when root has failed."""
+
+_SRUN = "start it with srun: srun python -m horovod_train.main …"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher's word on this process."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+    end_time: float | None = None
+    """When the scheduler will end the job, in seconds since 1970, where it says so."""
+
+    job: str = ""
+    """The scheduler's name for this job."""
+
+    step: Step | None = None
+    """Under plain srun: who is where, which nobody else tells Horovod."""
+
+    fault: str = ""
+    """Why a run must not start like this, in one sentence with what to do; empty where all is well."""
+
+    @property
+    def uses_mpi(self) -> bool:
+        return self.launcher in ("mpirun", "srun-pmix")
+
+    def check(self) -> None:
+        """Raises UserError where the processes would not find each other."""
+        if self.fault:
+            raise UserError(self.fault)
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Reads what each launcher tells the processes that it starts. The nearest to the process wins.
+
+    horovodrun (gloo) sets HOROVOD_RANK, also inside an MPI job. mpirun sets OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK
+    (MPICH and its kin), also where it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves the
+    size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
+    HOROVOD_CONTROLLER=gloo makes plain srun of any step. SLURM_JOB_END_TIME is the same for all processes of a job.
+
+    Raises UserError where the variables of one launcher contradict each other.
+    """
+    end = float(environment["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in environment else None
+    job = environment.get("SLURM_JOB_ID", "")
+    for launcher, prefix in _NUMBERED:
+        if f"{prefix}RANK" in environment:
+            rank, size, local_size = _place(environment, prefix)
+            step = read_step(environment)
+            if prefix == "PMI_" and step is not None and (rank, size) == (step.rank, step.size):
+                break
+            fault = _copies(launcher, rank, size, step) or _crowd(launcher, size, local_size, environment)
+            return Launch(launcher, rank, size, end, job, fault=fault)
+    step = read_step(environment)
+    if step is None:
+        return Launch("none", 0, 1, end, job, fault=_alone(environment))
+    if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
+        return Launch("srun-pmix", step.rank, step.size, end, job)
+    return Launch("srun", step.rank, step.size, end, job, step=step)
+
+
+_NUMBERED: tuple[tuple[Launcher, str], ...] = (
+    ("horovodrun", "HOROVOD_"),
+    ("mpirun", "OMPI_COMM_WORLD_"),
+    ("mpirun", "PMI_"),
+)
+"""Launchers that give each process PREFIX + RANK and PREFIX + SIZE."""
+
+
+def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
+    """Rank, size and how many ranks are on this host (0: not said)."""
+    said = {name: environment.get(prefix + name) for name in ("RANK", "SIZE", "LOCAL_SIZE")}
+    try:
+        rank, size, local_size = int(said["RANK"] or ""), int(said["SIZE"] or ""), int(said["LOCAL_SIZE"] or 0)
+    except ValueError:
+        rank, size, local_size = -1, 0, 0
+    if not 0 <= rank < size:
+        raise UserError(
+            f"{prefix}RANK and {prefix}SIZE must be a rank and the number of ranks; received {said['RANK']!r} and "
+            f"{said['SIZE']!r}. They come from a launcher: start it with one, or unset them."
+        )
+    return rank, size, local_size
+
+
+def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
+    """srun has started the launcher itself several times over.
+
+    mpirun reaches the hosts of a job by an srun of its own, so there only a group of one gives it away.
+    """
+    if step is None or step.size == 1 or (rank, size) == (step.rank, step.size):
+        return ""
+    if launcher == "mpirun" and size > 1:
+        return ""
+    return (
+        f"srun started {step.size} copies of {launcher}, and each would be a run of its own with {size} rank(s). "
+        f"Leave {launcher} out and {_SRUN}"
+    )
+
+
+def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
+    """All ranks are on one host of a job that has several, and more than SLURM has planned there."""
+    nodes, planned = int(environment.get("SLURM_JOB_NUM_NODES", 1)), environment.get("SLURM_TASKS_PER_NODE")
+    if nodes == 1 or planned is None or not local_size == size > max(expand_counts(planned)):
+        return ""
+    here = environment.get("SLURMD_NODENAME", "one host")
+    return (
+        f"{launcher} put all {size} ranks on {here}, though the job has {nodes} hosts. Name them to it "
+        f"(-H {here}:N,…), or {_SRUN}"
+    )
+
+
+def _alone(environment: Mapping[str, str]) -> str:
+    """A process for itself, where a launcher or the scheduler speaks of several."""
+    if "PMIX_RANK" in environment:
+        return (
+            f"this is rank {environment['PMIX_RANK']} of a launcher that does not say how many there are (PMIX_RANK is "
+            "set, and nothing else). Start it with srun, mpirun or horovodrun; or unset PMIX_RANK if it is left over."
+        )
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return ""
+    return (
+        f"SLURM job {environment.get('SLURM_JOB_ID')} has {tasks} tasks, but this process is one alone. Instead {_SRUN}"
+    )

@@ -1,0 +1,123 @@
+"""Starts ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
+
+python -m horovod_train.distributed.launch.local 4      prints the words that start 4 ranks, for scripts/run_local.sh
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+Way = Literal["mpirun", "horovodrun"]
+
+_TRY_WITHIN_S = 20.0
+# In one write: mpirun passes the processes' output on as it comes.
+_COUNT = "import sys; from mpi4py import MPI; sys.stdout.write(f'size={MPI.COMM_WORLD.size};')"
+
+
+def launch_words(way: Way, ranks: int) -> list[str]:
+    """The command that starts `ranks` of what follows it, on this host.
+
+    Not bound to cores: mpirun would bind a rank with all its threads to one. More ranks than cores may be asked for.
+    """
+    if way == "horovodrun":
+        return ["horovodrun", "--gloo", "-np", str(ranks)]
+    as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    return ["mpirun", *as_root, "--bind-to", "none", "--oversubscribe", "-np", str(ranks)]
+
+
+def best_way() -> tuple[Way, str]:
+    """How to start ranks on this host, and why: MPI exchanges in shared memory, so it is taken where it works.
+
+    With GPUs it makes no difference: NCCL exchanges. Measured by `bench exchange`; see docs/tools.md.
+    """
+    problem = mpi_problem()
+    if problem is None:
+        return "mpirun", "MPI works here, and exchanges in shared memory"
+    return "horovodrun", f"gloo, because {problem}"
+
+
+def mpi_problem() -> str | None:
+    """Why MPI cannot start ranks of Horovod here; None where it can. Starts two processes, for about a second."""
+    if shutil.which("mpirun") is None:
+        return "there is no mpirun on PATH"
+    library = horovod_library()
+    if library is None or not names_mpi(library):
+        return "Horovod was built without MPI"
+    try:
+        tried = subprocess.run(
+            [*launch_words("mpirun", 2), sys.executable, "-c", _COUNT],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TRY_WITHIN_S,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"mpirun did not start two processes within {_TRY_WITHIN_S:.0f} s"
+    sizes = re.findall(r"size=(\d+);", tried.stdout)
+    if sizes == ["2", "2"]:
+        return None
+    if sizes == ["1", "1"]:
+        return "mpirun and mpi4py are of different MPIs: two processes each believe that they are alone"
+    said = next((line for line in reversed(tried.stderr.splitlines()) if line.strip(" -")), f"exit {tried.returncode}")
+    return f"mpirun cannot start two processes: {said.strip()}"
+
+
+def horovod_library() -> Path | None:
+    """Horovod's compiled part for TensorFlow, found without importing it."""
+    spec = importlib.util.find_spec("horovod")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return next((path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*.so")), None)
+
+
+def names_mpi(library: Path) -> bool:
+    """Whether a compiled library asks for an MPI library."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(b"libmpi") >= 0
+
+
+def run_ranks(
+    way: Way, ranks: int, words: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program on ranks to its end; `environment` is added to this process's.
+
+    Raises subprocess.TimeoutExpired, after the launcher has been told to end its ranks.
+    """
+    process = subprocess.Popen(
+        [*launch_words(way, ranks), *words],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException:
+        process.terminate()
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _main() -> int:
+    if len(sys.argv) != 2 or not sys.argv[1].isdigit() or not int(sys.argv[1]):
+        print("error: expected the number of ranks.", file=sys.stderr)
+        return 2
+    way, why = best_way()
+    print(f"starting with {way}: {why}", file=sys.stderr)
+    print(*launch_words(way, int(sys.argv[1])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,228 @@
+"""Brings the ranks of a plain `srun` together for gloo, with neither ssh nor MPI.
+
+Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host, which is
+the first of the step; its port follows from the step's name.
+Nobody starts Horovod before all have come, since Horovod itself waits for HOROVOD_GLOO_TIMEOUT_SECONDS only.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import random
+import re
+import secrets
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from horovod_train.distributed.launch import key_value_store
+from horovod_train.distributed.launch.rendezvous_server import TOKEN, StepServer, key_of, proof_of_root
+from horovod_train.distributed.launch.slurm import Step
+from horovod_train.errors import FailedElsewhere, RunError, UserError
+
+ARRIVE_WITHIN_S = 300.0
+"""How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise. Long,
+because hundreds of ranks may load TensorFlow from one file server."""
+
+PORTS = range(20_000, 32_000)
+"""Below those that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
+PORTS_TRIED = 16
+
+
+@contextmanager
+def meeting(step: Step) -> Iterator[None]:
+    """Collective: what Horovod must find in its environment, and a server to meet at, for as long as the block lasts.
+
+    All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set: the watch uses
+    that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server stays, and its address: the ranks of a process
+    set meet there as well.
+
+    Raises UserError where ranks cannot meet as they were started, RunError where some do not come.
+    """
+    if step.rank == 0 and step.node != 0:
+        raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
+    until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+    server = _open_server(step) if step.rank == 0 else None
+    stays = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+    try:
+        if server is None:
+            address, port = _find_root(_address_of_root(step), step, until)
+        else:
+            port = server.server_address[1]
+            address = _with_key(server.server_address[0], port, step)
+            _wait_for_all(server, step, until)
+        if "HOROVOD_GLOO_IFACE" not in os.environ:
+            os.environ["HOROVOD_GLOO_IFACE"] = _interface(step)
+        variables = _horovod_variables(step, address, port)
+        with _environment(variables):
+            yield
+        if stays:
+            os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
+    finally:
+        if server is not None and not stays:
+            server.shutdown()
+            server.server_close()
+
+
+def candidate_ports(name: str) -> list[int]:
+    """The ports that root tries, the same on every rank of a step and others for every step."""
+    return random.Random(name).sample(PORTS, PORTS_TRIED)
+
+
+def _arrive_within_s(said: str | None) -> float:
+    try:
+        return ARRIVE_WITHIN_S if said is None else float(said)
+    except ValueError as error:
+        raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {said!r}.") from error
+
+
+def _open_server(step: Step) -> StepServer:
+    address = _address_of_root(step)
+    for port in candidate_ports(step.name):
+        with suppress(OSError):
+            server = StepServer(address, port, step.name, step.size)
+            threading.Thread(
+                target=server.serve_forever, args=(key_value_store.POLL_S,), name="rendezvous", daemon=True
+            ).start()
+            return server
+    raise RunError(
+        f"none of {PORTS_TRIED} ports from {PORTS[0]} to {PORTS[-1]} is free at {address} on {socket.gethostname()}."
+    )
+
+
+def _with_key(address: str, port: int, step: Step) -> str:
+    """The address as Horovod gets it. Its client asks for http://ADDRESS:PORT/SCOPE/KEY: so each path has the key."""
+    return f"{address}:{port}/{key_of(step.name, port)}"
+
+
+def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
+    """On root."""
+    awaited = set(range(1, step.size))
+    while awaited:
+        with server.cache_lock:
+            awaited -= {int(key) for key in server.cache[key_value_store.NAME] if key.isdecimal()}
+        if awaited and time.monotonic() > until:
+            names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
+            raise RunError(
+                f"{len(awaited)} of {step.size} ranks have not come to {step.nodes[0]} in time: {names}. Their output "
+                "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
+            )
+        time.sleep(key_value_store.POLL_S / 5 if awaited else 0)
+    with server.cache_lock:
+        server.cache[key_value_store.NAME]["all"] = b"here"
+
+
+def _find_root(host: str, step: Step, until: float) -> tuple[str, int]:
+    """On the others: root's address with the key, and its port, once all ranks have come."""
+    port, ports, address, tries = None, candidate_ports(step.name), "", key_value_store.Tries(step.size, until)
+    while tries.pause():
+        if port is None:
+            port = next((port for port in ports if _is_root(host, port, step)), None)
+            address = "" if port is None else _with_key(host, port, step)
+            if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank)) is None:
+                port = None
+        elif key_value_store.ask(address, port, "GET", "all") is not None:
+            return address, port
+    if port is None and step.rank == 1:
+        raise UserError(
+            f"rank 0 on {step.nodes[0]} ({host}) does not answer rank 1 on {step.nodes[step.node]} at port "
+            f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
+            f"whether {TOKEN} is the same for all tasks."
+        )
+    raise FailedElsewhere("rank 0 says which ranks have not come, or rank 1 that rank 0 has not")
+
+
+def _is_root(host: str, port: int, step: Step) -> bool:
+    nonce = secrets.token_hex(16)
+    said = key_value_store.ask(host, port, "GET", f"root.{nonce}")
+    return said is not None and hmac.compare_digest(said, proof_of_root(step.name, port, nonce).encode())
+
+
+def _address_of_root(step: Step) -> str:
+    """Where root listens: loopback on one host; else the address that the first host's name has for the others."""
+    if len(step.nodes) == 1:
+        return "127.0.0.1"
+    named = _address_of(step.nodes[0])
+    if step.node == 0 and (named.startswith("127.") or _interface_of(named) is None):
+        # Many hosts have a loopback address for their own name.
+        return _own_address_towards(_address_of(step.nodes[1]))
+    return named
+
+
+def _address_of(host: str) -> str:
+    """The IPv4 address of a host by its SLURM name, which need not be one that the resolver knows."""
+    with suppress(OSError):
+        return socket.gethostbyname(host)
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(["scontrol", "-o", "show", "node", host], capture_output=True, text=True, timeout=20)
+        if found := re.search(r"NodeAddr=(\S+)", said.stdout):
+            return socket.gethostbyname(found[1])
+    raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
+
+
+def _interface(step: Step) -> str:
+    """The network interface at which this rank reaches the other hosts; loopback where there is one host only.
+
+    gloo by itself would take the address of the host's own name, which is a loopback one on many Debian hosts.
+    """
+    there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
+    own = _own_address_towards(there)
+    if (name := _interface_of(own)) is None:
+        raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
+    return name
+
+
+def _own_address_towards(there: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # sends nothing: it asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(own: str) -> str | None:
+    """The interface of this host that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in [found.address for found in addresses]:
+            return str(name)
+    return None
+
+
+def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
+    """What horovodrun would set: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
+    cross_rank, cross_size = step.cross
+    numbers = {
+        "RANK": step.rank,
+        "SIZE": step.size,
+        "LOCAL_RANK": step.local_rank,
+        "LOCAL_SIZE": step.local_size,
+        "CROSS_RANK": cross_rank,
+        "CROSS_SIZE": cross_size,
+        "GLOO_RENDEZVOUS_PORT": port,
+    }
+    words = {
+        "HOSTNAME": step.nodes[step.node],
+        "GLOO_RENDEZVOUS_ADDR": address,
+        "CONTROLLER": "gloo",
+        "CPU_OPERATIONS": "gloo",
+    }
+    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables for a while. Left set, they would make horovodrun of what srun has started."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,134 @@
+"""Horovod's rendezvous server for the ranks of one step: it serves those who know the step's key, and no others.
+
+The key stands first in every path, before Horovod's scope and key. Both follow from a token that all ranks have in
+their environment (TOKEN): root proves that it knows the token before a rank shows it the key. Does not know when ranks
+may start; see rendezvous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import socket
+import threading
+import time
+from typing import Any
+
+from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, RendezvousHTTPServer
+
+from horovod_train.distributed.launch import key_value_store
+
+TOKEN = "HOROVOD_TRAIN_TOKEN"
+"""Environment variable: a secret that srun hands to every task. Without it the key follows from the step's name."""
+
+MOST_BYTES = 4 << 20
+"""Of one value. gloo's are about 140 bytes for each rank."""
+REQUEST_WITHIN_S = 5.0
+SPARE_STRANGERS = 32
+_FORBIDDEN = 403
+
+
+def key_of(step: str, port: int) -> str:
+    return _sign(f"key {step} {port}")
+
+
+def proof_of_root(step: str, port: int, nonce: str) -> str:
+    """Names the port, so that a stranger on another port cannot pass on root's answer for its own."""
+    return _sign(f"root {step} {port} {nonce}")
+
+
+def _sign(text: str) -> str:
+    return hmac.new(os.environ.get(TOKEN, "").encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+class StepServer(RendezvousHTTPServer):
+    """Ranks that connect wait in a queue of 1024. A connection without a request in time, or of too many, is cut."""
+
+    request_queue_size = 1024
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, step: str, size: int) -> None:
+        super().__init__((host, port), _Handler, 0)
+        self.step, self.key = step, key_of(step, port)
+        self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
+        self._most_strangers = size + SPARE_STRANGERS
+        self._strangers: dict[socket.socket, float] = {}
+        """Until when each must have asked for something with the key; the oldest first."""
+        self._lock = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptors left, mostly: the port stays ready, and this is called again and again.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._strangers[request] = time.monotonic() + REQUEST_WITHIN_S
+            while len(self._strangers) > self._most_strangers:
+                _cut(self._strangers, next(iter(self._strangers)))
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        now = time.monotonic()
+        with self._lock:
+            while self._strangers and (oldest := next(iter(self._strangers.items())))[1] <= now:
+                _cut(self._strangers, oldest[0])
+
+    def admit(self, request: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """What one connection sends ends that connection, and is not the user's to read."""
+
+
+def _cut(strangers: dict[socket.socket, float], request: socket.socket) -> None:
+    """Its thread, which reads from it, finds the end and closes it."""
+    del strangers[request]
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it has gone by itself
+        return
+
+
+class _Handler(RendezvousHandler):
+    server: StepServer
+    path: str
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if asked := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
+            self._prove(asked[1])
+            return False
+        # Horovod's own client writes :PORT after what it was given for the address.
+        matched = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
+        if matched is None or not hmac.compare_digest(matched[1], self.server.key):
+            self.send_status_code(_FORBIDDEN)
+            return False
+        self.server.admit(self.connection)
+        self.path = matched[2]
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MOST_BYTES:
+            self.send_status_code(BAD_REQUEST)
+            return False
+        return True
+
+    def _prove(self, nonce: str) -> None:
+        port = self.server.server_address[1]
+        proof = proof_of_root(self.server.step, port, nonce).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(proof)))
+        self.end_headers()
+        self.wfile.write(proof)

@@ -1,0 +1,80 @@
+"""The settings that Horovod and MPI get where the ranks run: which, where each comes from, and why.
+
+One pure function from the place to settings. The user's environment wins over a default, the config over both. Does
+not choose how ranks are started (see local) or how many threads they get (see device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from horovod_train.config.settings import HorovodConfig
+
+Origin = Literal["default", "environment", "config"]
+
+
+class Setting(NamedTuple):
+    """An environment variable as Horovod and MPI find it."""
+
+    name: str
+    value: str
+    origin: Origin
+    why: str = ""
+
+
+CYCLE_MS = {"MPI": "1", "gloo": "1", "alone": "0.5"}
+"""Pause between two exchanges on CPU, in ms."""
+
+GLOO_TIMEOUT_S = "630"
+"""How long gloo waits for ranks that start and for one that computes. With the watch on, its limits set this."""
+
+
+def choose(
+    config: HorovodConfig,
+    environment: Mapping[str, str],
+    *,
+    launcher: str,
+    uses_mpi: bool,
+    has_gpu: bool,
+    deterministic: bool = False,
+    more: Mapping[str, str] | None = None,
+) -> list[Setting]:
+    """What is to be set before Horovod starts. more: further defaults, such as the watch's stall limits."""
+    by_config = dict(_from_config(config, deterministic))
+    defaults = dict(_by_place(launcher=launcher, uses_mpi=uses_mpi, has_gpu=has_gpu))
+    defaults |= {name: (value, "the watch speaks first") for name, value in (more or {}).items()}
+    found = [Setting(name, value, "config", why) for name, (value, why) in by_config.items()]
+    for name, (value, why) in defaults.items():
+        if name not in by_config:
+            given = environment.get(name)
+            found.append(Setting(name, value, "default", why) if given is None else Setting(name, given, "environment"))
+    return found
+
+
+def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+    if config.cycle_time_ms is not None:
+        yield "HOROVOD_CYCLE_TIME", (str(config.cycle_time_ms), "horovod.cycle_time_ms")
+    if config.fusion_threshold_mb is not None:
+        yield "HOROVOD_FUSION_THRESHOLD", (str(int(config.fusion_threshold_mb * 2**20)), "horovod.fusion_threshold_mb")
+    if deterministic and config.op == "adasum":
+        # Which tensors are fused, and so the order of additions, depends on timing. Other sums have an order of ours.
+        yield "HOROVOD_FUSION_THRESHOLD", ("0", "deterministic: true")
+
+
+def _by_place(*, launcher: str, uses_mpi: bool, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Measured by `bench exchange`; the figures are in docs/tools.md."""
+    if uses_mpi:
+        yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
+    elif launcher != "none":
+        yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (GLOO_TIMEOUT_S, "Horovod's 30 s are less than a start or a compilation")
+    if not has_gpu:
+        place = "alone" if launcher == "none" else "MPI" if uses_mpi else "gloo"
+        why = "one rank waits for nobody" if place == "alone" else f"{place} between CPUs"
+        yield "HOROVOD_CYCLE_TIME", (CYCLE_MS[place], f"ms; {why}")
+
+
+def sees_gpu() -> bool:
+    """Whether this host has an NVIDIA GPU that its processes could use."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))

@@ -1,0 +1,1 @@
+"""Ranks watch each other: heartbeats, stall detection, who failed first."""

@@ -1,0 +1,141 @@
+"""What this rank is doing: its phase, the step, and a word on details. Does not send it anywhere; see watchdog.
+
+Python does not run inside a compiled call, so there a probe answers: it reads the TensorFlow variables in which the
+call itself notes where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+TRAIN = "train"
+"""The phase of the compiled training call, in whose place the probe's phase is shown: input, compute, exchange."""
+
+FINE_PHASES = ("input", "compute", "exchange")
+"""Phases that alternate within a step: too many for a log."""
+
+LONG_PHASES = ("start", "compile")
+"""Phases in which a rank may take `Limits.first_step_after_s`."""
+
+Probe = Callable[[], tuple[int, str | None, str]]
+"""() → (step, phase inside the compiled call or None, detail). Called about once a second, from a thread."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Where a rank is: how long in this phase at this step with this detail."""
+
+    phase: str
+    step: int | None
+    detail: str
+    moves: int
+    """times that the main thread has entered a phase: progress, even where it comes back to the same"""
+    seconds: float
+
+    def is_where(self, other: Beat) -> bool:
+        return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
+
+
+class Heartbeat:
+    """Set by the main thread, read by the watch. Setting a phase costs a microsecond.
+
+    probe: may be given once the variables exist that it reads. tell: gets a word on its kind, and what a log should
+    say: each new coarse phase, and a probe that fails.
+    """
+
+    def __init__(self, probe: Probe | None = None, tell: Callable[[str, str], None] | None = None) -> None:
+        self.probe, self.tell = probe, tell
+        self._coarse = "start"
+        self._place = ("start", "", 0)
+        self._beat = Beat("start", None, "", 0, 0.0)
+        self._since = time.monotonic()
+        self._lock = threading.Lock()
+
+    def phase(self, name: str, detail: str = "") -> _Phase:
+        """Enters a phase, at once. As a context manager it goes back to the one before at the end.
+
+        detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
+        """
+        before = self._place[:2]
+        self._enter(name, detail)
+        return _Phase(lambda: self._enter(*before))
+
+    @property
+    def name(self) -> str:
+        """The phase that the main thread is in, whatever the probe finds."""
+        return self._place[0]
+
+    def look(self) -> Beat:
+        """Reads the probe, which may take long where a device is stuck; returns what it found."""
+        step, inner, detail = self._ask_probe()
+        name, own_detail, moves = self._place
+        now = time.monotonic()
+        with self._lock:
+            shown = inner if name == TRAIN and inner else name
+            found = Beat(shown, step, own_detail or detail, moves, 0.0)
+            if not found.is_where(self._beat):
+                self._beat, self._since = found, now
+        return self.last()
+
+    def last(self) -> Beat:
+        """What `look` found last, and for how long it has been so."""
+        with self._lock:
+            return dataclasses.replace(self._beat, seconds=time.monotonic() - self._since)
+
+    def _enter(self, name: str, detail: str) -> None:
+        self._place = (name, detail, self._place[2] + 1)
+        if name != self._coarse and name not in FINE_PHASES:
+            self._coarse = name
+            if self.tell is not None:
+                step = self.look().step
+                self.tell("phase", name if step is None else f"{name} after step {step}")
+
+    def _ask_probe(self) -> tuple[int | None, str | None, str]:
+        if self.probe is None:
+            return None, None, ""
+        try:
+            return self.probe()
+        except Exception as error:
+            # The main thread still counts as moving whenever it enters a phase.
+            self.probe = None
+            if self.tell is not None:
+                self.tell("warning", f"steps and the phases in them are not seen any more: {error}")
+            return None, None, ""
+
+
+class _Phase:
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # After a failure the phase in which it happened is what is asked for.
+        if error is None:
+            self._leave()
+
+
+def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: int = 3) -> str:
+    """The files with such names that this process holds open at this moment, as "reading train-00031.tfrecord".
+
+    For a probe: asks the kernel (Linux; "" elsewhere), so it also sees what a thread is stuck in.
+    """
+    folder = Path("/proc/self/fd")
+    names: set[str] = set()
+    for descriptor in os.listdir(folder) if folder.is_dir() else []:
+        try:
+            name = (folder / descriptor).readlink().name
+        except OSError:  # closed in the meantime
+            continue
+        if name.endswith(tuple(suffixes)):
+            names.add(name)
+    shown = sorted(names)[:at_most]
+    more = f" and {len(names) - at_most} more files" if len(names) > at_most else ""
+    return f"reading {', '.join(shown)}{more}" if shown else ""

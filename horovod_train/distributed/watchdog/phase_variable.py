@@ -1,0 +1,33 @@
+"""Where inside a compiled step this rank is, in variables that the watch reads while the step runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
+
+
+class Place:
+    """The probe of a Heartbeat for compiled training. step: the variable in which steps are counted."""
+
+    def __init__(self, step: tf.Variable) -> None:
+        self._step = step
+        # On the host: a device that is stuck could not be asked.
+        with tf.device("CPU:0"):
+            self._phase = tf.Variable(0, dtype=tf.int32, trainable=False)
+
+    def enter(self, phase: str, after: Any = ()) -> tf.Operation:
+        """Inside the step: notes that it is in `phase` ("input", "compute" or "exchange") from now on.
+
+        after: tensors, in any structure, that must be there before. An operation that is to run only then needs a
+        control dependency on what this returns: TensorFlow keeps no order between different resources.
+        """
+        tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
+        with tf.name_scope("watch"), tf.control_dependencies(tensors):
+            return self._phase.assign(FINE_PHASES.index(phase), read_value=False)
+
+    def __call__(self) -> tuple[int, str, str]:
+        phase = FINE_PHASES[int(self._phase)]
+        return int(self._step), phase, files_being_read() if phase == "input" else ""

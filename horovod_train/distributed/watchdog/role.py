@@ -1,0 +1,235 @@
+"""The thread that watches, on every rank: sends signs of life, hears the others, ends the process when it must.
+
+What root and the other ranks do differently is in coordinator and worker; what the main thread asks, in watch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from horovod_train.distributed.watchdog.heartbeat import Beat
+from horovod_train.distributed.watchdog.stall_detector import Judge, Limits
+from horovod_train.distributed.watchdog.transport import Lost, Message
+from horovod_train.errors import Stalled
+from horovod_train.output.console import let_go, to_stderr
+from horovod_train.output.rank_log import NoRankLog
+
+if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
+    from horovod_train.distributed.group import WorkerGroup
+
+LEAVE_WITHIN_S = 4.0
+"""How long a process may take to end once its run has failed; then it is ended."""
+
+ANSWER_WITHIN_S = 3.0
+_AWAY_AFTER_S = 2.0
+_MOST_FAILURES_SAID = 10
+
+DISAPPEARED = "disappeared: killed or out of memory?"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends before its time: what happened to a rank, as a sentence goes on after its name."""
+
+    rank: int
+    what: str
+    exit_code: int
+
+
+class Guard:
+    """`changed` guards all that is public here, and what is sent."""
+
+    def __init__(self, group: WorkerGroup, log: NoRankLog, limits: Limits, judged: list[int]) -> None:
+        self.group, self.log = group, log
+        self.limits = limits = dataclasses.replace(limits, ranks=group.size)
+        self.names = [group.name(rank) for rank in range(group.size)]
+        self.judge = Judge(self.names, judged, limits)
+        self.changed = threading.Condition()
+        self.speaker: int | None = None
+        """The rank that shows its exception: the first that failed."""
+        self.cause: Cause | None = None
+        self.is_closed = False
+        self.away_until = 0.0
+        """While this is to come, the process has just been frozen, or starved."""
+        self._ends_since: float | None = None
+        self._exit_code = 1
+        self._said = False
+        self._turned_at = time.monotonic()
+        self._next_turn = self._next_beat = 0.0
+        self._failures: set[str] = set()
+
+    def start(self) -> None:
+        for target in (self._watch, self._look):
+            threading.Thread(target=target, name=f"watch{target.__name__}", daemon=True).start()
+
+    # For root and the others to fill in; called under `changed`, but for poll.
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:
+        """Waits for messages: (rank, message)."""
+        raise NotImplementedError
+
+    def receive(self, rank: int, message: Message, now: float) -> None:
+        raise NotImplementedError
+
+    def lose(self, rank: int, lost: Lost, now: float) -> None:
+        raise NotImplementedError
+
+    def beat(self, beat: Beat, now: float) -> None:
+        """Gives a sign of life."""
+        raise NotImplementedError
+
+    def decide(self, now: float) -> None:
+        """Says or does what the silence or the standstill of others calls for."""
+        raise NotImplementedError
+
+    def claim(self) -> None:
+        """Asks to be the rank that shows its exception; `speaker` is the answer."""
+        raise NotImplementedError
+
+    def tell(self, cause: Cause) -> None:
+        """Lets all ranks know."""
+        raise NotImplementedError
+
+    def send(self, message: Message) -> None:
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        raise NotImplementedError
+
+    # What both need.
+
+    def know(self, cause: Cause) -> None:
+        """Notes why the run ends. The first cause is the cause."""
+        if self.cause is None and not self.is_closed:
+            self.cause = cause
+            self.begin_to_end(cause.exit_code)
+            self.changed.notify_all()
+            if cause.what == DISAPPEARED:
+                # At once: a launcher may end this process too in a moment.
+                self.say_once(f"stopped: {self.names[cause.rank]} {cause.what}")
+            if cause.rank != self.group.rank:
+                in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
+
+    def blame_the_silent(self, now: float) -> None:
+        """Once Horovod has given up: gloo does so after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watch would."""
+        silent = self.judge.silent(now, after_s=4 * self.limits.beat_s)
+        if self.cause is None and silent:
+            self.tell(Cause(silent[0], self.judge.silence(silent[:1], now), Stalled.exit_code))
+
+    def begin_to_end(self, exit_code: int) -> None:
+        """From now on the process has LEAVE_WITHIN_S to end."""
+        if self._ends_since is None:
+            self._ends_since, self._exit_code = time.monotonic(), exit_code
+
+    def say_once(self, line: str) -> None:
+        if not self._said:
+            self._said = True
+            to_stderr(line)
+
+    def note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        beat = self.group.heartbeat.last()
+        self.log.end(ended, exit_code, **{"step": beat.step, "phase": beat.phase, "error": None, **facts})
+
+    def record_stall(self, text: str) -> None:
+        """Log, stacks and end; but a file system that hangs does not keep the process."""
+
+        def record() -> None:
+            self.log.write("stall", text)
+            self.log.write_stacks("stalled")
+            self.note_end("stalled", Stalled.exit_code, error=text)
+
+        in_background(record).join(ANSWER_WITHIN_S - 1)
+
+    def _watch(self) -> None:
+        while not self.is_closed:
+            with self._surviving():
+                self._turn()
+                continue
+            time.sleep(self.limits.turn_s / 10)  # Where each turn fails, it is not to take a core.
+        self.hang_up()
+
+    def _turn(self) -> None:
+        """Hear all that has come, then judge: at most once in turn_s, however much comes."""
+        received = self.poll(self.limits.turn_s)
+        now = time.monotonic()
+        with self.changed:
+            if now - self._turned_at > self.limits.turn_s + _AWAY_AFTER_S:
+                # What this process did not hear in the meantime is nobody's fault.
+                self.judge.forgive(now - self._turned_at)
+                self.away_until = now + _AWAY_AFTER_S
+            self._turned_at = now
+            for rank, message in received:
+                with self._surviving():
+                    if isinstance(message, Lost):
+                        self.lose(rank, message, now)
+                    else:
+                        self.receive(rank, message, now)
+            if now >= self._next_beat:
+                self._next_beat = now + self.limits.beat_s
+                self.beat(self.group.heartbeat.last(), now)
+            if self._ends_since is not None:
+                self._end_in_time(now - self._ends_since)
+            elif now >= self._next_turn and not self.is_closed:
+                self._next_turn = now + self.limits.turn_s
+                self.decide(now)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """An error in the watch is said, each once, and the watch continues: without it a stalled run would not end."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:300]
+            if text not in self._failures and len(self._failures) < _MOST_FAILURES_SAID:
+                self._failures.add(text)
+                told = "".join(traceback.format_exception(error))
+                in_background(lambda: self.log.write("warning", f"the watch met an error and continues: {told}"))
+                to_stderr(f"warning: the watch of {self.names[self.group.rank]} met an error and continues: {text}")
+
+    def _end_in_time(self, seconds: float) -> None:
+        """Ends the process if it should have ended by itself. A save gets the time of a stall.
+
+        A process that nobody launched as a rank is left to whoever started it: it may be more than this run.
+        """
+        patience = self.limits.stop_after_s if self.group.heartbeat.name == "save" else LEAVE_WITHIN_S
+        if seconds < patience or self.group.launcher == "none":
+            return
+        followed = self.cause if self.cause and self.cause.rank != self.group.rank else None
+        line = f"stopped: {self.names[followed.rank]} {followed.what}" if followed else ""
+        if line:
+            self.say_once(line)
+
+        def record() -> None:
+            self.log.write_stacks(f"this rank did not end within {seconds:.0f} s")
+            if followed:
+                self.note_end("followed", self._exit_code, error=line, cause=followed.rank)
+
+        in_background(record).join(1.0)
+        end_process(self._exit_code)
+
+    def _look(self) -> None:
+        # Apart from the other thread, since it may hang where a device is stuck.
+        while not self.is_closed:
+            self.group.heartbeat.look()
+            time.sleep(self.limits.turn_s)
+
+
+def in_background(action: Callable[[], object]) -> threading.Thread:
+    """What touches a disk: it may hang, and the watch must not."""
+    thread = threading.Thread(target=action, name="watch_disk", daemon=True)
+    thread.start()
+    return thread
+
+
+def end_process(exit_code: int) -> None:
+    """Now: Python's own end would wait for a main thread that does not come back."""
+    let_go()
+    os._exit(exit_code)

@@ -1,0 +1,1 @@
+"""A trained model: evaluate, predict, export."""

@@ -1,0 +1,195 @@
+"""A model's outputs for each record, in the order of the records, as npz or csv. Only root has a file.
+
+Rows may come in any order, with padding between them. Does not know where they come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.data.pipeline import Batch
+from horovod_train.errors import RunError, UserError
+from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
+from horovod_train.output.removal import draft_of, remove, replace
+
+Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
+"""Name of an output → shape and dtype of one row."""
+
+_MOST_BYTES = 16 << 20
+"""Of outputs that one rank holds before it hands them to root."""
+_ROWS = 4096
+"""Written to csv at a time."""
+
+
+class Outputs:
+    """Computes a model's outputs, by name: keys of a dict, names of the layers of a list, or "output" for a single one.
+
+    bfloat16, which numpy does not have, becomes float32.
+    """
+
+    def __init__(self, model: keras.Model, batch: Batch, where: str) -> None:
+        """batch: its tf.TensorSpecs. Raises UserError where the model does not take it or gives no row a record."""
+        self._model = model
+        self._run = tf.function(self._run_steps, autograph=False)
+        rows = batch.ids.shape[0]
+        try:
+            found = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+            shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
+            text = " ".join(str(error).split())
+            raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
+        for name, output in found.items():
+            if not output.shape.is_fully_defined() or not output.shape.rank or output.shape[0] != rows:
+                raise UserError(f"predict: expected output {name} to be one row a record; it is {output.shape}.")
+            if output.dtype == tf.string:
+                raise UserError(f"predict: expected numbers; output {name} is of strings.")
+        self.specs: Specs = {
+            name: (tuple(output.shape[1:]), output.dtype.as_numpy_dtype) for name, output in found.items()
+        }
+        step_bytes = sum(rows * np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in self.specs.values())
+        self.steps_at_once = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
+
+    def compute(self, batches: Iterator[Batch], steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Ids, int64 [rows], -1 for padding, and the outputs [rows, ...] of the next `steps` batches."""
+        ids, found = self._run(batches, tf.constant(steps, tf.int32))
+        return ids.numpy(), {name: values.numpy() for name, values in found.items()}
+
+    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        def one_step(at: tf.Tensor, ids: tf.TensorArray, found: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
+            batch = next(batches)
+            outputs = self._forward(batch)
+            found = {name: array.write(at, outputs[name]) for name, array in found.items()}
+            return at + 1, ids.write(at, batch.ids), found
+
+        ids = tf.TensorArray(tf.int64, size=steps)
+        found = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
+        _, ids, found = tf.while_loop(lambda at, *_: at < steps, one_step, (0, ids, found))
+        return ids.concat(), {name: array.concat() for name, array in found.items()}
+
+    def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
+        found = self._model(batch.inputs, training=False)
+        return {name: _for_numpy(output) for name, output in _named(self._model, found).items()}
+
+
+class NoPredictions:
+    """What every rank but root has: nothing is written. As a context manager it removes what is not finished."""
+
+    def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """Takes rows [n, ...] of every output, and the numbers of their records, int64 [n], -1 for padding."""
+
+    def finish(self) -> int:
+        """Writes the file whole; returns the records in it. Raises RunError."""
+        return 0
+
+    def __enter__(self) -> NoPredictions:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        return None
+
+
+class Predictions(NoPredictions):
+    """Collects rows in files beside the final one, so that memory does not grow with the number of records."""
+
+    def __init__(self, path: Path, specs: Specs, num_records: int) -> None:
+        self._path, self._records = path, num_records
+        self._folder = draft_of(path)
+        try:
+            self._folder.mkdir()
+            self._arrays = {name: self._open(str(i), spec) for i, (name, spec) in enumerate(specs.items())}
+        except OSError as error:
+            self._remove_folder()
+            raise UserError(
+                f"--out {path}: cannot be written: {error.strerror or error}. Choose another place."
+            ) from error
+        self._is_there = np.zeros(num_records, bool)
+
+    def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        real = ids >= 0
+        assert not self._is_there[ids[real]].any(), "a record was predicted twice"
+        self._is_there[ids[real]] = True
+        for name, values in rows.items():
+            self._arrays[name][ids[real]] = values[real]
+
+    def finish(self) -> int:
+        draft = self._folder / "whole"
+        try:
+            (self._write_csv if self._path.suffix == ".csv" else self._write_npz)(draft)
+            replace(draft, self._path, PREDICTIONS)
+        except OSError as error:
+            raise RunError(f"{self._path}: cannot be written: {error.strerror or error}.") from error
+        return int(self._is_there.sum())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._arrays.clear()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):
+            remove(self._folder, PREDICTIONS_DRAFT)
+
+    def _open(self, name: str, spec: tuple[tuple[int, ...], np.dtype]) -> np.ndarray:
+        shape, dtype = (self._records, *spec[0]), np.dtype(spec[1])
+        with (self._folder / name).open("xb") as file:
+            # Takes the room now: a mapped file on a disk that is full later would end the process without a word.
+            os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
+        return np.memmap(self._folder / name, dtype, "r+", shape=shape)
+
+    def _write_npz(self, draft: Path) -> None:
+        record = np.flatnonzero(self._is_there)
+        with zipfile.ZipFile(draft, "x", allowZip64=True) as archive:
+            for name, array in [("record", record), *self._arrays.items()]:
+                values = array if len(array) == len(record) else array[record]  # all but those left out
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    np.lib.format.write_array(file, values, allow_pickle=False)
+
+    def _write_csv(self, draft: Path) -> None:
+        record = np.flatnonzero(self._is_there)
+        with draft.open("x", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(
+                ["record", *(column for name, array in self._arrays.items() for column in _columns(name, array))]
+            )
+            for first in range(0, len(record), _ROWS):
+                some = record[first : first + _ROWS]
+                flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
+                for number, *rows in zip(some.tolist(), *flat, strict=True):
+                    writer.writerow([number, *(str(value) for row in rows for value in row)])
+
+
+def open_predictions(out: str, specs: Specs, num_records: int, *, is_root: bool) -> NoPredictions:
+    """The file to be, on root; nothing elsewhere. Raises UserError where it cannot be written."""
+    return Predictions(Path(out), specs, num_records) if is_root else NoPredictions()
+
+
+def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+    if isinstance(outputs, Mapping):
+        return {str(name): output for name, output in outputs.items()}
+    if not isinstance(outputs, list | tuple):
+        return {"output": outputs}
+    names = getattr(model, "output_names", None) or ()
+    if len(set(names)) != len(outputs):
+        names = [f"output_{number}" for number in range(len(outputs))]
+    return dict(zip(names, outputs, strict=True))
+
+
+def _for_numpy(output: Any) -> tf.Tensor:
+    return tf.cast(output, tf.float32) if output.dtype == tf.bfloat16 else tf.identity(output)
+
+
+def _columns(name: str, array: np.ndarray) -> list[str]:
+    shape = array.shape[1:]
+    if not shape:
+        return [name]
+    return [f"{name}[{','.join(map(str, index))}]" for index in np.ndindex(*shape)]

@@ -1,0 +1,137 @@
+"""Evaluating and predicting with a trained model, from beginning to end. Every rank runs every line, as in train.
+
+Reads checkpoints and leaves the run directory as it is. Exporting needs no ranks; see tools/export.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import keras
+
+from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.config.settings import Config
+from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.distributed.group import WorkerGroup, start
+from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.watchdog import NoWatch, open_watch, stall_environment
+from horovod_train.inference.predictions import Outputs, open_predictions
+from horovod_train.inference.restore import Weights, build_bare_model, load_weights
+from horovod_train.output.console import to_stderr
+from horovod_train.output.rank_log import NoRankLog
+from horovod_train.training.build import build_split
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.objective import check_fits
+from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.step import EvalStep
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model on the ranks of a group. checkpoint: its folder; step, epoch: when it was saved."""
+
+    group: WorkerGroup
+    model: keras.Model
+    weights: Weights
+    checkpoint: str
+    step: int
+    epoch: int
+
+
+def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
+    """Collective: loss and metrics over data.eval, each record once whatever the number of ranks; None but on root.
+
+    Raises UserError for what the user must mend.
+    """
+    with _restored(config, checkpoint, weights) as trained:
+        group = trained.group
+        records = open_on_all_ranks(config.data, ["eval"], group, _say_on(group))["eval"]
+        with group.together():
+            pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
+            loss = build_loss(config.loss)
+            seen = Accumulator(loss.names, build_metrics(config.metrics))
+            check_fits(trained.model, loss, seen, pipeline.element_spec, "data.eval")
+        step = EvalStep(trained.model, loss, seen)
+        _for_all(group, pipeline, config.train.steps_per_call, step.run)
+        values = seen.result(group)
+        about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
+        if skipped := int(group.sum([pipeline.skipped])[0]):
+            about["skipped_records"] = skipped
+        is_root = group.is_root
+    return {**values, **about, "weights": trained.weights, "checkpoint": trained.checkpoint} if is_root else None
+
+
+def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[str], out: str) -> int:
+    """Collective: writes the model's outputs for each record once, in the order of the records, to a file.
+
+    paths: the records, in the forms of data.eval; they need not hold targets. Returns the number of records
+    written, on every rank. Raises UserError for what the user must mend.
+    """
+    with _restored(config, checkpoint, weights) as trained:
+        group, model = trained.group, trained.model
+        data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
+        asked = _with_batch(dataclasses.replace(config, data=data), group.size)
+        records = open_on_all_ranks(data, ["eval"], group, _say_on(group))["eval"]
+        with group.together():
+            unlabelled = dataclasses.replace(records.schema, targets=())
+            records = dataclasses.replace(records, schema=unlabelled)
+            pipeline = build_split(asked, group, records, training=False)
+            outputs = Outputs(model, pipeline.element_spec, "data.eval")
+            file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
+
+        def collect(batches: Iterator[Batch], steps: int) -> None:
+            ids, rows = outputs.compute(batches, steps)
+            file.put(group.to_root(ids), {name: group.to_root(values) for name, values in rows.items()})
+
+        with file:
+            _for_all(group, pipeline, outputs.steps_at_once, collect)
+            with group.together():
+                written = file.finish()
+        return group.broadcast_object(written)
+
+
+@contextmanager
+def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Trained]:
+    """The ranks, each with the model and the weights that root has read. Shows what fails, as a run does."""
+    limits = Limits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
+    environment = stall_environment(limits) if config.watch.enabled else None
+    group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
+    watch = open_watch(group, NoRankLog(), limits) if config.watch.enabled else NoWatch(group, NoRankLog())
+    with watch:
+        with group.together():
+            model = build_bare_model(config)
+            about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
+            if group.is_root:
+                found = open_checkpoint(checkpoint, "--checkpoint")
+                about = (load_weights(model, found, weights), str(found.folder), found.facts.step, found.facts.epoch)
+        group.broadcast(model.weights)
+        yield Trained(group, model, *group.broadcast_object(about))
+        group.close()
+        watch.close()
+
+
+def _say_on(group: WorkerGroup) -> Callable[[str], None]:
+    return to_stderr if group.is_root else lambda line: None
+
+
+def _with_batch(config: Config, size: int) -> Config:
+    """The config with a global batch size, which an evaluation only takes its own default from."""
+    data = config.data
+    batch = data.global_batch_size or (data.batch_size_per_rank or 0) * size
+    return dataclasses.replace(config, data=dataclasses.replace(data, global_batch_size=batch))
+
+
+def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Iterator[Batch], int], None]) -> None:
+    """Calls act(batches, steps), with at most so many steps each time, until every record has been taken once."""
+    batches = iter(pipeline.batches(epoch=0, epochs=1))
+    left = pipeline.steps_per_epoch
+    with pipeline.explaining():
+        while left:
+            steps = min(left, most)
+            group.heartbeat.phase("evaluate")  # each call is progress
+            act(batches, steps)
+            left -= steps

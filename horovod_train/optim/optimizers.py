@@ -1,0 +1,150 @@
+"""Optimizers by name, on their learning-rate schedule. Does not exchange gradients; see distributed.optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+from keras.optimizers import schedules as keras_schedules
+
+from horovod_train.config.registry import call, choose_keras, load_function
+from horovod_train.config.settings import Config, LrScheduleConfig, Spec, TrainConfig
+from horovod_train.errors import UserError
+from horovod_train.optim.lars import LARS
+from horovod_train.optim.schedules import Horizon, build_formula, scaled_lr, warm_up
+
+Schedule = Any
+"""A keras LearningRateSchedule, step → learning rate; or a float, the same rate at every step."""
+
+
+@keras.saving.register_keras_serializable("horovod_train")
+class ByFormula(keras_schedules.LearningRateSchedule):
+    """A formula of `schedules` on Keras' operations, in float32. Takes the settings as plain dicts, to be saved."""
+
+    def __init__(self, lr_schedule: dict[str, Any], horizon: dict[str, int]) -> None:
+        super().__init__()
+        self.lr_schedule, self.horizon = lr_schedule, horizon
+        settings = LrScheduleConfig(**(lr_schedule | {"decay": Spec(**lr_schedule["decay"])}))
+        self._formula = build_formula(settings, Horizon(**horizon))
+
+    def __call__(self, step: Any) -> Any:
+        return self._formula(keras.ops.cast(step, "float32"), keras.ops)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"lr_schedule": self.lr_schedule, "horizon": self.horizon}
+
+
+@keras.saving.register_keras_serializable("horovod_train")
+class WarmUp(keras_schedules.LearningRateSchedule):
+    """Warm-up before a schedule of the user's own."""
+
+    def __init__(self, after: Schedule, warmup_steps: int) -> None:
+        super().__init__()
+        self.after, self.warmup_steps = after, warmup_steps
+
+    def __call__(self, step: Any) -> Any:
+        rate = self.after if isinstance(self.after, float) else self.after(step)
+        return warm_up(rate, keras.ops.cast(step, "float32"), self.warmup_steps, keras.ops)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"after": keras.saving.serialize_keras_object(self.after), "warmup_steps": self.warmup_steps}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WarmUp:
+        return cls(keras.saving.deserialize_keras_object(config["after"]), config["warmup_steps"])
+
+
+OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {"lars": LARS}
+"""Those that a config can name besides Keras' own."""
+
+
+def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
+    """step → learning rate: scaling, decay and warm-up in one. Raises UserError for a wrong name or option.
+
+    A decay of the user's own is a function (lr, horizon, **options) → Schedule, where lr is the scaled rate.
+    """
+    decay, where = config.decay, "lr_schedule.decay"
+    if ":" not in decay.name:
+        build_formula(config, horizon)  # before Keras: what is wrong is said as it is
+        if decay.name == "constant" and not config.warmup_epochs:
+            return scaled_lr(config, horizon.global_batch_size)
+        return ByFormula(dataclasses.asdict(config), dataclasses.asdict(horizon))
+    lr = scaled_lr(config, horizon.global_batch_size)
+    own = call(load_function(decay.name, f"{where}.name"), decay, where, lr=lr, horizon=horizon)
+    return WarmUp(own, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else own
+
+
+def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimizer:
+    """The optimizer that the config names, on its schedule; under mixed_float16 inside a LossScaleOptimizer.
+
+    A LossScaleOptimizer of the user's own is left as it is.
+    """
+    spec = config.optimizer
+    given: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
+    if "learning_rate" in spec.options:
+        raise UserError("optimizer.options.learning_rate: the rate is set by lr_schedule.base_lr; leave it out here.")
+    if config.train.clip_norm is not None:
+        given["global_clipnorm"] = config.train.clip_norm
+    factory = OPTIMIZERS.get(spec.name.lower()) or choose_keras(
+        keras.optimizers, keras.optimizers.Optimizer, spec.name, "optimizer.name"
+    )
+    optimizer = call(factory, spec, "optimizer", **given)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _check_loss_scale(optimizer, config)
+    elif config.precision == "mixed_float16":
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return optimizer
+
+
+def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Config) -> None:
+    if isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        # The outer one alone multiplies the loss, and both divide the gradients.
+        raise UserError(f"optimizer.name: {config.optimizer.name} scales the loss twice; expected one loss scale.")
+    if config.train.synchronization != "every_step":
+        raise UserError(
+            f"optimizer.name: {config.optimizer.name} scales the loss, which needs train.synchronization: every_step; "
+            f"received {config.train.synchronization}."
+        )
+
+
+def limit_weight_decay(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: Config
+) -> None:
+    """Keeps weight decay from what it is not meant for: by default from variables of one axis or none.
+
+    Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1;
+    Jia et al. 2018). LARS leaves them out of its scaling too. An optimizer of the user's own is left as it is. Before
+    the optimizer is built. Raises UserError for a pattern that is none or matches nothing, and where there is no
+    weight decay that it could keep away.
+    """
+    decaying = getattr(optimizer, "inner_optimizer", optimizer)
+    # Told once more what to exclude, an optimizer would forget what the user's function has excluded.
+    is_own = ":" in config.optimizer.name
+    decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
+    if decays and not is_own:
+        decaying.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
+        return
+    own = f"{config.optimizer.name} decides itself what it excludes from its weight decay"
+    why = own if is_own else "there is no weight decay; give optimizer.options.weight_decay"
+    for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
+        if getattr(config.train, key) != default:
+            raise UserError(f"train.{key}: {why}.")
+
+
+def _excluded(variables: Sequence[keras.Variable], config: TrainConfig) -> list[keras.Variable]:
+    excluded = [variable for variable in variables if len(variable.shape) < 2 and not config.weight_decay_1d]
+    for number, pattern in enumerate(config.weight_decay_exclude):
+        where = f"train.weight_decay_exclude[{number}]"
+        try:
+            found = [variable for variable in variables if re.search(pattern, variable.path)]
+        except re.error as error:
+            raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
+        if not found:
+            raise UserError(f"{where}: {pattern!r} is in none of {', '.join(variable.path for variable in variables)}.")
+        excluded += found
+    return excluded

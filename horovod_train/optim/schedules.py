@@ -1,0 +1,126 @@
+"""The learning rate as a function of the step: scaling, warm-up and decay. Formulas only, without TensorFlow.
+
+A formula is written once, for whatever array library it is given: Keras' operations inside a compiled step (see
+optim), NumPy where somebody wants to see a whole run's rates before it starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_train.config.registry import call, choose
+from horovod_train.config.settings import LrScheduleConfig, TrainConfig
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """What turns epochs into steps."""
+
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+
+    def steps(self, epochs: float) -> int:
+        return max(1, round(epochs * self.steps_per_epoch))
+
+
+Formula = Callable[[Any, Any], Any]
+"""(step, ops) → rate. step: floating-point array of any shape. ops: numpy or keras.ops, which name things alike."""
+
+
+def build_horizon(config: TrainConfig, global_batch_size: int, steps_per_epoch: int) -> Horizon:
+    """How long a run is: train.epochs or train.max_steps, whichever comes first."""
+    in_epochs = (config.epochs or math.inf) * steps_per_epoch
+    return Horizon(global_batch_size, steps_per_epoch, int(min(in_epochs, config.max_steps or math.inf)))
+
+
+def constant(lr: float, horizon: Horizon) -> Formula:
+    return lambda step, ops: lr + 0.0 * step
+
+
+def piecewise(lr: float, horizon: Horizon, boundaries_epochs: list[float], factors: list[float]) -> Formula:
+    """Before the first boundary lr; after boundary i, lr · factors[i]."""
+    if len(boundaries_epochs) != len(factors):
+        lengths = f"{len(boundaries_epochs)} and {len(factors)}"
+        raise ValueError(f"boundaries_epochs and factors must be of one length; received {lengths}")
+    steps = [horizon.steps(epochs) for epochs in boundaries_epochs]
+    if steps != sorted(steps):
+        raise ValueError(f"boundaries_epochs must rise; received {boundaries_epochs}")
+
+    def rate(step: Any, ops: Any) -> Any:
+        found = lr + 0.0 * step
+        for boundary, factor in zip(steps, factors, strict=True):
+            found = ops.where(step >= boundary, lr * factor + 0.0 * step, found)
+        return found
+
+    return rate
+
+
+def exponential(lr: float, horizon: Horizon, rate: float, every_epochs: float = 1.0, staircase: bool = True) -> Formula:
+    """lr · rate^(epochs / every_epochs); with staircase, of the whole part of the exponent."""
+    steps = horizon.steps(every_epochs)
+
+    def at(step: Any, ops: Any) -> Any:
+        exponent = step / steps
+        return lr * ops.power(rate, ops.floor(exponent) if staircase else exponent)
+
+    return at
+
+
+def cosine(lr: float, horizon: Horizon, epochs: float | None = None, final_factor: float = 0.0) -> Formula:
+    """Half a cosine from lr to lr · final_factor (Loshchilov & Hutter 2017), over `epochs`, default the whole run."""
+    steps = horizon.steps(epochs) if epochs else horizon.total_steps
+
+    def at(step: Any, ops: Any) -> Any:
+        falling = 0.5 * (1.0 + ops.cos(math.pi * ops.minimum(step / steps, 1.0)))
+        return lr * ((1.0 - final_factor) * falling + final_factor)
+
+    return at
+
+
+def polynomial(
+    lr: float, horizon: Horizon, epochs: float | None = None, power: float = 1.0, final_factor: float = 0.0
+) -> Formula:
+    """From lr to lr · final_factor as (1 − t)^power, over `epochs`, default the whole run."""
+    steps = horizon.steps(epochs) if epochs else horizon.total_steps
+    final = lr * final_factor
+    return lambda step, ops: (lr - final) * ops.power(1.0 - ops.minimum(step / steps, 1.0), power) + final
+
+
+DECAYS: dict[str, Callable[..., Formula]] = {
+    "constant": constant,
+    "piecewise": piecewise,
+    "exponential": exponential,
+    "cosine": cosine,
+    "polynomial": polynomial,
+}
+
+
+def warm_up(rate: Any, step: Any, warmup_steps: int, ops: Any) -> Any:
+    """rate · min(1, (step + 1) / warmup_steps): from zero, per step (gradual warm-up of Goyal et al. 2017, 2.2)."""
+    return rate * ops.minimum((step + 1.0) / warmup_steps, 1.0)
+
+
+def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
+    """base_lr for the global batch: times k (linear, Goyal et al. 2017) or √k (Krizhevsky 2014), k = batch / base."""
+    if config.scaling == "none":
+        return config.base_lr
+    assert config.base_batch_size is not None
+    ratio = global_batch_size / config.base_batch_size
+    return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
+
+
+def build_formula(config: LrScheduleConfig, horizon: Horizon) -> Formula:
+    """Scaling, warm-up and decay in one, for a decay of ours. Raises UserError for a wrong name or option."""
+    lr = scaled_lr(config, horizon.global_batch_size)
+    where = "lr_schedule.decay"
+    decay: Formula = call(
+        choose(DECAYS, config.decay.name, f"{where}.name"), config.decay, where, lr=lr, horizon=horizon
+    )
+    if not config.warmup_epochs:
+        return decay
+    warmup_steps = horizon.steps(config.warmup_epochs)
+    return lambda step, ops: warm_up(decay(step, ops), step, warmup_steps, ops)

@@ -1,0 +1,249 @@
+"""One run per directory: `lease.json`, held and kept fresh while a run writes there.
+
+Root alone has a lease. Does not stop a run that has lost its own: it says so in `lost`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from horovod_train.errors import UserError
+from horovod_train.output.lease_holder import Holder, describe_me, is_alive, parse
+from horovod_train.output.removal import Made, NotOurs, remove, replace
+
+NAME = "lease.json"
+_LEASE = Made("a run's lease", re.escape(NAME), is_ours=lambda path: _is_lease(path.read_bytes()))
+_PROBE = Made("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
+REFRESH_S = 5.0
+STALE_S = 30.0
+"""A lease without a sign of life for this long is nobody's. Six missed signs; and ranks that wait for root to learn
+of it do not yet look stalled to Horovod, which warns after 60 s."""
+POLL_S = 0.1
+SETTLE_S = 1.0
+
+
+class NoLease:
+    """What every rank but root has: nothing to hold, nothing to lose."""
+
+    lost: str | None = None
+    """Who has taken the directory from this run; None as long as nobody has."""
+
+    def is_ours(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+class Lease(NoLease):
+    """A lease that is held. A thread shows every REFRESH_S that its process lives, by the file's modification time."""
+
+    def __init__(self, path: Path, holder: Holder, refresh_s: float) -> None:
+        self._path, self._holder, self._refresh_s = path, holder, refresh_s
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
+        self._thread.start()
+
+    def is_ours(self) -> bool:
+        """Looks at the file, now: whether nobody has taken the directory. A file that cannot be read says nothing."""
+        with suppress(OSError):
+            self._look(show_life=False)
+        return self.lost is None
+
+    def close(self) -> None:
+        """Ends the lease; the file goes, unless it is another's by now."""
+        self._released.set()
+        self._thread.join(self._refresh_s)
+        with suppress(OSError), _opened(self._path) as descriptor, _alone(self._path, descriptor) as is_alone:
+            holder = _read(descriptor)
+            if is_alone and holder is not None and holder.token == self._holder.token:
+                remove(self._path, _LEASE)
+
+    def _keep_fresh(self) -> None:
+        while self.lost is None and not self._released.wait(self._refresh_s):
+            # A full or vanished disk takes nothing from the run: checkpoints say what is wrong with it.
+            with suppress(OSError):
+                try:
+                    self._look(show_life=True)
+                except FileNotFoundError:
+                    _create(self._path, self._holder)
+
+    def _look(self, *, show_life: bool) -> None:
+        with _opened(self._path) as lease:
+            holder = _read(lease)
+            if holder is not None and holder.token != self._holder.token:
+                self.lost = str(holder)
+            elif show_life:
+                os.utime(lease)  # of the file just read, even if another lies at the path by now
+
+
+def open_lease(
+    directory: Path | None,
+    say: Callable[[str], None] = print,
+    *,
+    job: str = "",
+    refresh_s: float = REFRESH_S,
+    stale_s: float = STALE_S,
+) -> NoLease:
+    """Takes the lease of a run directory, which must exist; without one (not root) a lease of nothing.
+
+    A lease that is stale, or whose process has died, is taken over, and said. One that may be a live run's on another
+    host is watched until it shows life or is stale: for two refreshes at least, however old it looks, and for stale_s
+    at most. job: the scheduler's name for this job.
+
+    Raises UserError where another run holds the directory or the lease cannot be written.
+    """
+    if directory is None:
+        return NoLease()
+    path, mine = directory / NAME, describe_me(job)
+    probe = directory / f".{NAME}.{mine.token}"
+    try:
+        try:
+            _acquire(path, probe, mine, say, stale_s, refresh_s)
+        finally:
+            remove(probe, _PROBE)
+    except NotOurs as error:
+        raise UserError(
+            f"output_dir: {path} {error.strerror}, and a run would replace it. Choose another: --output-dir."
+        ) from error
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
+    return Lease(path, mine, refresh_s)
+
+
+def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
+    """Return who holds a run directory, when its lease was last refreshed, and whether the holder's process lives.
+
+    None: of a holder that the file does not name, and of a process on another machine. Raises OSError.
+    """
+    descriptor = os.open(directory / NAME, os.O_RDONLY)
+    try:
+        holder, refreshed = _read(descriptor), os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+    is_here = holder is not None and holder.machine == describe_me("").machine
+    return holder, refreshed, is_alive(holder) if holder and is_here else None
+
+
+def _acquire(
+    path: Path, probe: Path, mine: Holder, say: Callable[[str], None], stale_s: float, refresh_s: float
+) -> None:
+    """probe: a file of our own, stamped as the lease is: by one clock under NFS, by each client's under Lustre or FUSE.
+
+    So a lease of another host is replaced only after it has been seen unchanged for two refreshes.
+    """
+    watched: tuple[Holder | None, int] | None = None
+    began = time.monotonic()
+    while True:
+        probe.touch()
+        with suppress(FileExistsError):
+            return _create(path, mine)
+        with suppress(FileNotFoundError), _opened(path) as lease:  # It may be released at any moment.
+            other, sign_ns = _read(lease), os.fstat(lease).st_mtime_ns
+            waited_s = time.monotonic() - began
+            # Also what we have seen ourselves: after a clock was put right, the last sign may lie in the future.
+            silent_s = max((probe.stat().st_mtime_ns - sign_ns) / 1e9, waited_s if watched else 0)
+            name = "a process that has not said its name" if other is None else str(other)
+            is_here = other is not None and other.machine == mine.machine
+            has_died = other is not None and is_here and not is_alive(other)
+            has_changed = watched not in (None, (other, sign_ns))
+            is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
+            is_stale = has_died or is_silent
+            if is_stale and _replace(path, lease, sign_ns, probe, mine):
+                _remove_old_probes(path, stale_s)
+                how = "is no more" if has_died else f"has shown no life for {silent_s:.0f} s"
+                return say(f"warning: {path} was held by {name}, which {how}. This run takes over.")
+            if ((is_here or has_changed) and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
+                raise UserError(
+                    f"output_dir: {path.parent} is in use by another run: {name}. Stop that one, or choose another "
+                    "directory with --output-dir."
+                )
+            if watched is None and not is_stale:
+                wait_s = max(stale_s - silent_s, 2 * refresh_s)
+                say(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it lives.")
+            watched = (other, sign_ns)
+        time.sleep(POLL_S)
+
+
+def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) -> bool:
+    """Puts ours in the place of the stale lease that is open, unless that has changed or gone; whether it did."""
+    with _alone(path, lease) as is_alone:
+        if is_alone and os.fstat(lease).st_mtime_ns == sign_ns:
+            remove(probe, _PROBE)
+            _create(probe, mine)
+            replace(probe, path, _LEASE)
+    with _opened(path) as now:
+        holder = _read(now)
+    return holder is not None and holder.token == mine.token
+
+
+@contextmanager
+def _alone(path: Path, lease: int) -> Iterator[bool]:
+    """Whether the lease that is open still lies at `path`, and no other process is replacing or removing it.
+
+    By a lock on the file itself, which the kernel drops when its holder dies. File systems without locks: the last of
+    those who replace it at the same time has it, and the others see that after a while.
+    """
+    has_locks = True
+    try:
+        fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    except OSError:
+        has_locks = False
+    with _opened(path) as now:
+        is_there = os.path.samestat(os.fstat(now), os.fstat(lease))
+    yield is_there
+    if not has_locks:
+        time.sleep(SETTLE_S)
+
+
+def _remove_old_probes(path: Path, stale_s: float) -> None:
+    """Those of processes that were killed while they waited."""
+    with suppress(OSError):  # They only take room.
+        now = path.stat().st_mtime
+        for probe in path.parent.glob(f".{path.name}.*"):
+            if now - probe.stat().st_mtime > stale_s:
+                remove(probe, _PROBE)
+
+
+def _create(path: Path, holder: Holder) -> None:
+    """Writes a new file; of several processes one succeeds, the others get FileExistsError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
+    except OSError:
+        remove(path, _LEASE if path.name == NAME else _PROBE)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    # Opening makes NFS ask the server how the file is now; for writing, because it locks no file opened to be read.
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int) -> Holder | None:
+    """The holder named in a lease; None where it holds anything else, as in the instant after it was made."""
+    return parse(os.pread(descriptor, 1 << 16, 0))
+
+
+def _is_lease(content: bytes) -> bool:
+    """Whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
+    head = b'{\n  "host": '
+    return content.startswith(head) or head.startswith(content) or parse(content) is not None

@@ -1,0 +1,135 @@
+"""What each rank has to say, in the run directory: `logs/rank-N.log` for people, `rank-N.end.json` for programs.
+
+A line is `TIME KIND TEXT`; text that goes on is indented. Best effort: a rank whose host cannot write there goes on
+without. Does not decide what is worth a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import traceback
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from horovod_train.output.console import to_stderr
+from horovod_train.output.files import Lines, write_whole
+from horovod_train.output.removal import Made, remove
+
+FOLDER = "logs"
+_END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
+
+
+class NoRankLog:
+    """For a rank without a run directory: every word is lost, but stacks go to standard error."""
+
+    name = ""
+    """The file as a reader of the run directory finds it; empty without one."""
+
+    def write(self, kind: str, text: str) -> None:
+        """Adds a line at once. kind: one word: start, phase, warning, slow, stall, cause, lost, failed, stacks, end."""
+
+    def write_stacks(self, why: str) -> None:
+        """Adds the stacks of all threads of this process."""
+        faulthandler.dump_traceback(file=self._stacks_file(), all_threads=True)
+
+    def end_process_after(self, seconds: float) -> None:
+        """Ends this process then, with exit code 1 and its stacks here, even while Python itself is shutting down."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks_file())
+
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
+        self.write(kind, "".join(traceback.format_exception(error)).rstrip())
+
+    def end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        """Leaves how this rank ended, for programs: said again, the last word counts.
+
+        ended: done, failed, followed (another rank's end), stalled, stopped. facts: what JSON can hold.
+        """
+
+    def _stacks_file(self) -> TextIO:
+        return sys.stderr
+
+
+class RankLog(NoRankLog):
+    """Appends to the rank's file in `folder`; safe to use from several threads."""
+
+    def __init__(self, folder: Path, rank: int, host: str) -> None:
+        self.name = f"{FOLDER}/rank-{rank}.log"
+        self._about = {"rank": rank, "host": host, "pid": os.getpid()}
+        self._end = end_file(folder, rank)
+        self._lock = threading.Lock()
+        remove(self._end, _END)
+        self._lines = Lines(log_file(folder, rank), to_stderr)
+        # Stacks are written by C, when there may be no time left to open a file.
+        self._stacks = self._lines.path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, text: str) -> None:
+        lines = text.replace("\n", "\n    ")
+        with self._lock:
+            self._lines.append(f"{_now()} {kind} {lines}")
+
+    def write_stacks(self, why: str) -> None:
+        self.write("stacks", f"of all threads: {why}")
+        with self._lock:
+            super().write_stacks(why)
+
+    def _stacks_file(self) -> TextIO:
+        return self._stacks
+
+    def end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
+        self.write("end", f"{ended}, exit code {exit_code}")
+        with self._lock:
+            self._lines.say_what_is_missing()
+            try:
+                write_whole(self._end, json.dumps(content) + "\n", _END, sync=False)
+            except OSError as error:
+                to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
+
+
+def make_folder(run_dir: Path | None) -> None:
+    """On root (elsewhere None), before the others open theirs: the folder, without the ends of an earlier start."""
+    if run_dir is None:
+        return
+    with contextlib.suppress(OSError):
+        (run_dir / FOLDER).mkdir(exist_ok=True)
+        for old in (run_dir / FOLDER).glob("rank-*.end.json"):
+            remove(old, _END)
+
+
+def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NoRankLog:
+    """After root's make_folder. said: see `introduction`.
+
+    Does not make the folder: where a host does not see root's, one of its own would only mislead.
+    """
+    try:
+        log = RankLog(Path(run_dir) / FOLDER, rank, host)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
+        return NoRankLog()
+    log.write("start", said)
+    return log
+
+
+def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
+    """A log's first words on each start, which rank_log_reader reads. about: what else is to be known of this rank."""
+    said = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
+    return f"{said}; {about}" if about else said
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def end_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.end.json"
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")

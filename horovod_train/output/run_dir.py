@@ -1,0 +1,286 @@
+"""The run directory and what a person sees of the run: RunOutput on root, NoOutput elsewhere, the same methods.
+
+Decides once, when it is opened, who writes. Does not decide when, and does not write checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from horovod_train.errors import RunError, UserError
+from horovod_train.output.console import to_stdout, unfailing
+from horovod_train.output.files import Lines, write_whole
+from horovod_train.output.removal import Made, NotOurs, check
+from horovod_train.output.tensorboard import Board
+
+_CONFIG_HEAD = "# Written by horovod_train: the config that this run trains with\n"
+_SETTINGS_IN_ORDER = re.compile(rb"output_dir: [^\n]+\nseed: \d+\nprecision: \w+\njit_compile: \w+\ndeterministic: ")
+
+
+def _begins(path: Path, head: str) -> bool:
+    with path.open("rb") as file:
+        found = file.read(len(head))
+    return head.encode().startswith(found)  # also the beginning, which a kill may leave
+
+
+def _is_resolved_config(path: Path) -> bool:
+    """Also of a version that wrote no head: all settings are there, in the order of the dataclasses."""
+    return _begins(path, _CONFIG_HEAD) or bool(_SETTINGS_IN_ORDER.match(path.read_bytes()))
+
+
+_CONFIG = Made("a run's config", r"config\.yaml", is_ours=_is_resolved_config)
+_METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
+_PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: _begins(path, '{"step": '))
+_SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: _begins(path, '{\n  "steps": '))
+_FILES = {"config.yaml": _CONFIG, "metrics.jsonl": _METRICS, "parameters.jsonl": _PARAMETERS, "summary.json": _SUMMARY}
+
+
+def check_writable(directory: str) -> Path:
+    """The run directory, made if need be.
+
+    Raises UserError where files cannot be written there, or would take the place of files that no run has written.
+    """
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, made in _FILES.items():
+            check(path / name, made)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except NotOurs as error:
+        raise UserError(
+            f"output_dir: {error.filename} {error.strerror}, and a run would replace it. Choose another: --output-dir."
+        ) from error
+    except OSError as error:
+        reason = f"{error.strerror}: {error.filename or directory}"
+        raise UserError(
+            f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
+        ) from error
+    return path
+
+
+@contextmanager
+def _needed(path: Path) -> Iterator[Path]:
+    """The block writes this file. Raises UserError where it cannot."""
+    try:
+        yield path
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
+
+
+_ABOUT = ("step", "epoch", "split", "seconds")
+"""What a line of metrics begins with: where it is from."""
+
+
+class NoOutput:
+    """What every rank but root has: nothing is written, nothing is shown."""
+
+    directory: Path | None = None
+
+    def write_config(self, text: str) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def start_progress(self, step: int, last_step: int) -> None: ...
+
+    def show_progress(self, step: int) -> None: ...
+
+    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
+
+    def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
+
+    def append_histograms(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def write_graph(self, draw: Callable[[], Any]) -> None: ...
+
+    def start_profile(self, step: int) -> None: ...
+
+    def stop_profile(self, step: int) -> None: ...
+
+    def last_metrics(self, split: str) -> Mapping[str, float]:
+        """The values of the last line of metrics of a split, also from before a resume; empty where there is none."""
+        return {}
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunOutput(NoOutput):
+    """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, where there is something for it,
+    parameters.jsonl; shows lines and a progress bar.
+    """
+
+    def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
+        self.directory = directory
+        self.started = time.time()
+        self._last: dict[str, Mapping[str, float]] = {}
+        self._metrics = self._lines("metrics.jsonl")
+        self._parameters: Lines | None = None
+        self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
+        self._console = Console(file=unfailing(sys.stdout), force_terminal=bar or None, highlight=False, soft_wrap=True)
+        self._bar = _build_bar(self._console) if bar else None
+        self._task: Any = None
+
+    def write_config(self, text: str) -> None:
+        """Raises UserError, as `rewind` does: a run that cannot write down what it does must not begin."""
+        with _needed(self._path("config.yaml")) as path:
+            write_whole(path, _CONFIG_HEAD + text, _CONFIG)
+
+    def say(self, line: str) -> None:
+        if self._bar is None:
+            to_stdout(line)
+        else:
+            self._console.print(line, markup=False)
+
+    def rewind(self, step: int) -> None:
+        """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
+        for lines, made in ((self._metrics, _METRICS), (self._lines("parameters.jsonl"), _PARAMETERS)):
+            with _needed(lines.path):
+                lines.keep(lambda line: _step_of(line) <= step, made)
+        with _needed(self._metrics.path):
+            rows = self._metrics.read()
+        for row in map(json.loads, rows):
+            self._last[row["split"]] = {name: value for name, value in row.items() if name not in _ABOUT}
+
+    def last_metrics(self, split: str) -> Mapping[str, float]:
+        return self._last.get(split, {})
+
+    def start_progress(self, step: int, last_step: int) -> None:
+        if self._bar is not None:
+            self._task = self._bar.add_task("training", total=last_step, completed=step)
+            self._bar.start()
+
+    def show_progress(self, step: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step)
+
+    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Adds one line of metrics, a point to each TensorBoard curve and a line on the screen."""
+        seconds = round(time.time() - self.started, 3)
+        row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
+        self._metrics.append(_json(row))
+        self._last[split] = values
+        self.show_progress(step)
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalars(split, step, values)
+        self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
+
+    def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Adds one line on what each rank alone did to each parameter: path → figure → by rank."""
+        self._parameters = self._parameters or self._lines("parameters.jsonl")
+        self._parameters.append(_json({"step": step, "parameters": moves}))
+        if self._tensorboard is not None:
+            means = {path: math.sqrt(statistics.fmean(x * x for x in each["apart"])) for path, each in moves.items()}
+            self._tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
+
+    def append_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        """values: tensors or variables by name. Nothing is written without TensorBoard, here and below."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_histograms(step, values)
+
+    def write_graph(self, draw: Callable[[], Any]) -> None:
+        """draw: makes the GraphDef; called where it is written."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_graph(draw())
+
+    def start_profile(self, step: int) -> None:
+        """Before `step`: begins to note the time and memory of every op."""
+        if self._tensorboard is not None:
+            self._tensorboard.start_profile(step)
+
+    def stop_profile(self, step: int) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.stop_profile(step)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Raises RunError: a run whose end is not written down has not ended well."""
+        try:
+            write_whole(self._path("summary.json"), _json(summary, indent=2) + "\n", _SUMMARY)
+        except OSError as error:
+            raise RunError(f"{self._path('summary.json')}: cannot be written: {error.strerror}.") from error
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._metrics.close()
+        if self._parameters is not None:
+            self._parameters.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _lines(self, name: str) -> Lines:
+        return Lines(self._path(name), self.say)
+
+    def _path(self, name: str) -> Path:
+        assert self.directory is not None
+        return self.directory / name
+
+
+def open_output(
+    directory: str,
+    *,
+    is_root: bool,
+    tensorboard: bool,
+    progress: Literal["auto", "bar", "plain"],
+    launched: bool,
+) -> NoOutput:
+    """The run directory on root; nothing elsewhere. Raises UserError where it cannot be written.
+
+    progress: a bar is for eyes, so "auto" draws one on a terminal only; not under a launcher (`launched`), since
+    mpirun gives its ranks a terminal of its own and passes on what they print there.
+    """
+    if not is_root:
+        return NoOutput()
+    bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty() and not launched)
+    return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
+
+
+def _build_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON has no NaN and no infinity; both become null."""
+
+    def known(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {name: known(each) for name, each in part.items()}
+        if isinstance(part, list | tuple):
+            return [known(each) for each in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(known(value), indent=indent, allow_nan=False)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics; a line that a kill cut short counts as later than any step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _clock(seconds: float) -> str:
+    minutes, whole = divmod(int(seconds), 60)
+    return f"{minutes // 60:d}:{minutes % 60:02d}:{whole:02d}"
+
+
+def _readable(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,161 @@
+"""TensorBoard's files of a run, on root: scalars, histograms, the graph, profiles. Does not compute what it writes.
+
+A disk that is full or gone costs charts, not the run: it is said once, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from horovod_train.output.files import Appender
+from horovod_train.output.removal import rename
+from horovod_train.tfrecord_framing import frame
+
+_GATHERED = 1 << 20
+BUCKETS = 30
+"""As tf.summary.histogram has them, whose many small operations take ten times as long."""
+
+
+class Events(Appender):
+    """An event file, as TensorBoard reads them: a TFRecord file whose records are Event messages.
+
+    TensorFlow's own writer ignores it when a record cannot be written, and leaves half of it in the file.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        # The form of the name that TensorBoard looks for; a file of its own for each start.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
+        super().__init__(folder / name, say, unit="events", at_once=_GATHERED)
+        self._add(file_version="brain.Event:2")
+
+    def add_summary(self, step: int, summary: Any) -> None:
+        self._add(step=step, summary=summary)
+
+    def add_graph(self, graph: Any) -> None:
+        self._add(graph_def=graph.SerializeToString())
+
+    def _add(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.add(frame(Event(wall_time=time.time(), **content).SerializeToString()))
+
+    def _write(self, data: bytes, sync: bool) -> None:
+        folder = self.path.parent
+        if not folder.is_dir():
+            folder.parent.mkdir(exist_ok=True)  # Not its parents: where the run directory has gone, so has its disk.
+            folder.mkdir(exist_ok=True)
+        super()._write(data, sync)
+
+
+class Board:
+    """One event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks for them.
+
+    say: shows a line.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self._directory, self._say = directory, say
+        self._events: dict[str, Events] = {}
+        self._profiled: Any = None
+        """The step under way, while it is profiled."""
+
+    def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+        events = self._of(split)
+        for name, value in values.items():
+            events.add_summary(step, scalar_pb(name, value))
+        events.flush()
+
+    def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        """values: floating tensors or variables of any shape, by name; numbers that are not finite are left out."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.histogram.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        metadata, events = create_summary_metadata(display_name=None, description=None), self._of("train")
+        for name, value in values.items():
+            buckets = make_tensor_proto(_buckets(value.numpy().astype(np.float32).ravel()))
+            row = Summary.Value(tag=name, metadata=metadata, tensor=buckets)
+            events.add_summary(step, Summary(value=[row]))
+        events.flush()
+
+    def add_graph(self, graph: Any) -> None:
+        """graph: a GraphDef."""
+        events = self._of("train")
+        events.add_graph(graph)
+        events.flush()
+
+    def start_profile(self, step: int) -> None:
+        """From now on every op is timed, until `stop_profile`: that is called when `step` is done."""
+        from tensorflow.profiler import experimental as profiler
+
+        # 2: also the ops on the host, and what they allocate.
+        with self._failure_is_said():
+            profiler.start(str(self._directory), profiler.ProfilerOptions(host_tracer_level=2))
+            self._profiled = profiler.Trace("train", step_num=step, _r=1)
+            self._profiled.__enter__()
+
+    def stop_profile(self, step: int) -> None:
+        """Writes what was seen to `plugins/profile/step-N`, or `step-N-2`, … where that is taken."""
+        from tensorflow.profiler import experimental as profiler
+
+        if self._profiled is None:
+            return
+        self._profiled.__exit__(None, None, None)
+        self._profiled = None
+        folder = self._directory / "plugins" / "profile"
+        with self._failure_is_said():
+            before = set(folder.glob("*"))
+            profiler.stop()
+            for made in set(folder.glob("*")) - before:
+                place, number = folder / f"step-{step:09d}", 1
+                while place.exists():  # of a course that the run left
+                    number += 1
+                    place = folder / f"step-{step:09d}-{number}"
+                rename(made, place)
+
+    def close(self) -> None:
+        if self._profiled is not None:  # the run left before that step
+            from tensorflow.profiler import experimental as profiler
+
+            self._profiled.__exit__(None, None, None)
+            profiler.stop(save=False)
+        for events in self._events.values():
+            events.close()
+
+    def _of(self, split: str) -> Events:
+        if split not in self._events:
+            self._events[split] = Events(self._directory / split, self._say)
+        return self._events[split]
+
+    @contextlib.contextmanager
+    def _failure_is_said(self) -> Iterator[None]:
+        from tensorflow.errors import OpError
+
+        try:
+            yield
+        except (OSError, OpError) as error:
+            self._say(f"warning: {self._directory}: a profile was not written: {str(error)[:200]}. Training goes on.")
+
+
+def _buckets(numbers: np.ndarray) -> np.ndarray:
+    """Left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros where there are no numbers."""
+    finite = numbers[np.isfinite(numbers)].astype(np.float64)
+    if not finite.size:
+        return np.zeros((BUCKETS, 3))
+    least, most = finite.min(), finite.max()
+    if least == most:
+        counts = np.zeros(BUCKETS)
+        counts[-1] = finite.size
+        return np.stack([np.full(BUCKETS, least), np.full(BUCKETS, least), counts], axis=1)
+    counts, edges = np.histogram(finite, BUCKETS, (least, most))
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)

@@ -1,0 +1,199 @@
+"""The actions that a run takes between steps: log, evaluate, check, save. When they are due: hooks and agenda.
+
+Every rank runs all of them, in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import tensorflow as tf
+
+from horovod_train.checkpoint.manager import NoStore
+from horovod_train.checkpoint.tensors import Facts
+from horovod_train.data.audit import NoAudit
+from horovod_train.data.pipeline import Pipeline
+from horovod_train.distributed import consistency
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.output.run_dir import NoOutput
+from horovod_train.training.hooks import Action, Stopwatch
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import EvalStep, TrainStep
+from horovod_train.training.stopping import Leaving, Pace
+
+
+@dataclass(eq=False)
+class LogTraining:
+    """Shows the mean training loss and metrics since the last time, the learning rate and the speed."""
+
+    group: WorkerGroup
+    output: NoOutput
+    state: TrainState
+    pipeline: Pipeline
+    train_step: TrainStep
+    watch: Stopwatch
+    more: dict[str, float] = field(default_factory=dict, init=False)
+    """Figures of others for the next line, such as how long saving has held up training."""
+
+    def __post_init__(self) -> None:
+        self.last_read: tuple[float, int, int] = (0.0, 0, 0)
+        self.last_step = int(self.state.step)
+
+    def add(self, name: str, seconds: float) -> None:
+        """For the next line: how long something has held up training since the last."""
+        self.more[name] = self.more.get(name, 0.0) + seconds
+
+    def __call__(self, step: int) -> None:
+        if step == self.last_step:
+            return  # nothing to tell since
+        self.last_step = step
+        values = self.train_step.seen.result(self.group)
+        averages = self.state.average_losses(self.group)
+        averages["total_loss"] = averages["loss"] + averages["penalty"]
+        values["total_loss"] = values["loss"] + values["penalty"]
+        if not values["penalty"]:  # without one, the sum is the loss
+            for name in ("penalty", "total_loss"):
+                del values[name], averages[name]
+        values |= {f"{name}_average": average for name, average in averages.items()}
+        read = self.watch.read()
+        seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
+        self.last_read = read
+        values |= self.state.synchronization.figures(self.group)
+        moves = self.state.synchronization.parameters(self.group)
+        if moves:
+            values["unchanged_parameters"] = sum(not changed for each in moves.values() for changed in each.changed)
+            self.output.append_parameters(step, {path: each._asdict() for path, each in moves.items()})
+        values["learning_rate"] = float(self.state.optimizer.learning_rate)
+        if steps and seconds:
+            values["examples_per_s"] = records / seconds
+            values["examples_per_s_per_rank"] = records / seconds / self.group.size
+            values["s_per_step"] = seconds / steps
+        if skipped := int(self.train_step.skipped):
+            values["skipped_updates"] = skipped
+        if bad := int(self.group.sum([self.pipeline.skipped])[0]):
+            values["skipped_records"] = bad
+        values, self.more = values | self.more, {}
+        self.output.append_metrics("train", step, int(self.state.epoch), values)
+
+
+@dataclass(eq=False)
+class Evaluate:
+    """Loss and metrics over the whole evaluation set, each record once, whatever the number of ranks."""
+
+    group: WorkerGroup
+    output: NoOutput
+    state: TrainState
+    pipeline: Pipeline
+    eval_step: EvalStep
+    watch: Stopwatch
+    leaving: Leaving
+    steps_per_call: int
+    evaluated: tf.Variable
+    """int64: the step of the last evaluation that came to its end."""
+    watchers: Sequence[Callable[[int, Mapping[str, float]], str | None]]
+    """Told (step, values) after each evaluation; what they return ends the run."""
+
+    def is_done(self, step: int) -> bool:
+        return int(self.evaluated) == step
+
+    def __call__(self, step: int) -> str | None:
+        if self.is_done(step):
+            return None
+        other_calls = self.leaving.pace.other_calls()
+        with self.watch.stopped(), other_calls, self.group.heartbeat.phase("evaluate"):
+            self.state.settle(self.group)
+            own = self.state.average_statistics(self.group)
+            with self.state.averages.in_place():
+                reason = self._run_all()
+            values = self.eval_step.seen.result(self.group)
+            self.state.set_statistics(own)
+        if reason:
+            return reason
+        self.evaluated.assign(step)
+        self.output.append_metrics("eval", step, int(self.state.epoch), values)
+        reasons = [watcher(step, values) for watcher in self.watchers]
+        return next((reason for reason in reasons if reason), None)
+
+    def _run_all(self) -> str | None:
+        batches = iter(self.pipeline.batches(epoch=0, epochs=1))
+        left = self.pipeline.steps_per_epoch
+        while left:
+            steps = min(left, self.steps_per_call)
+            self.group.heartbeat.phase("evaluate")  # each call is progress
+            with self.pipeline.explaining():  # the caller would look for it in the training data
+                self.eval_step.run(batches, steps)
+            left -= steps
+            if reason := self.leaving.vote_now_and_then():
+                return reason
+        return None
+
+
+@dataclass(eq=False)
+class CheckAgreement:
+    """Ends the run where ranks do not hold the same weights, slots and counters."""
+
+    group: WorkerGroup
+    state: TrainState
+    log: LogTraining
+
+    def __call__(self, step: int) -> None:
+        started = time.perf_counter()
+        consistency.check(self.group, self.state.settle(self.group).digests(), f"at step {step}")
+        self.log.add("check_agreement_s", time.perf_counter() - started)
+
+
+@dataclass(eq=False)
+class Save:
+    """Hands a copy of the state to the store, after all ranks have shown that they hold the same."""
+
+    group: WorkerGroup
+    store: NoStore
+    state: TrainState
+    watch: Stopwatch
+    leaving: Leaving
+    log: LogTraining
+    audit: NoAudit
+    facts: Callable[[], Facts]
+
+    def __post_init__(self) -> None:
+        self.last_step = int(self.state.step)
+
+    def __call__(self, step: int) -> str | None:
+        if step == self.last_step:
+            return None
+        started = time.perf_counter()
+        with self.watch.stopped(), self.group.heartbeat.phase("save"):
+            settled = self.state.settle(self.group)
+            consistency.check(self.group, settled.digests(), f"at step {step}")
+            arrays = settled.snapshot(self.group)
+            self.audit.flush()
+            self.store.save(arrays, self.facts())
+        self.last_step = step
+        seconds = time.perf_counter() - started
+        self.leaving.note_save(seconds)
+        self.log.add("save_blocked_s", seconds)
+        return None
+
+
+@dataclass(eq=False)
+class EveryMinutes:
+    """Runs an action when root's clock says so: after a call, about once a second, every rank asks root."""
+
+    group: WorkerGroup
+    minutes: float
+    action: Action
+
+    def __post_init__(self) -> None:
+        self.last, self.pace = time.monotonic(), Pace(self.group)
+
+    def __call__(self, step: int) -> str | None:
+        if not self.pace.is_due():
+            return None
+        is_over = self.group.is_root and time.monotonic() - self.last >= 60 * self.minutes
+        (over,) = self.pace.meet([float(is_over)])
+        if not over:
+            return None
+        self.last = time.monotonic()
+        return self.action(step)

@@ -1,0 +1,148 @@
+"""What happens when: the actions of a run and the steps at which they are due. Does not do anything itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horovod_train.checkpoint.manager import NoStore
+from horovod_train.checkpoint.tensors import Best, Facts
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config
+from horovod_train.data.audit import NoAudit
+from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.output.run_dir import NoOutput
+from horovod_train.training.actions import CheckAgreement, Evaluate, EveryMinutes, LogTraining, Save
+from horovod_train.training.build import Parts
+from horovod_train.training.histograms import Summaries
+from horovod_train.training.hooks import Action, Hook, Stopwatch, at, every
+from horovod_train.training.stopping import Leaving, Pace
+
+
+@dataclass(frozen=True)
+class Show:
+    """What TensorBoard shows besides scalars, off the clock that measures training."""
+
+    histograms: Action
+    start_profile: Action
+    stop_profile: Action
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What a run does between steps; `evaluate` is None where there is nothing to evaluate."""
+
+    log: LogTraining
+    evaluate: Evaluate | None
+    save: Save
+    show: Show
+
+
+def build_actions(
+    config: Config,
+    group: WorkerGroup,
+    output: NoOutput,
+    store: NoStore,
+    parts: Parts,
+    clock: Stopwatch,
+    leaving: Leaving,
+    audit: NoAudit,
+    versions: dict[str, str],
+) -> Actions:
+    state = parts.state
+
+    def facts() -> Facts:
+        best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+        return Facts(
+            step=int(state.step),
+            epoch=int(state.epoch),
+            records=int(state.records),
+            ranks=group.size,
+            config=as_dict(config),
+            versions=versions,
+            data=parts.train.fingerprint,
+            data_files=parts.train.files,
+            best=best if config.checkpoint.best and best.step >= 0 else None,
+        )
+
+    log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
+    leaving.last_write_s = lambda: store.write_s
+    save = Save(group, store, state, clock, leaving, log, audit, facts)
+    show = _build_show(config, group, output, parts, clock, leaving.pace)
+    if parts.eval is None:
+        return Actions(log, None, save, show)
+    evaluate = Evaluate(
+        group,
+        output,
+        state,
+        parts.eval,
+        parts.eval_step,
+        clock,
+        leaving,
+        config.train.steps_per_call,
+        parts.evaluated,
+        watchers=[parts.best.update, parts.early_stopping.update],
+    )
+    return Actions(log, evaluate, save, show)
+
+
+def _build_show(
+    config: Config, group: WorkerGroup, output: NoOutput, parts: Parts, clock: Stopwatch, pace: Pace
+) -> Show:
+    def first_batch() -> Batch:
+        batch: Batch = next(iter(parts.train.batches(epoch=0, epochs=1)))
+        return batch
+
+    summaries = Summaries(group, parts.train_step, first_batch, config.log.activations)
+
+    def histograms(step: int) -> None:
+        with clock.stopped(), pace.other_calls(), group.heartbeat.phase("histograms"):
+            output.append_histograms(step, summaries.compute())
+
+    def start_profile(step: int) -> None:
+        with clock.stopped(), pace.other_calls():
+            output.start_profile(step + 1)
+
+    def stop_profile(step: int) -> None:
+        with clock.stopped(), pace.other_calls(), group.heartbeat.phase("profile"):
+            output.stop_profile(step)
+
+    return Show(histograms, start_profile, stop_profile)
+
+
+def build_hooks(
+    config: Config,
+    group: WorkerGroup,
+    parts: Parts,
+    output: NoOutput,
+    actions: Actions,
+) -> list[Hook]:
+    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
+    log, evaluate, save = actions.log, actions.evaluate, actions.save
+    per_call = config.train.steps_per_call
+
+    def epochs(count: int | None) -> int | None:
+        return count * parts.train.steps_per_epoch if count else None
+
+    def save_best(step: int) -> str | None:
+        return save(step) if int(parts.best.step) == step else None
+
+    profiled = config.log.profile_at_steps
+    due = [at(profiled, actions.show.stop_profile)]  # first, so that it sees the step and nothing else
+    due += [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
+    due += [every(config.log.histograms_every_steps, actions.show.histograms)]
+    if evaluate:
+        due += [
+            every(config.eval.every_steps, evaluate, is_done=evaluate.is_done),
+            every(epochs(config.eval.every_epochs), evaluate, at_end="done", is_done=evaluate.is_done),
+        ]
+    if evaluate and config.checkpoint.best:
+        due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
+    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state, log))]
+    if config.checkpoint.every_minutes is not None:
+        due += [every(per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
+    due += [every(config.checkpoint.every_steps, save)]
+    due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
+    # A run that goes on just before such a step has still to begin.
+    due += [at([step - 1 for step in profiled], actions.show.start_profile, is_done=lambda step: False)]
+    return due

@@ -1,0 +1,191 @@
+"""Makes the parts that a run trains with, from its config. Nothing here meets other ranks or writes a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.settings import Config, Watched
+from horovod_train.data.dataset import Records
+from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
+from horovod_train.distributed.group import WorkerGroup, check_sendable
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.errors import UserError
+from horovod_train.models import build_model
+from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
+from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
+from horovod_train.optim.schedules import build_horizon
+from horovod_train.training.early_stopping import Best, EarlyStopping
+from horovod_train.training.graph import check_names
+from horovod_train.training.histograms import find_layers
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.objective import Objective, check_fits
+from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.step import EvalStep, TrainStep
+from horovod_train.training.sync import build_synchronization
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run trains with."""
+
+    train: Pipeline
+    eval: Pipeline | None
+    state: TrainState
+    train_step: TrainStep
+    eval_step: EvalStep
+    best: Best
+    early_stopping: EarlyStopping
+    evaluated: tf.Variable
+    """int64: the step of the last evaluation that came to its end."""
+    last_step: int
+    warnings: tuple[str, ...] = ()
+    """What a user may not expect of this config."""
+
+
+def build_parts(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Parts:
+    """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must fix.
+
+    `config` is resolved: its global batch size is known.
+    """
+    keras.utils.set_random_seed(config.seed)
+    keras.mixed_precision.set_dtype_policy(config.precision)
+    train = build_split(config, group, records, training=True)
+    eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
+    horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
+    model, loss = _build_model(config, group), build_loss(config.loss)
+    losses = [*loss.names, "penalty"]
+    means = {"train": losses, "eval": loss.names}
+    seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
+    has_own_losses = check_fits(model, loss, seen["train"], train.element_spec, "data.train")
+    if eval_ is not None:
+        check_fits(model, loss, seen["eval"], eval_.element_spec, "data.eval")
+    _check_watched(config, seen["eval"])
+    find_layers(model, config.log.activations)
+    check_names(model, config.log.graph_names)
+    exchange, optimizer = config.horovod, build_optimizer(config, horizon)
+    limit_weight_decay(optimizer, model.trainable_variables, config)
+    DistributedOptimizer(
+        optimizer,
+        op=exchange.op,
+        compression=exchange.compression,
+        sparse_as_dense=exchange.sparse_as_dense,
+        predivide=exchange.predivide,
+        deterministic=config.deterministic,
+    )
+    # Both always, so that switching one on does not make a checkpoint another run's.
+    best = Best("best", config.checkpoint.best or Watched())
+    early_stopping = EarlyStopping(config.early_stopping)
+    evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
+    followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    optimizer.build(model.trainable_variables)  # slots exist before the broadcast
+    averages = MovingAverages(model, config.train.ema_decay)
+    kept = list(averages.variables.values())
+    synchronization = build_synchronization(
+        config.train, group, model, optimizer, kept, sparse_as_dense=exchange.sparse_as_dense
+    )
+    state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization, losses=losses)
+    objective = Objective(
+        model,
+        optimizer,
+        loss,
+        size=group.size,
+        accumulate_steps=config.train.accumulate_steps,
+        l2=config.train.l2,
+        jit_compile=config.jit_compile,
+    )
+    train_step = TrainStep(
+        state,
+        objective,
+        seen["train"],
+        rank=group.rank,
+        seed=config.seed,
+        max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+        count_over_ranks=_counting(config, group),
+        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
+    )
+    return Parts(
+        train=train,
+        eval=eval_,
+        state=state,
+        train_step=train_step,
+        eval_step=EvalStep(model, loss, seen["eval"]),
+        best=best,
+        early_stopping=early_stopping,
+        evaluated=evaluated,
+        last_step=horizon.total_steps,
+        warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
+    )
+
+
+def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) -> Iterator[str]:
+    counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
+    if has_own_losses and any(count % size for count in counts):
+        yield (
+            f"the model's layers add losses that depend on records, and ranks hold uneven numbers of records in a step "
+            f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
+            "records; see docs/models.md."
+        )
+    if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
+        yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
+
+
+def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
+    """The model as it trains: on the devices of this rank, in stages where there are several."""
+    devices = group.devices[group.rank].logical
+    model = build_model(config.model)
+    check_sendable(model.weights)
+    if config.train.sync_batch_norm:
+        synchronise_batch_norm(model, deterministic=config.deterministic)
+    model = cut_into_stages(model, config.device.cut_before, devices)
+    lines = stage_lines(model)
+    if len(lines) < config.device.per_rank:
+        raise UserError(
+            f"device.per_rank: {config.device.per_rank} devices, but the model has {'; '.join(lines) or 'no weights'}. "
+            "Cut it with device.cut_before, or build its layers under tf.device."
+        )
+    return model
+
+
+def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:
+    """This rank's batches of the records. Raises UserError."""
+    data = config.data
+    assert data.global_batch_size is not None
+    global_batch_size = data.global_batch_size
+    if not training:
+        per_rank = config.eval.batch_size_per_rank or -(-global_batch_size // group.size)
+        global_batch_size = per_rank * group.size
+    return build_pipeline(
+        records,
+        data,
+        rank=group.rank,
+        size=group.size,
+        seed=config.seed,
+        training=training,
+        global_batch_size=global_batch_size,
+        ranks_on_host=group.local_size,
+    )
+
+
+def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor]:
+    """How a step learns how many records all ranks hold in it."""
+    if config.data.on_bad_record == "error":
+        return lambda batch: batch.count  # as planned: nobody needs to be asked
+    # Some may have been left out, and only the ranks together know how many.
+    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.weights), "step.count"), 1.0)
+
+
+def _check_watched(config: Config, seen: Accumulator) -> None:
+    # Early stopping follows its metric wherever there is an evaluation, also with nothing to stop at.
+    watched = {"checkpoint.best": config.checkpoint.best}
+    watched["early_stopping"] = config.early_stopping if config.data.eval else None
+    names = [*seen.sums, *(metric.name for metric in seen.metrics)]
+    for key, value in watched.items():
+        if value is not None and value.metric not in names:
+            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")

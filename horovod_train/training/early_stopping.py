@@ -1,0 +1,69 @@
+"""The best value of an evaluation metric so far. Remembers it as variables; does not save and does not stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from horovod_train.config.settings import EarlyStoppingConfig, Watched
+
+
+class Best:
+    """Holds the best value, its step, and the evaluations since: variables, so that a checkpoint carries them."""
+
+    def __init__(self, name: str, watched: Watched, min_delta: float = 0.0) -> None:
+        self.metric, self.sign, self.min_delta = watched.metric, 1 if watched.mode == "max" else -1, min_delta
+        self.value = tf.Variable(math.nan, dtype=tf.float64, trainable=False, name=f"{name}_value")
+        self.step = tf.Variable(-1, dtype=tf.int64, trainable=False, name=f"{name}_step")
+        self.evaluations_since = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_evaluations_since")
+        own = (self.value, self.step, self.evaluations_since)
+        self.variables = {variable.name.removesuffix(":0"): variable for variable in own}
+
+    def forget(self) -> None:
+        """Starts anew, as for another metric."""
+        self.value.assign(math.nan)
+        self.step.assign(-1)
+        self.evaluations_since.assign(0)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the values of an evaluation, the same on all ranks. NaN never is best."""
+        new, old = values[self.metric], float(self.value)
+        is_better = math.isnan(old) or self.sign * (new - old) > self.min_delta
+        if math.isnan(new) or not is_better:
+            self.evaluations_since.assign_add(1)
+        else:
+            self.value.assign(new)
+            self.step.assign(step)
+            self.evaluations_since.assign(0)
+
+
+class EarlyStopping:
+    """Whether an evaluation is reason to end: the target is reached, or patience is at its end."""
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self.best = Best("early_stopping", config, config.min_delta)
+
+    def update(self, step: int, values: Mapping[str, float]) -> str | None:
+        """Takes the values of an evaluation, the same on all ranks; why to end, or None."""
+        self.best.update(step, values)
+        return self.reached(values[self.config.metric]) or self.ended()
+
+    def reached(self, value: float) -> str | None:
+        """Why a value is reason to end, or None."""
+        name, target = self.config.metric, self.config.target
+        if target is not None and self.best.sign * (value - target) >= 0:
+            return f"target reached: {name} {value:.6g}"
+        return None
+
+    def ended(self) -> str | None:
+        """Why the evaluations so far are reason to end, as they still are when such a run is started again; or None."""
+        if reached := self.reached(float(self.best.value)):
+            return reached
+        name, waited = self.config.metric, int(self.best.evaluations_since)
+        if self.config.patience is not None and waited >= self.config.patience:
+            best = f"{float(self.best.value):.6g} at step {int(self.best.step)}"
+            return f"early stopping: {name} has not been better than {best} for {waited} evaluations"
+        return None

@@ -1,0 +1,183 @@
+"""The graph of one training step, as TensorFlow compiles it, with names that fold well in TensorBoard.
+
+Traces the step once more and never runs it. Does not write it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import nearest
+from horovod_train.data.pipeline import Batch
+from horovod_train.errors import UserError
+from horovod_train.training.step import TrainStep
+
+PARTS = (
+    "input_data",
+    "rank",
+    "loss_function",
+    "gradient_tape",
+    "exchange",
+    "update_parameters",
+    "moving_average",
+    "dropout_seeds",
+    "watch",
+)
+"""Scopes of the compiled step, besides those of the layers."""
+
+_INPUT = re.compile(r"(\^?)([^:]+)(.*)")
+
+
+def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
+    """Raises UserError where `log.graph_names` names a part that there is not, or gives one no name."""
+    known = [*PARTS, model.name, *(layer.name for layer in model.layers)]
+    for part, name in names.items():
+        if part not in known:
+            raise UserError(f"log.graph_names.{part}: the graph has no such part; near it: {nearest(part, known)}.")
+        if name is not None and not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9.][\w./-]*", name)):
+            raise UserError(
+                f"log.graph_names.{part}: expected a name of letters, digits and _ - . /, or null; received {name!r}."
+            )
+
+
+def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[str, str | None]) -> Any:
+    """The GraphDef of one step on a batch like `batch` (of tf.TensorSpec).
+
+    Its first folds are `input_data`, `rank_N` with the model and its layers, `exchange`, `update_parameters`; beside
+    them each layer's variables. names: other names for these or for layers; None: what is inside moves one level up.
+    """
+
+    def one_step(batches: Any) -> tf.Tensor:
+        with tf.name_scope("input_data"):
+            records = next(batches)
+        return train_step.train_on(records)
+
+    traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
+    model = train_step.state.model
+    return fold(
+        show_branches(traced.graph.as_graph_def()),
+        variables=_variables(train_step, traced),
+        names={"rank": f"rank_{rank}"} | dict(names),
+        layers={model.name, *(layer.name for layer in model.layers)},
+    )
+
+
+def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | None], layers: Iterable[str]) -> Any:
+    """A copy of a GraphDef with other node names.
+
+    variables: node → name, of those that hold variables. names: other names for single scopes; None: without that
+    scope. layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
+    Gradients, which TensorFlow keeps apart, come into the fold of the rank that computes them.
+    """
+    found = {prefix for node in graph.node for prefix in _prefixes(node.name)}
+    plain = _plain(found, set(layers))
+    taken: set[str] = set()
+    new = {}
+    for node in graph.node:
+        parts = [plain[prefix] for prefix in _prefixes(node.name)]
+        if parts[:2] == ["gradient_tape", "rank"]:
+            parts[:2] = ["rank", "gradient_tape"]
+        if "moving_average" in parts:  # of all weights: no part of one update
+            parts = parts[parts.index("moving_average") :]
+        if node.name in variables:
+            parts = variables[node.name].split("/")
+        path = "/".join(kept for part in parts if (kept := names.get(part, part)))
+        new[node.name] = _unused(path or node.name, taken)
+        taken.add(new[node.name])
+    copy = type(graph)()
+    copy.CopyFrom(graph)
+    for node in copy.node:
+        node.name = new[node.name]
+        node.attr.pop("_class", None)  # names the nodes that it must share a device with
+        for index, given in enumerate(node.input):
+            control, source, output = _INPUT.fullmatch(given).groups()  # type: ignore[union-attr]
+            node.input[index] = f"{control}{new[source]}{output}"
+    return copy
+
+
+def show_branches(graph: Any) -> Any:
+    """A copy of a GraphDef that also has, below each condition and loop, the nodes of the functions that it calls.
+
+    For the eye: of an edge inside a function the number of the output is lost.
+    """
+    functions = {function.signature.name: function for function in graph.library.function}
+    copy = type(graph)()
+    copy.CopyFrom(graph)
+    waiting = list(graph.node)
+    while waiting:
+        node = waiting.pop()
+        for branch in ("then_branch", "else_branch", "body"):
+            called = functions.get(node.attr[branch].func.name) if branch in node.attr else None
+            if called is not None:
+                inside = _inside(node, called, branch.removesuffix("_branch"))
+                copy.node.extend(inside)
+                waiting += inside
+    return copy
+
+
+def _inside(node: Any, called: Any, branch: str) -> list[Any]:
+    given = [source for source in node.input if not source.startswith("^")]
+    taken = [argument.name for argument in called.signature.input_arg]
+    # A condition's first input chooses the branch, and is not handed on.
+    names = dict(zip(taken, given[len(given) - len(taken) :], strict=True))
+    names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
+    made = []
+    for inner in called.node_def:
+        shown = type(inner)()
+        shown.CopyFrom(inner)
+        shown.name = names[inner.name]
+        for index, source in enumerate(inner.input):
+            control, name = ("^" if source.startswith("^") else ""), source.lstrip("^").split(":")[0]
+            shown.input[index] = f"{control}{names[name]}"
+        made.append(shown)
+    return made
+
+
+def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
+    """Node that stands for a variable → the variable's name under its fold."""
+    state = {id(variable.handle): name for name, variable in train_step.state.variables().items()}
+    others = {id(variable.handle): f"counters/{variable.name.split(':')[0]}" for variable in traced.graph.variables}
+    held = {}
+    handles = traced.captured_inputs
+    for handle, node in zip(handles, traced.inputs[-len(handles) :], strict=True):
+        name = (others | state).get(id(handle))
+        if name:
+            name = name.removeprefix("model/")
+            for room, part in (("optimizer/", "update_parameters/"), ("ema/", "moving_average/")):
+                name = part + name.removeprefix(room) if name.startswith(room) else name
+            held[node.op.name] = re.sub(r"[^\w./\\-]", "_", name)
+    return held
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:
+    """Path → its last part, as the layer or the part of the step is called."""
+    plain = {prefix: prefix.rpartition("/")[2] for prefix in found}
+    held = set(plain)
+    # The shorter first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
+    for prefix in sorted(plain, key=lambda path: (len(path), path)):
+        base = re.sub(r"_\d+$", "", prefix)
+        last = base.rpartition("/")[2]
+        if base != prefix and last in layers and base not in held:
+            held.remove(prefix)
+            held.add(base)
+            plain[prefix] = last
+        elif last in PARTS:
+            plain[prefix] = last
+    return plain
+
+
+def _unused(name: str, taken: set[str]) -> str:
+    number, free = 0, name
+    while free in taken:
+        number, free = number + 1, f"{name}_{number + 1}"
+    return free

@@ -1,0 +1,103 @@
+"""Steps and hooks, from where the state is to the last step or to a reason to leave. Builds nothing.
+
+All ranks leave at the same step: every reason is either decided on reduced values or voted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.training.hooks import Hook, Stopwatch
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import TrainStep
+from horovod_train.training.stopping import Leaving
+
+DONE = "done"
+
+Used = Callable[[int, int, np.ndarray], None]
+"""Told after each call what this rank used: (epoch, first step in it, ids of the records [steps, rows])."""
+
+
+def train(
+    group: WorkerGroup,
+    state: TrainState,
+    train_step: TrainStep,
+    pipeline: Pipeline,
+    hooks: Sequence[Hook],
+    leaving: Leaving,
+    *,
+    last_step: int,
+    steps_per_call: int,
+    watch: Stopwatch,
+    used: Used,
+    ended: str | None = None,
+) -> tuple[str, bool]:
+    """Trains until `last_step`; a call never runs past a step at which a hook is due.
+
+    ended: why a run that goes on has already come to its end, if it has.
+    Returns why it ended and whether it was asked to: then it can be started again.
+    Raises DivergedError, on all ranks, where loss or gradients are not finite any more.
+    """
+    step, first = int(state.step), position(state, pipeline)
+    epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
+    batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
+    asked = leaving.vote()
+    group.heartbeat.phase("compile")
+    group.heartbeat.probe = train_step.place
+    if step and not asked and not ended:
+        # What the run was asked to leave in the midst of, such as an evaluation, comes first.
+        ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
+        asked = leaving.vote() if ended else None
+    while step < last_step and not ended:
+        rest = state.synchronization.next_rest(step)
+        if asked and step == rest:
+            break
+        until = rest if asked else last_step
+        next_stop = min([until, last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
+        done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
+        group.heartbeat.phase("train")
+        if not watch.is_running:
+            leaving.pace.forget()  # the first call compiles: later ones will not take as long
+        watch.count(done, _move_on(state, pipeline, ids, used))
+        step += done
+        if not goes_on:
+            raise state.failure.divergence(group)
+        leaving.margin.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
+        ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
+        # An evaluation that was asked to end has ended, too.
+        asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
+    state.check_finite(group)
+    at_end = ("always",) if asked else ("done", "always")
+    late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
+    if late:  # it may be an evaluation that was asked to end
+        asked = asked or leaving.vote()
+    return asked or ended or late or DONE, bool(asked)
+
+
+def position(state: TrainState, pipeline: Pipeline) -> int:
+    """The step of its epoch that the state stands before."""
+    return -(-int(state.records) // pipeline.global_batch_size)
+
+
+def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used) -> int:
+    """Moves the state's place in the data on by the steps of `ids`; returns the records all ranks used in them."""
+    epoch, at, records = int(state.epoch), position(state, pipeline), 0
+    while len(ids):
+        steps = min(len(ids), pipeline.steps_per_epoch - at)
+        used(epoch, at, ids[:steps])
+        records += sum(pipeline.count(step) for step in range(at, at + steps))
+        ids, at = ids[steps:], at + steps
+        if at == pipeline.steps_per_epoch:
+            epoch, at = epoch + 1, 0
+    state.move_to(epoch, min(at * pipeline.global_batch_size, pipeline.num_records))
+    return records
+
+
+def _run(step: int, hooks: Sequence[Hook]) -> str | None:
+    """Runs all of them; the first reason to end that one gives."""
+    reasons = [hook.action(step) for hook in hooks]
+    return next((reason for reason in reasons if reason), None)

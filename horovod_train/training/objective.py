@@ -1,0 +1,216 @@
+"""What a step minimises, and its gradient on one rank: forward, loss, penalties, backward, in parts if need be.
+
+Does not exchange, apply or count anything; see step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import raised_at
+from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.sync_batch_norm import rows_that_count
+from horovod_train.errors import UserError
+from horovod_train.training.losses import Loss
+from horovod_train.training.metrics import Accumulator
+
+
+def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> bool:
+    """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
+
+    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do.
+    Raises UserError where the model does not take what the records hold.
+    """
+    has_own_losses = False
+
+    def forward(records: Batch) -> None:
+        nonlocal has_own_losses
+        outputs = model(records.inputs, training=False)
+        of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
+        has_own_losses = len(model.losses) > len(of_weights)
+        losses = loss.sums(records.targets, outputs, records.weights)
+        seen.add(losses, records.targets, outputs, records.weights)
+
+    try:
+        tf.function(forward, autograph=False).get_concrete_function(batch)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
+        reason = " ".join(str(error).split())[-400:] + raised_at(error)
+        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
+    return has_own_losses
+
+
+class Passed(NamedTuple):
+    """What a forward and a backward pass over some rows gave."""
+
+    gradients: list[Any]
+    """One for each trainable variable: a tensor, IndexedSlices, or None where it has no part in the loss."""
+    outputs: Any
+    losses: dict[str, tf.Tensor]
+    """float32: sums over this rank's records, penalties left out; see Loss.names."""
+    penalty: tf.Tensor
+    """float32: what regularisation adds to the mean loss."""
+
+
+class Objective:
+    """The mean loss over the records of all ranks, plus penalties: layers' own, and l2 · ½ Σ‖W‖² over the matrices W.
+
+    Matrices are trainable variables of two dimensions and more, so biases and scales go free; ½‖W‖² is tf.nn.l2_loss.
+    A rank's gradient is that of `size` times its part of the mean, so that the average over ranks is the gradient.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer,
+        loss: Loss,
+        *,
+        size: int,
+        accumulate_steps: int = 1,
+        l2: float = 0.0,
+        jit_compile: bool = False,
+    ) -> None:
+        """optimizer: scales the loss where precision asks for it. jit_compile: the passes, by XLA; nothing else."""
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.size, self.accumulate_steps = size, accumulate_steps
+        self.l2 = l2
+        self._pass = self._forward_backward
+        if jit_compile:
+            self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
+
+    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
+        """In the compiled step: this rank's gradients, and its parts of the global means times `size` (float32).
+
+        Those are of each loss and of the "penalty", by name. Adds what it saw to `seen`. The records are passed in
+        `accumulate_steps` parts, to bound memory.
+        """
+        if self.accumulate_steps == 1:
+            passed = self._pass(batch)
+            _note(seen, batch, passed)
+            return passed.gradients, self._shares(passed.losses, passed.penalty, batch)
+
+        def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+            length = value.shape[0] // self.accumulate_steps
+            return value[index * length : (index + 1) * length]
+
+        def rows(index: tf.Tensor) -> Batch:
+            own = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
+            return own._replace(count=batch.count)
+
+        def one_part(
+            index: tf.Tensor, sums: list[Any], losses: dict[str, tf.Tensor], penalty: tf.Tensor
+        ) -> tuple[Any, ...]:
+            own = rows(index)
+            passed = self._pass(own)
+            _note(seen, own, passed)
+            added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
+            losses = {name: losses[name] + value for name, value in passed.losses.items()}
+            return index + 1, added, losses, penalty + passed.penalty
+
+        kinds = self._kinds_of_gradients(rows(0))
+        nothing = [_nothing(kind, self.accumulate_steps) for kind in kinds]
+        _, sums, losses, penalty = tf.while_loop(
+            lambda index, *_: index < self.accumulate_steps,
+            one_part,
+            (0, nothing, dict.fromkeys(self.loss.names, tf.constant(0.0)), tf.constant(0.0)),
+            parallel_iterations=1,  # a forward pass may exchange too
+        )
+        totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
+        return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
+
+    def _shares(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
+        return {name: self._share(value, batch) for name, value in sums.items()} | {"penalty": penalty}
+
+    def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
+        """What the gradients of such a batch are, in order; None where a variable has no part in the loss."""
+        found: list[Any] = []
+
+        def trace(records: Batch) -> None:
+            found[:] = self._forward_backward(records).gradients
+
+        shapes = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), batch)
+        tf.function(trace, autograph=False).get_concrete_function(shapes)
+        return [
+            None if gradient is None else _Kind(tuple(variable.shape), gradient.dtype, _indices_dtype(gradient))
+            for variable, gradient in zip(self.model.trainable_variables, found, strict=True)
+        ]
+
+    def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:
+        """Averaged over ranks this is the sum over all ranks, divided by the records of all ranks."""
+        return loss_sum * self.size / tf.cast(batch.count, tf.float32)
+
+    def _forward_backward(self, batch: Batch) -> Passed:
+        with tf.GradientTape() as tape:
+            outputs, losses, penalty, total = self.forward(batch, parts=self.accumulate_steps)
+            scaled = self.optimizer.scale_loss(total)
+        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
+
+    def forward(self, batch: Batch, *, parts: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+        """A forward pass in training: outputs, losses and penalty as in Passed, and what is differentiated (float32).
+
+        parts: of how many such passes the gradients are added up.
+        """
+        with rows_that_count(batch.weights):
+            outputs = self.model(batch.inputs, training=True)
+        with tf.name_scope("loss_function"):
+            losses = self.loss.sums(batch.targets, outputs, batch.weights)
+            penalty = self._penalty()
+            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / parts
+
+    def _penalty(self) -> tf.Tensor:
+        parts = [tf.cast(value, tf.float32) for value in self.model.losses]
+        if self.l2:
+            matrices = [variable for variable in self.model.trainable_variables if len(variable.shape) > 1]
+            parts += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
+        return tf.add_n(parts) if parts else tf.constant(0.0)
+
+
+def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
+    # The same for every record, so that its mean over records is itself.
+    penalty_sum = passed.penalty * tf.reduce_sum(batch.weights)
+    seen.add(passed.losses | {"penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
+
+
+class _Kind(NamedTuple):
+    """Of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    indices_dtype: tf.DType | None
+    """None: dense."""
+
+
+def _indices_dtype(gradient: Any) -> tf.DType | None:
+    return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
+
+
+def _nothing(kind: _Kind | None, parts: int) -> Any:
+    """Where gradients of one kind are added up over the parts; of sparse ones all rows are kept."""
+    if kind is None:
+        return ()
+    if kind.indices_dtype is None:
+        return tf.zeros(kind.shape, kind.dtype)
+    rows, indices = ([None, *kind.shape[1:]], kind.dtype), ([None], kind.indices_dtype)
+    return tuple(
+        tf.TensorArray(dtype, parts, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
+    )
+
+
+def _add(total: Any, gradient: Any, index: tf.Tensor) -> Any:
+    if gradient is None:
+        return ()
+    if not isinstance(gradient, tf.IndexedSlices):
+        return total + gradient
+    rows, indices = total
+    return rows.write(index, gradient.values), indices.write(index, gradient.indices)
+
+
+def _total(kind: _Kind | None, total: Any) -> Any:
+    if kind is None or kind.indices_dtype is None:
+        return None if kind is None else total
+    rows, indices = total
+    return tf.IndexedSlices(rows.concat(), indices.concat(), tf.constant(kind.shape, tf.int64))

@@ -1,0 +1,112 @@
+"""Where a run goes on: the checkpoint to start from, and whether its place in the data still means the same.
+
+Root reads; what it finds is broadcast by the caller. Does not write checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod_train.checkpoint.tensors import Checkpoint, load
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config, resolve
+from horovod_train.data import identity
+from horovod_train.data.audit import AuditLog, NoAudit, Start
+from horovod_train.data.pipeline import Pipeline
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import UserError
+from horovod_train.output.run_dir import NoOutput
+from horovod_train.training import loop
+from horovod_train.training.build import Parts
+
+
+def batch_of(found: Checkpoint | None) -> int | None:
+    """The global batch size of the run that wrote it."""
+    return found.facts.setting("data.global_batch_size") if found else None
+
+
+def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NoOutput) -> Config:
+    """The config as `size` ranks run it, with the global batch of before where it does not give one of its own.
+
+    So a run goes on as it was at any number of ranks. Raises UserError as `resolve` does.
+    """
+    resolved = resolve(config, size, batch_before)
+    alone = resolve(config, size).data.global_batch_size
+    if resolved.data.global_batch_size != alone:
+        per_rank = config.data.batch_size_per_rank
+        output.say(
+            f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
+        )
+    return resolved
+
+
+def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOutput) -> dict[str, Any]:
+    """Gives root's state the values of the checkpoint found; returns the statistics of each rank in it."""
+    if found is None:
+        output.say("starting from initial weights")
+        return {}
+    arrays = load(parts.state.variables(), found)
+    check_position(parts.train, found, output)
+    if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
+        parts.best.forget()  # the best of another metric
+    then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
+    if (config.early_stopping.metric, config.early_stopping.mode) != then:
+        parts.early_stopping.best.forget()
+    output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
+    return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
+
+
+def check_position(train: Pipeline, found: Checkpoint, output: NoOutput) -> None:
+    """A saved place inside an epoch means something only where the same order of the same records leads there.
+
+    And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
+    At the end of an epoch other records of that number are allowed, and said.
+    """
+    seed, batch = found.facts.setting("seed"), found.facts.setting("data.global_batch_size")
+    changed = _changed_files(train, found)
+    if found.facts.records and changed:
+        raise UserError(
+            f"{found.folder}: stands after record {found.facts.records} of an epoch of other data: data.train now "
+            f"{changed}. Resume with the training files of then, or from a checkpoint at the end of an epoch."
+        )
+    if found.facts.records and found.facts.data != train.fingerprint:
+        raise UserError(
+            f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
+            f"Resume with the training files of then, seed {seed}, data.global_batch_size "
+            f"{batch} and the same data.shuffle… settings; or from the end of an epoch."
+        )
+    if changed:
+        output.say(f"warning: the training data are not those of {found.folder}: data.train now {changed}")
+    steps, epochs = found.facts.step, found.facts.epoch
+    if not found.facts.records and steps != epochs * train.steps_per_epoch:
+        raise UserError(
+            f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
+            f"data.global_batch_size {train.global_batch_size} of this config an epoch has "
+            f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
+            f"data.global_batch_size {batch} and the training files of then."
+        )
+
+
+def _changed_files(train: Pipeline, found: Checkpoint) -> str:
+    """What tells the files of data.train from those that the checkpoint was trained on; "" where nothing is known."""
+    now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
+    return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
+
+
+def open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
+    if not config.data.audit:
+        return NoAudit()
+    assert config.output_dir is not None
+    return AuditLog(
+        config.output_dir,
+        Start(
+            epoch=int(parts.state.epoch),
+            step=loop.position(parts.state, parts.train),
+            rank=group.rank,
+            size=group.size,
+            num_records=parts.train.num_records,
+            global_batch_size=parts.train.global_batch_size,
+            steps_per_epoch=parts.train.steps_per_epoch,
+            data=parts.train.content,
+        ),
+    )

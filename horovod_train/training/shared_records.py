@@ -1,0 +1,80 @@
+"""Opens the records of a run on all ranks and makes sure that they see the same. Does not read any; see data.pipeline.
+
+Ranks whose files differ (a node-local copy that is not complete, a stale listing) would take different numbers of
+steps and wait for each other, or train on records that others train on too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.dataset import Records, check_counts, scan_records
+from horovod_train.data.identity import difference, names_of
+from horovod_train.distributed import consistency
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import RanksStartApart
+
+Split = Literal["train", "eval"]
+
+_SHOWN = 3
+
+
+def open_on_all_ranks(
+    config: DataConfig, splits: Sequence[Split], group: WorkerGroup, say: Callable[[str], None]
+) -> dict[Split, Records]:
+    """Collective: the records of each split, the same on every rank.
+
+    Files without a fresh index are scanned by root while the others wait, then by one rank of each host that still
+    finds none, so also where files cannot be locked. say: shows a line, on root.
+
+    Raises UserError for anything that is not as it should be, RanksStartApart where ranks see different records.
+    """
+    opened: dict[Split, Records] = {}
+    for is_my_turn in (group.is_root, group.local_rank == 0, True):
+        with group.heartbeat.phase("index"), group.together():
+            if is_my_turn and not opened:
+                opened = {split: scan_records(config, split) for split in splits}
+    for records in opened.values():
+        _check_equal(group, records)
+    with group.together():
+        for split, records in opened.items():
+            check_counts(records.index, records.schema, getattr(config, split))
+    for records in opened.values():
+        _warn(records, say)
+    return opened
+
+
+def _check_equal(group: WorkerGroup, records: Records) -> None:
+    """Collective: raises RanksStartApart, naming a file and the ranks that have another, or lack it."""
+    try:
+        consistency.check(group, records.facts, "at the start", RanksStartApart)
+    except RanksStartApart as error:
+        # All ranks are here, so they can meet again; what costs messages as long as lists of files does only now.
+        mine = names_of(records.index.facts)
+        roots = group.broadcast_object([list(entry) for entry in mine])
+        theirs = [(str(name), str(digest)) for name, digest in roots]
+        said = group.gather(difference(mine, theirs, group.name(0)) if mine != theirs else "")
+        if any(said):
+            raise RanksStartApart(_sentence(group, records.setting, said)) from error
+        raise
+
+
+def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
+    different = [rank for rank, words in enumerate(said) if words]
+    shown = "; ".join(f"{group.name(rank)} {said[rank]}" for rank in different[:_SHOWN])
+    more = f"; {len(different) - _SHOWN} more ranks differ" if len(different) > _SHOWN else ""
+    same = group.size - len(different)
+    return (
+        f"{setting}: ranks see different records: {shown}{more}; {same} of {group.size} ranks see those of rank 0. "
+        "Give every rank the same files."
+    )
+
+
+def _warn(records: Records, say: Callable[[str], None]) -> None:
+    problems = records.index.problems
+    for problem in problems[:_SHOWN]:
+        say(f"warning: {problem} What comes after is left out, as data.on_bad_record says.")
+    if len(problems) > _SHOWN:
+        say(f"warning: {records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")

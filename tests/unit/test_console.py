@@ -1,0 +1,58 @@
+"""A run whose words nobody takes goes on, and ends as if they had been taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horovod_train.output.run_dir import RunOutput
+
+SAYS = """
+import sys
+from horovod_train.output.console import let_go, to_stderr, to_stdout
+for _ in range(3):
+    to_stdout("word")
+    to_stderr("word")
+{last}
+sys.exit(75)
+"""
+
+
+def exit_code(stream: int, last: str) -> int:
+    """Of a process whose standard output and error are this file descriptor."""
+    script = SAYS.format(last=last)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, stdout=stream, stderr=stream, env=environment, check=False).returncode
+
+
+@pytest.mark.parametrize("listener", ["full disk", "gone"])
+def test_words_that_are_lost_do_not_change_how_a_process_ends(listener: str) -> None:
+    if listener == "gone":
+        reader, stream = os.pipe()
+        os.close(reader)
+    else:
+        stream = os.open("/dev/full", os.O_WRONLY)
+    assert exit_code(stream, "let_go()") == 75
+    assert exit_code(stream, "") == 120  # the negative: Python tries once more
+    os.close(stream)
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_metrics_are_written_though_the_screen_takes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bar: bool
+) -> None:
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        output = RunOutput(tmp_path, tensorboard=False, bar=bar)
+        output.start_progress(0, 20)
+        output.append_metrics("train", 10, 0, {"loss": 1.0})
+        output.append_metrics("train", 20, 0, {"loss": 0.5})
+        output.close()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

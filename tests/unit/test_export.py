@@ -1,0 +1,120 @@
+"""Files of our own models need no code of ours to load; and a file that computes something else is not kept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.commands.run_selection import check_out
+from horovod_train.config.settings import Spec
+from horovod_train.errors import RunError, UserError
+from horovod_train.inference.export import write_model
+from horovod_train.inference.made import KERAS_FILE, SAVED_MODEL
+from horovod_train.models import MODELS, build_model
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "convnet": {"dropout": 0.5},
+    "resnet50": {"image_size": 32, "classes": 3},
+    "transformer": {"vocabulary": 20, "max_length": 8, "width": 8, "blocks": 1},
+}
+"""Where a model's own are not what shows most in the least time."""
+
+CLEAN = """
+import pathlib, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("horovod", "horovod_train"):
+            raise ImportError(f"{name} is not to be had here")
+
+sys.meta_path.insert(0, Block())
+import keras, numpy as np, tensorflow as tf
+for file in sorted(pathlib.Path.cwd().glob("*.keras")):
+    inputs, expected = np.load(file.stem + ".in.npy"), np.load(file.stem + ".out.npy")
+    loaded = keras.saving.load_model(file)(inputs, training=False)
+    saved = tf.saved_model.load(file.stem) if pathlib.Path(file.stem).exists() else None
+    for found in (loaded, saved.serve(inputs) if saved else loaded):
+        assert np.allclose(found, expected, rtol=2e-2, atol=2e-2 * np.abs(expected).max()), file
+    print(file.stem)
+"""
+
+
+def test_our_models_load_where_there_is_tensorflow_alone(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in MODELS:
+        keras.mixed_precision.set_dtype_policy("mixed_bfloat16" if name == "transformer" else "float32")
+        try:
+            model = build_model(Spec(name, OPTIONS.get(name, {})))
+            for weight in model.trainable_weights:  # so that nothing is zero at the start
+                weight.assign(weight.numpy() + 0.01 * rng.normal(size=weight.shape))
+            shape = [2, *(size or 6 for size in model.inputs[0].shape[1:])]
+            inputs = rng.integers(0, 20, shape) if name == "transformer" else rng.normal(size=shape).astype(np.float32)
+            np.save(tmp_path / f"{name}.in.npy", inputs)
+            np.save(tmp_path / f"{name}.out.npy", model(inputs, training=False))
+            write_model(model, tmp_path / f"{name}.keras")
+            if name != "resnet50":  # 94 MB, once is enough
+                write_model(model, tmp_path / name)
+        finally:
+            keras.mixed_precision.set_dtype_policy("float32")
+    command = [sys.executable, "-I", "-c", CLEAN]
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.split() == sorted(MODELS)
+
+
+@keras.saving.register_keras_serializable("test_exporting")
+class Forgetful(keras.layers.Layer):
+    """Has something that its config does not say."""
+
+    gain = 1.0
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x * self.gain
+
+
+class Unsaid(keras.layers.Layer):
+    """Takes an argument that its config does not say."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x * self.gain
+
+
+def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+    layer = Forgetful()
+    layer.gain = 3.0
+    with pytest.raises(RunError, match="output 0 of the file is not that of the model"):
+        write_model(keras.Sequential([keras.Input((3,)), layer]), tmp_path / "model.keras")
+
+
+def test_a_layer_without_its_config_is_named_and_a_saved_model_needs_none(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((3,)), Unsaid(2.0)])
+    with pytest.raises(UserError, match=r"cannot be made a Keras file: .* A SavedModel, --out DIR, needs no code"):
+        write_model(model, tmp_path / "model.keras")
+    write_model(model, tmp_path / "model")
+    saved = tf.saved_model.load(str(tmp_path / "model"))
+    assert saved.serve(tf.ones((1, 3))).numpy().tolist() == [[2.0] * 3]
+
+
+def test_exported_models_are_known_for_what_they_are_and_other_things_stay(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    kinds = {"a.keras": KERAS_FILE, "a": SAVED_MODEL}
+    for name, made in kinds.items():
+        write_model(model, tmp_path / name)
+        check_out(str(tmp_path / name), made)
+    (tmp_path / "a" / "other-model").mkdir()
+    (tmp_path / "b.keras").write_text("a script")
+    (tmp_path / "models/one").mkdir(parents=True)
+    for name, made in {"a": SAVED_MODEL, "b.keras": KERAS_FILE, "models": SAVED_MODEL, "a.keras": SAVED_MODEL}.items():
+        with pytest.raises(UserError, match=rf"^--out .*{name}: (holds|is) .*, and stays as it is"):
+            check_out(str(tmp_path / name), made)

@@ -1,0 +1,80 @@
+"""Cuts that a model does not allow are refused in one line; what stages do is tried on real devices elsewhere."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from horovod_train.config.rules import broken_rules
+from horovod_train.config.settings import Config, DeviceConfig, TrainConfig
+from horovod_train.errors import UserError
+from horovod_train.models.model_parallel import cut_into_stages
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__(name="own")
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x: object) -> object:
+        return self.dense(x)
+
+
+class Configless(keras.layers.Layer):
+    def __init__(self, units: int) -> None:
+        super().__init__(name="plain")
+        self.units = units
+
+    def call(self, x: object) -> object:
+        return x
+
+
+def with_configless() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), Configless(3), keras.layers.Dense(2, name="out")])
+
+
+def sequential() -> keras.Model:
+    layers = [keras.layers.Dense(3, name=name) for name in ("one", "two", "three")]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def test_a_model_that_is_not_cut_stays_the_same_object() -> None:
+    model = sequential()
+    assert cut_into_stages(model, [], ["CPU:0"]) is model
+
+
+@pytest.mark.parametrize(
+    ("build", "cut_before", "message"),
+    [
+        (sequential, ["four"], "device.cut_before: the model has no layer 'four'; it has one, two, three."),
+        (sequential, ["three", "two"], "three, two must be in the model's order, none twice nor first"),
+        (sequential, ["two", "two"], "two, two must be in the model's order, none twice nor first"),
+        (sequential, ["one"], "one must be in the model's order, none twice nor first; it is one, two, three."),
+        (
+            with_configless,
+            ["out"],
+            "layer plain cannot be made again from its config, which a cut needs; give Configless",
+        ),
+        (Subclassed, ["dense"], "can cut a functional or sequential model; own is a Subclassed."),
+    ],
+)
+def test_impossible_cuts_are_refused(build: type, cut_before: list[str], message: str) -> None:
+    with pytest.raises(UserError) as found:
+        cut_into_stages(build(), cut_before, ["CPU:0"] * (len(cut_before) + 1))
+    assert message in str(found.value)
+
+
+def test_a_cut_into_another_number_of_stages_than_devices_is_named() -> None:
+    found = dict(broken_rules(Config(device=DeviceConfig(per_rank=3, cut_before=("out",)))))
+    assert found["device.cut_before"] == "cuts the model into 2 stages; device.per_rank must be 2 too."
+
+
+def test_settings_that_do_not_go_with_each_other_are_named() -> None:
+    cut = DeviceConfig(per_rank=2, cut_before=("out",))
+    synchronised = TrainConfig(epochs=1, sync_batch_norm=True, synchronization="local", average_every_steps=2)
+    found = dict(broken_rules(Config(train=synchronised, device=cut)))
+    assert "ranks do not meet in a step" in found["train.sync_batch_norm"]
+    found = dict(broken_rules(Config(train=TrainConfig(sync_batch_norm=True), device=cut, jit_compile=True)))
+    assert "XLA cannot compile the exchange" in found["train.sync_batch_norm"]
+    assert "XLA compiles for one device" in found["device.per_rank"]
+    assert "device.cut_before" not in found

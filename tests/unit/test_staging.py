@@ -1,0 +1,184 @@
+"""Copies on a node-local disk: of our own making, for one user, and never in the way of the run."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_train.data.tfrecord.index import open_index
+from horovod_train.data.tfrecord.reader import Reader, as_list
+from horovod_train.data.tfrecord.staging import Stage
+from horovod_train.errors import UserError
+from horovod_train.tfrecord_framing import frame
+
+OTHER_BOOT = "0b9ec9b5-5a0f-4f2c-8d2f-0123456789ab"
+COPY = "0123456789abcdef01234567.blocks"
+
+
+def own_folder(stage: Path) -> Path:
+    return stage / f".horovod_train-stage-{os.geteuid()}"
+
+
+def write(folder: Path, files: int, *, packed: bool, records: int = 3) -> list[str]:
+    """Record n of file f is `f n`, a thousand times."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for number in range(files):
+        data = b"".join(frame(b"%d %d" % (number, record) * 1000) for record in range(records))
+        path = folder / f"{number:04}.tfrecord{'.gz' if packed else ''}"
+        path.write_bytes(gzip.compress(data) if packed else data)
+        paths.append(str(path))
+    return paths
+
+
+def read(paths: list[str], stage: Path | None, records: int = 3) -> None:
+    """Reads all by a new reader and sees that it is right."""
+    index = open_index(paths)
+    found, faults = Reader(index, str(stage) if stage else None).read(np.arange(index.num_records))
+    expected = [b"%d %d" % (number, record) * 1000 for number in range(len(paths)) for record in range(records)]
+    assert not faults
+    assert as_list(found) == expected
+
+
+def test_neighbours_of_the_stage_stay(tmp_path: Path) -> None:
+    """horovod_train-main is what GitHub calls an unpacked checkout of this project."""
+    strangers = [
+        "horovod_train-main/setup.py",
+        f"horovod_train-{OTHER_BOOT}/best.keras",
+        f".horovod_train-stage-{os.geteuid()}/notes/todo.txt",
+        f".horovod_train-stage-{os.geteuid()}/{OTHER_BOOT}/best.keras",
+    ]
+    own_folder(tmp_path).mkdir(mode=0o700)
+    for name in strangers:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    Stage(str(tmp_path), [], {})
+    assert all((tmp_path / name).read_text() == "mine" for name in strangers)
+
+
+def test_copies_of_earlier_boots_go(tmp_path: Path) -> None:
+    old = own_folder(tmp_path) / OTHER_BOOT
+    old.mkdir(parents=True)
+    own_folder(tmp_path).chmod(0o700)
+    (old / COPY).write_bytes(b"old")
+    Stage(str(tmp_path), [], {})
+    assert not old.exists()
+    assert len(list(own_folder(tmp_path).iterdir())) == 1
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path: Path) -> None:
+    own_folder(tmp_path).mkdir()
+    own_folder(tmp_path).chmod(0o777)
+    with pytest.raises(UserError, match=r"data\.stage_dir: expected .* alone \(mode 700\); .* mode 777"):
+        Stage(str(tmp_path), [], {})
+    own_folder(tmp_path).rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    own_folder(tmp_path).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"data\.stage_dir: expected "):
+        Stage(str(tmp_path), [], {})
+
+
+def test_a_folder_of_another_user_is_not_trusted_and_nobody_else_sees_ours(tmp_path: Path) -> None:
+    Stage(str(tmp_path), [], {})
+    assert all(path.stat().st_mode & 0o077 == 0 for path in own_folder(tmp_path).rglob("*"))
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder to another user needs root")
+    os.chown(own_folder(tmp_path), 12345, 12345)
+    with pytest.raises(UserError, match="belongs to user 12345"):
+        Stage(str(tmp_path), [], {})
+
+
+def test_a_file_in_the_way_of_the_stage_is_the_users_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^data\.stage_dir: .*file cannot be used"):
+        Stage(str(tmp_path / "file"), [], {})
+
+
+def test_packed_files_lie_in_the_stage_once(tmp_path: Path) -> None:
+    paths = write(tmp_path / "data", 3, packed=True)
+    for _ in range(2):
+        read(paths, tmp_path / "stage")
+    copies = [path for path in (tmp_path / "stage").rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    assert sorted(path.suffix for path in copies) == [".unpacked"] * 3
+
+
+def test_staged_files_are_read_where_their_source_has_gone(tmp_path: Path) -> None:
+    """So the copies do serve."""
+    for packed in (False, True):
+        paths = write(tmp_path / f"data-{packed}", 2, packed=packed)
+        index = open_index(paths)
+        readers = [Reader(index, str(tmp_path / "stage")) for _ in range(2)]
+        first, _ = readers[0].read(np.arange(6))
+        for path in paths:
+            Path(path).unlink()
+        again, _ = readers[1].read(np.arange(6))
+        assert as_list(first) == as_list(again)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_more_packed_files_than_a_process_may_hold_open(tmp_path: Path, few_descriptors: None, staged: bool) -> None:
+    read(write(tmp_path / "data", 120, packed=True), tmp_path / "stage" if staged else None)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_full_stage_ends_the_copying_and_not_the_run(
+    full_disk: Path, tmp_path: Path, packed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each file alone is larger than the disk."""
+    paths = write(tmp_path / "data", 3, packed=packed, records=40)
+    read(paths, full_disk, records=40)
+    assert capfd.readouterr().err.count(f"warning: data.stage_dir: {full_disk}: No space left on device") == 1
+    assert not list(full_disk.rglob("*.partial"))
+
+
+def test_flags_of_many_blocks_on_a_full_disk_do_not_end_the_process(full_disk: Path) -> None:
+    """Where they were in mapped memory, the kernel did, by SIGBUS."""
+    program = f"""
+from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.data.tfrecord.staging import Stage
+source = Source("a", 1, 1, "", "", "")
+stage = Stage({str(full_disk)!r}, [source], {{}})
+for block in range(0, 200_000, 1000):
+    assert stage.load(source, block, 0, 4) is None
+    stage.save(source, block, 4 * block, b"data")
+"""
+    free = os.statvfs(full_disk).f_bavail * os.statvfs(full_disk).f_frsize
+    (full_disk / "others").write_bytes(bytes(free - 2 * 4096))  # room for folders, not for all flags
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (finished.returncode, "Traceback" in finished.stderr) == (0, False), finished.stderr
+
+
+def test_without_any_room_the_line_says_how_much_is_needed(
+    full_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    paths = write(tmp_path / "data", 3, packed=True, records=40)
+    index = open_index(paths)
+    monkeypatch.setattr("tempfile.tempdir", str(full_disk))
+    reader = Reader(index, None)
+    room = reader.room_needed()
+    assert room is not None
+    needed = f"{index.blocks.length.sum() / 1e9:.3g} GB"
+    assert room.startswith(f"warning: 3 packed files take up to {needed} in {full_disk} once unpacked, on each rank")
+    with pytest.raises(UserError, match=r"cannot be unpacked into .*: No space left on device\. All packed files toge"):
+        reader.read(np.arange(index.num_records))
+
+
+def test_plain_files_need_no_room(tmp_path: Path) -> None:
+    assert Reader(open_index(write(tmp_path / "data", 1, packed=False)), None).room_needed() is None

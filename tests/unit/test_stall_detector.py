@@ -1,0 +1,117 @@
+"""Who is named when no rank makes progress, and when; by beats made up, on a clock made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, files_being_read
+from horovod_train.distributed.watchdog.stall_detector import Judge, Limits
+
+LIMITS = Limits(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
+NOW = 1000.0
+
+
+def judge_of(*places: str, heard: dict[int, float] | None = None) -> Judge:
+    """Each place: "phase step" or "phase step detail", as told 1 s before NOW unless `heard` says when."""
+    judge = Judge([f"rank {rank} (node{rank})" for rank in range(len(places))], range(len(places)), LIMITS)
+    for rank, place in enumerate(places):
+        phase, step, *detail = place.split(" ", 2)
+        judge.hear(rank, Beat(phase, int(step), "".join(detail), 1, 73.0), (heard or {}).get(rank, NOW - 1))
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        (
+            ["exchange 812", "input 812 reading train-00031", "exchange 812"],
+            "rank 1 (node1) has been in input for 74 s at step 812, reading train-00031; 2 ranks wait for it",
+        ),
+        (["exchange 7", "compute 7"], "rank 1 (node1) has been in compute for 74 s at step 7; 1 rank waits for it"),
+        # Evaluation is after the step that rank 0 has not done.
+        (
+            ["save 6", "evaluate 7", "evaluate 7"],
+            "rank 0 (node0) has been in save for 74 s at step 6; 2 ranks wait for it",
+        ),
+        (["exchange 6", "exchange 7"], "rank 0 (node0) has been in exchange for 74 s at step 6; 1 rank waits for it"),
+        (
+            ["exchange 7", "exchange 7", "exchange 7"],
+            "all 3 ranks have been in exchange for 74 s at step 7: none is behind the others",
+        ),
+        (["input 7 reading a", "input 7 reading a"], "both ranks have been in input for 74 s at step 7, reading a"),
+        (["input 7"], "rank 0 (node0) has been in input for 74 s at step 7"),
+    ],
+)
+def test_the_one_that_is_waited_for_is_named(places: list[str], sentence: str) -> None:
+    assert judge_of(*places).sentence(NOW) == sentence
+
+
+def test_silence_is_named_before_slowness() -> None:
+    judge = judge_of("input 7", "exchange 8", "compute 7 reading b", "exchange 8", heard={2: NOW - 31})
+    assert judge.silent(NOW) == [2]
+    assert judge.sentence(NOW) == (
+        "rank 2 (node2) has not been heard of for 31 s, last in compute at step 7, reading b; 3 ranks wait for it"
+    )
+    both = judge_of("exchange 8", "compute 7", "compute 7", heard={1: NOW - 40, 2: NOW - 31})
+    assert both.sentence(NOW) == (
+        "rank 1 (node1), rank 2 (node2) have not been heard of for 40 s, "
+        "last in compute at step 7; 1 rank waits for them"
+    )
+
+
+def test_any_change_on_any_rank_is_progress() -> None:
+    judge = judge_of("exchange 7", "input 7 reading a", heard={0: 0.0, 1: 0.0})
+    for detail, moves in [("reading b", 1), ("reading b", 2)]:
+        now = 100.0 * moves
+        assert judge.idle_s(now) == 100
+        judge.hear(1, Beat("input", 7, detail, moves, 0.0), now)
+        assert judge.idle_s(now) == 0
+    judge.hear(1, Beat("input", 7, "reading b", 2, 30.0), 230.0)
+    assert judge.idle_s(230.0) == 30
+
+
+def test_who_was_away_blames_nobody_for_it() -> None:
+    judge = judge_of("exchange 7", "exchange 7")
+    judge.forgive(500.0)
+    assert judge.silent(NOW + 500) == []
+    assert judge.idle_s(NOW + 500) == 1
+
+
+def test_before_the_first_step_and_while_compiling_the_limits_are_long() -> None:
+    judge = judge_of("train 7", "train 7")
+    assert (judge.warn_after_s(), judge.stop_after_s()) == (180, 1800)
+    judge.hear(0, Beat("train", 8, "", 1, 0.0), NOW)
+    assert (judge.warn_after_s(), judge.stop_after_s()) == (60, 600)
+    judge.hear(1, Beat("compile", 8, "", 2, 0.0), NOW)
+    assert judge.stop_after_s() == 1800
+
+
+def test_a_probe_speaks_inside_the_compiled_call_only() -> None:
+    heartbeat = Heartbeat(lambda: (12, "exchange", "inside"))
+    assert heartbeat.look().phase == "start"
+    heartbeat.phase("train")
+    with heartbeat.phase("save", "writing it"):
+        found = heartbeat.look()
+        assert (found.phase, found.step, found.detail) == ("save", 12, "writing it")
+    found = heartbeat.look()
+    assert (found.phase, found.step, found.detail) == ("exchange", 12, "inside")
+
+
+def test_a_probe_that_fails_is_not_asked_again_and_the_main_thread_still_counts() -> None:
+    told: list[tuple[str, str]] = []
+    heartbeat = Heartbeat(lambda: 1 // 0, lambda kind, text: told.append((kind, text)))  # type: ignore[arg-type, return-value]
+    heartbeat.phase("train")
+    first = heartbeat.look()
+    heartbeat.phase("train")
+    assert not heartbeat.look().is_where(first)
+    assert [kind for kind, _ in told] == ["warning", "phase"]
+
+
+def test_files_that_are_open_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "train-00031.tfrecord"
+    path.write_bytes(b"")
+    with path.open("rb"):
+        assert files_being_read() == "reading train-00031.tfrecord"
+    assert files_being_read() == ""

@@ -1,0 +1,94 @@
+"""When a run leaves for its deadline, and after which calls its ranks vote: reckoned from what the run has measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, Pace
+
+
+class Alone:
+    """A group of one rank, whose sums are its own numbers."""
+
+    size = 1
+
+    def sum(self, arrays: Sequence[object]) -> list[np.ndarray]:
+        return [np.asarray(array, float) for array in arrays]
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("horovod_train.training.stopping.time.monotonic", lambda: self.now)
+
+
+def longest_without_a_meeting(pace: Pace, clock: Clock, call_s: float, calls: int) -> float:
+    last, longest = clock.now, 0.0
+    for _ in range(calls):
+        clock.now += call_s
+        if pace.is_due():
+            pace.meet([0.0])
+            longest, last = max(longest, clock.now - last), clock.now
+    return max(longest, clock.now - last)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """Training calls of 10 s, around an evaluation in calls of 0.1 s, of which ten make a second."""
+    clock = Clock(monkeypatch)
+    pace = Pace(Alone())  # type: ignore[arg-type]
+    assert longest_without_a_meeting(pace, clock, 10.0, calls=3) == 10.0
+    try:
+        with pace.other_calls():
+            assert longest_without_a_meeting(pace, clock, 0.1, calls=100) == pytest.approx(SECONDS_BETWEEN_VOTES)
+            if fails:
+                raise ValueError
+    except ValueError:
+        pass
+    assert longest_without_a_meeting(pace, clock, 10.0, calls=20) == 10.0
+
+
+def test_how_long_building_and_compiling_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = Pace(Alone())  # type: ignore[arg-type]
+    longest_without_a_meeting(pace, clock, 60.0, calls=1)
+    assert pace.longest_s == 60.0
+    pace.forget()
+    longest_without_a_meeting(pace, clock, 0.5, calls=4)
+    assert pace.longest_s < 2.0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_run_has_left_at_its_deadline_where_nothing_takes_twice_as_long_as_it_ever_has(seed: int) -> None:
+    """A run is asked to leave at a vote, walks on to where it can be left, saves, and waits for two writes at most."""
+    draw = random.Random(seed)
+    call_s, blocked_s, write_s, ahead_s = (draw.uniform(0.001, most) for most in (5, 20, 40, 10))
+    margin = Margin(first_save_s=0.0, ahead_s=ahead_s)
+    deadline, now, measured = 1000.0, 0.0, False
+    while not measured or now + margin.seconds() < deadline:
+        now += draw.uniform(0.1, 1) * call_s
+        margin.between_votes_s = call_s
+        if not measured or draw.random() < 0.1:
+            blocked = draw.uniform(0.5, 1) * blocked_s
+            now, measured = now + blocked, True
+            margin.save_s = max(margin.save_s, blocked)
+            margin.write_s = max(margin.write_s, draw.uniform(0.5, 1) * write_s)
+    # From the last vote at which there was time enough: a call, the way to a step at which to leave, and the save.
+    left = now + ahead_s + draw.uniform(1, 2) * (margin.save_s + margin.write_s)
+    assert left <= deadline
+    assert deadline - now >= margin.seconds() - 2 * (call_s + margin.save_s + margin.write_s), "it left too early"
+
+
+def test_a_margin_never_falls_below_what_was_kept_before_a_save_was_measured() -> None:
+    margin = Margin(first_save_s=60.0)
+    before = margin.seconds()
+    margin.save_s, margin.write_s = 1.0, 2.0
+    assert margin.seconds() == before > 60.0
+    margin.write_s = 100.0
+    assert margin.seconds() > 202.0

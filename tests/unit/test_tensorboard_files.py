@@ -1,0 +1,80 @@
+"""TensorBoard's files: numbers that are not finite, disks that fail, profiles that were begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.output.files import MOST_HELD
+from horovod_train.output.tensorboard import Board, Events
+
+
+def histogram(folder: Path) -> Any:
+    (file,) = (folder / "train").iterdir()
+    events = [tf.compat.v1.Event.FromString(record.numpy()) for record in tf.data.TFRecordDataset(str(file))]
+    (value,) = [value for event in events for value in event.summary.value]
+    return tf.make_ndarray(value.tensor)
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    board = Board(tmp_path, print)
+    board.add_histograms(1, {"gradient": tf.constant([[1.0, np.nan], [np.inf, 3.0]], tf.float16)})
+    board.close()
+    buckets = histogram(tmp_path)
+    assert buckets[:, 2].sum() == 2
+    assert (buckets[:, 0].min(), buckets[:, 1].max()) == (1, 3)
+
+
+def test_nothing_but_such_numbers_is_an_empty_histogram(tmp_path: Path) -> None:
+    board = Board(tmp_path, print)
+    board.add_histograms(1, {"gradient": tf.constant([np.nan, np.nan])})
+    board.close()
+    assert histogram(tmp_path)[:, 2].sum() == 0
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 2.5, 4.0], [3.0, 3.0], [7.0], []])
+def test_buckets_are_those_of_tensorflow(tmp_path: Path, values: list[float]) -> None:
+    with tf.summary.create_file_writer(str(tmp_path / "theirs" / "train")).as_default(1):
+        tf.summary.histogram("weight", tf.constant(values))
+    board = Board(tmp_path / "ours", print)
+    board.add_histograms(1, {"weight": tf.constant(values)})
+    board.close()
+    theirs, ours = histogram(tmp_path / "theirs"), histogram(tmp_path / "ours")
+    assert theirs.shape == ours.shape
+    assert np.allclose(theirs, ours)
+
+
+def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file, where there should be a folder")
+    said: list[str] = []
+    board = Board(tmp_path / "tensorboard", said.append)
+    for step in (1, 2):
+        board.add_scalars("train", step, {"loss": 1.0})
+        board.add_histograms(step, {"weight": tf.ones([3])})
+    board.close()
+    assert len(said) == 2
+    assert "cannot be written" in said[0]
+    assert "training goes on" in said[0]
+    assert "lacks its last 5 events" in said[1]
+
+
+def test_a_record_larger_than_what_is_held_is_written_where_there_is_room(tmp_path: Path) -> None:
+    events = Events(tmp_path / "train", print)
+    events.add(b"x" * (MOST_HELD + 1))
+    assert events.path.stat().st_size > MOST_HELD
+
+
+def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path) -> None:
+    for _ in range(2):  # a profiler that was left on could not be started again
+        board = Board(tmp_path, lambda line: exec("raise AssertionError(line)"))
+        board.start_profile(7)
+        board.close()
+    assert not [*tmp_path.rglob("*.pb")]
+    board.start_profile(8)
+    tf.reduce_sum(tf.ones([3])).numpy()
+    board.stop_profile(8)
+    assert [path.name for path in (tmp_path / "plugins" / "profile").iterdir()] == ["step-000000008"]

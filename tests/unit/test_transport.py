@@ -1,0 +1,239 @@
+"""What reaches root's watch: messages of ranks, and of strangers nothing, whatever they send."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from strangers import messages
+
+from horovod_train.distributed.watchdog import listener
+from horovod_train.distributed.watchdog.listener import ADMITTED, HELLO, Address
+from horovod_train.distributed.watchdog.transport import Lost, Message, Server, choose_host, connect
+
+
+class Polled:
+    """A server whose messages a thread collects, as root's guard does."""
+
+    def __init__(self, size: int) -> None:
+        self.server = Server("127.0.0.1", size)
+        self.address = self.server.address
+        self.found: list[tuple[int, Message | Lost]] = []
+        self.polls = 0
+        self.is_open = True
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while self.is_open:
+            self.found += self.server.poll(0.05)
+            self.polls += 1
+
+    def wait_for(self, count: int) -> list[tuple[int, Message | Lost]]:
+        wait_until(lambda: len(self.found) >= count)
+        return self.found
+
+    def close(self) -> None:
+        self.is_open = False
+        self._thread.join()
+        self.server.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def polled() -> Iterator[Polled]:
+    started = Polled(size=4)
+    yield started
+    started.close()
+
+
+def call(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), timeout=10)
+
+
+def is_dropped(stranger: socket.socket) -> bool:
+    """Whether root closes the connection without a word."""
+    try:
+        return stranger.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_messages_go_both_ways_and_an_end_is_noticed(polled: Polled) -> None:
+    line = connect(polled.address, 2, 5)
+    line.send({"kind": "beat"})
+    assert polled.wait_for(1) == [(2, {"kind": "beat"})]
+    polled.server.send_all({"kind": "beat", "n": 1})
+    assert line.wait(10) == [{"kind": "beat", "n": 1}]
+    line.close()
+    assert polled.wait_for(2)[1:] == [(2, Lost(closed=True))]
+
+
+def test_a_message_in_pieces_is_one_message(polled: Polled) -> None:
+    line = connect(polled.address, 1, 5)
+    for piece in (b'{"kind": ', b'"be', b'at"}\n{"kind"', b': "bye"}\n'):
+        polls = polled.polls
+        line.socket.send(piece)
+        wait_until(lambda polls=polls: polled.polls > polls + 1)  # type: ignore[misc]
+    assert polled.wait_for(2) == [(1, {"kind": "beat"}), (1, {"kind": "bye"})]
+
+
+HELLO_OF_NOBODY = HELLO.pack(b"0" * 32, 1)
+
+
+@pytest.mark.parametrize(
+    "message", [b"[" * 60_000 + b"\n", "\ud800".encode(errors="surrogatepass") * 100, HELLO_OF_NOBODY]
+)
+def test_a_stranger_is_dropped_after_as_many_bytes_as_a_hello_has(polled: Polled, message: bytes) -> None:
+    stranger = call(polled.address)
+    stranger.sendall(message[: HELLO.size - 1])
+    polls = polled.polls
+    wait_until(lambda: polled.polls > polls + 1)
+    stranger.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        stranger.recv(1)  # still heard
+    stranger.settimeout(10)
+    stranger.send(message[HELLO.size - 1 :])
+    assert is_dropped(stranger)
+    assert polled.found == []
+
+
+@pytest.mark.parametrize("rank", [4, 2**32 - 1])
+def test_the_token_admits_ranks_of_this_run_only(polled: Polled, rank: int) -> None:
+    stranger = call(polled.address)
+    stranger.send(HELLO.pack(polled.address.token.encode(), rank))
+    assert is_dropped(stranger)
+
+
+def test_a_rank_is_admitted_once(polled: Polled) -> None:
+    first, second = call(polled.address), call(polled.address)
+    hello = HELLO.pack(polled.address.token.encode(), 3)
+    first.send(hello)
+    assert first.recv(1) == ADMITTED
+    second.send(hello)
+    assert is_dropped(second)
+
+
+def test_a_rank_that_root_does_not_admit_is_told_so(polled: Polled) -> None:
+    with pytest.raises(OSError, match="it does not admit this rank"):
+        connect(polled.address._replace(token="0" * 32), 1, 0.3)
+
+
+def test_a_late_stranger_is_dropped(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HELLO_WITHIN_S", 0.1)
+    stranger = call(polled.address)
+    stranger.send(b"slow")
+    assert is_dropped(stranger)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_idle_strangers_cost_a_bounded_number_of_descriptors(polled: Polled) -> None:
+    line = connect(polled.address, 0, 5)
+    before = descriptors()
+    with ExitStack() as stack:
+        idle = [stack.enter_context(call(polled.address)) for _ in range(200)]
+        most = 4 + listener.SPARE_STRANGERS
+        assert all(map(is_dropped, idle[:-most]))  # the oldest go
+        assert descriptors() <= before + len(idle) + most
+        connect(polled.address, 1, 5).close()  # a rank still comes in
+    line.send({"kind": "beat"})
+    wait_until(lambda: (0, {"kind": "beat"}) in polled.found)
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    held = []
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_without_descriptors_root_rests_and_then_accepts_again(polled: Polled) -> None:
+    line = connect(polled.address, 0, 5)
+    late = [socket.socket() for _ in range(3)]
+    with no_more_descriptors():
+        for stranger in late:
+            stranger.connect((polled.address.host, polled.address.port))
+        polls = polled.polls
+        line.send({"kind": "beat"})
+        polled.wait_for(1)
+        wait_until(lambda: polled.polls > polls + 10)
+        assert polled.polls < polls + 10_000
+    late[0].settimeout(20)
+    late[0].send(HELLO.pack(polled.address.token.encode(), 1))
+    assert late[0].recv(1) == ADMITTED
+
+
+@pytest.mark.parametrize("words", [b"[" * 60_000, b"[1]", b"\xff", b"x" * 70_000])
+def test_what_a_rank_garbles_ends_its_line_alone(polled: Polled, words: bytes) -> None:
+    garbling, other = connect(polled.address, 1, 5), connect(polled.address, 2, 5)
+    garbling.socket.setblocking(True)
+    garbling.socket.sendall(words + b"\n")
+    assert polled.wait_for(1) == [(1, Lost(closed=False))]
+    other.send({"kind": "beat"})
+    assert polled.wait_for(2)[1:] == [(2, {"kind": "beat"})]
+
+
+def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
+    """select.select takes no descriptor above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        line = connect(polled.address, 1, 5)
+        assert line.socket.fileno() > 1023
+        polled.server.send_all({"kind": "beat"})
+        assert line.wait(10) == [{"kind": "beat"}]
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_strangers_that_send_anything_change_nothing(polled: Polled) -> None:
+    """The whole, on a run that trains, is in tests/distributed/test_strangers.py."""
+    line = connect(polled.address, 0, 5)
+    with ExitStack() as stack:
+        for number, message in enumerate(messages(random.Random(7), 300, polled.address.token)):
+            stranger = stack.enter_context(call(polled.address))
+            with suppress(ConnectionError):
+                stranger.sendall(message)
+            if number % 2:  # the others stay
+                stranger.close()
+        line.send({"kind": "beat"})
+        assert polled.wait_for(1) == [(0, {"kind": "beat"})]
+
+
+def test_ranks_of_one_host_meet_on_loopback() -> None:
+    assert choose_host(["a", "a"], "eth0") == "127.0.0.1"
+
+
+def test_ranks_of_several_hosts_meet_where_they_exchange() -> None:
+    assert choose_host(["a", "b"], "lo") == "127.0.0.1"
+    # Without a known interface: the address from which this host reaches another.
+    assert choose_host([socket.gethostname(), "127.0.0.2"], None) == "127.0.0.1"

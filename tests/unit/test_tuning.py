@@ -1,0 +1,117 @@
+"""Settings by place, and how ranks are started on a host."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import PROJECT, rank_environment
+
+from horovod_train.config.settings import HorovodConfig
+from horovod_train.distributed.launch.local import best_way, horovod_library, launch_words, mpi_problem, names_mpi
+from horovod_train.distributed.launch.tuning import CYCLE_MS, choose
+
+CYCLE, FUSION, YIELD = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
+TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+WAITS = {TIMEOUT: ("630", "default")}
+
+
+def found(config: HorovodConfig | None = None, environment: dict[str, str] | None = None, **place: object) -> dict:
+    place = {"launcher": "horovodrun", "uses_mpi": False, "has_gpu": False} | place
+    settings = choose(config or HorovodConfig(), environment or {}, **place)  # type: ignore[arg-type]
+    return {setting.name: (setting.value, setting.origin) for setting in settings}
+
+
+def test_each_place_has_its_defaults() -> None:
+    assert found() == {CYCLE: (CYCLE_MS["gloo"], "default")} | WAITS
+    assert found(uses_mpi=True) == {YIELD: ("1", "default"), CYCLE: (CYCLE_MS["MPI"], "default")}
+    assert found(launcher="none") == {CYCLE: (CYCLE_MS["alone"], "default")}
+    assert found(has_gpu=True) == WAITS  # NCCL: Horovod's own
+    assert found(has_gpu=True, uses_mpi=True) == {YIELD: ("1", "default")}
+
+
+def test_gloo_waits_longer_than_its_own_30_s_with_the_watch_and_without() -> None:
+    assert int(found()[TIMEOUT][0]) > 600
+    place = {"launcher": "srun", "uses_mpi": False, "has_gpu": False}
+    settings = choose(HorovodConfig(), {}, **place, more={TIMEOUT: "90"})  # type: ignore[arg-type]
+    assert {setting.name: setting.value for setting in settings}[TIMEOUT] == "90"
+
+
+def test_environment_wins_over_defaults_and_config_over_both() -> None:
+    environment = {CYCLE: "7", "HOME": "/"}
+    assert found(environment=environment) == {CYCLE: ("7", "environment")} | WAITS
+    config = HorovodConfig(cycle_time_ms=3, fusion_threshold_mb=2)
+    assert found(config, environment) == {CYCLE: ("3", "config"), FUSION: (str(2 << 20), "config")} | WAITS
+
+
+def test_deterministic_runs_of_adasum_fuse_nothing() -> None:
+    adasum = HorovodConfig(op="adasum")
+    assert found(adasum, {FUSION: "5"}, deterministic=True)[FUSION] == ("0", "config")
+    assert FUSION not in found(adasum) | found(deterministic=True)
+
+
+def test_further_defaults_give_way_to_the_environment() -> None:
+    place = {"launcher": "none", "uses_mpi": False, "has_gpu": True}
+    settings = choose(HorovodConfig(), {"A": "mine"}, **place, more={"A": "1", "B": "2"})  # type: ignore[arg-type]
+    assert [(setting.name, setting.value) for setting in settings] == [("A", "mine"), ("B", "2")]
+
+
+def test_mpi_is_taken_where_it_works() -> None:
+    """It does here: the project installs it."""
+    assert mpi_problem() is None
+    assert best_way()[0] == "mpirun"
+
+
+def fake_mpirun(folder: Path, body: str) -> None:
+    (folder / "mpirun").write_text(f"#!/bin/sh\n{body}\n")
+    (folder / "mpirun").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (None, "there is no mpirun on PATH"),
+        ("echo 'no slots here' >&2; exit 1", "mpirun cannot start two processes: no slots here"),
+        # Another MPI's mpirun starts two processes, and neither hears of the other.
+        ('while [ "$1" != -np ]; do shift; done; shift 2; "$@"; "$@"', "mpirun and mpi4py are of different MPIs"),
+    ],
+)
+def test_gloo_is_taken_where_mpi_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None, problem: str
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    if body:
+        fake_mpirun(tmp_path, body)
+    way, why = best_way()
+    assert way == "horovodrun"
+    assert problem in why
+
+
+def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
+    library = horovod_library()
+    assert library is not None
+    assert names_mpi(library)
+    other = tmp_path / "other.so"
+    other.write_bytes(b"libgloo.so" * 100)
+    assert not names_mpi(other)
+
+
+def run_local(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [str(PROJECT / "scripts/run_local.sh"), *words]
+    return subprocess.run(
+        command, env=rank_environment() | environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_run_local_starts_the_trainer_in_that_way() -> None:
+    finished = run_local("-np", "3", "--dry-run", "a.yaml", "train.epochs=2")
+    words = " ".join([*launch_words("mpirun", 3), "python -m horovod_train.main --config a.yaml train.epochs=2"])
+    assert finished.stdout.strip() == words, finished.stderr
+
+
+@pytest.mark.parametrize("words", [["-np", "x", "a.yaml"], ["a.yaml"], ["-np", "2"], ["-np"]])
+def test_run_local_says_what_it_expects(words: list[str]) -> None:
+    finished = run_local(*words)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("error: ")
