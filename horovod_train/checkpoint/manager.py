@@ -23,7 +23,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, Facts, verify, write
 from horovod_train.errors import UserError
 
 
-class NoStore:
+class NullStore:
     """What every rank but root has: nothing is found, nothing is written, nothing fails.
 
     problems: the warnings so far.
@@ -56,7 +56,7 @@ class NoStore:
     def finish(self, timeout_s: float) -> None: ...
 
 
-class CheckpointStore(NoStore):
+class CheckpointStore(NullStore):
     """The checkpoints in one folder, written by one thread at a time."""
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None], is_ours: Callable[[], bool]) -> None:
@@ -201,10 +201,10 @@ class CheckpointStore(NoStore):
 
 def open_store(
     directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
-) -> NoStore:
+) -> NullStore:
     """The checkpoints under a run directory; without one (not root) a store that does nothing.
 
     say: shows a line; also called from the thread that writes. is_ours: whether the run still holds its directory (see
     lease); asked before anything is put in place or removed.
     """
-    return NoStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)
+    return NullStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)

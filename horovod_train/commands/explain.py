@@ -169,9 +169,9 @@ def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     if stalled:
         # The most common: a rank that was frozen, and goes on, tells of the others.
         text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
-        culprit = re.match(r"rank (\d+) ", text)
+        suspect = re.match(r"rank (\d+) ", text)
         first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
-        yield Outcome("stalled", f"stalled: {text}", int(culprit[1]) if culprit else None, first)
+        yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
 
 
 def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:

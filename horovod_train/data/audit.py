@@ -54,7 +54,7 @@ class Start:
         return Place(self.epoch, self.step)
 
 
-class NoAudit:
+class NullAudit:
     """Writes nothing; with the methods of AuditLog."""
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
@@ -67,7 +67,7 @@ class NoAudit:
         """Flushes, for the last time."""
 
 
-class AuditLog(NoAudit):
+class AuditLog(NullAudit):
     """One rank's file of one start. Raises UserError where there is no place for it.
 
     say: shows a line, on every rank.

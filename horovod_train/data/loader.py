@@ -26,7 +26,7 @@ _SEGMENT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Segment:
+class Chunk:
     """Some steps of one rank. All arrays have steps × rows as first axis, but `count` has steps."""
 
     arrays: Arrays
@@ -43,7 +43,7 @@ class Segment:
         return np.where(self.real, self.records, -1)
 
 
-class Span(NamedTuple):
+class StepRange(NamedTuple):
     """Steps [first, last) of an epoch."""
 
     epoch: int
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 class Unparsed(NamedTuple):
     """A segment as it was read."""
 
-    span: Span
+    span: StepRange
     records: np.ndarray
     real: np.ndarray
     """bool: False for padding."""
@@ -92,7 +92,7 @@ class Loader:
             to_stderr(room)
         self._cache = ParsedCache(index.num_records, parser.shapes, parser.dtypes) if cache else None
         self._lines: dict[int, Line] = {}
-        self._needs: dict[Span, _Need] = {}
+        self._needs: dict[StepRange, _Need] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records left out so far on this rank."""
@@ -106,7 +106,7 @@ class Loader:
         steps = self._plan.steps_per_epoch
         return -(-(steps - first_step) // self.steps) + (epochs - 1) * -(-steps // self.steps)
 
-    def span(self, number: int, epoch: int, first_step: int) -> Span:
+    def span(self, number: int, epoch: int, first_step: int) -> StepRange:
         """The steps of a segment, counted from the one that begins at `first_step` of `epoch`."""
         steps = self._plan.steps_per_epoch
         in_first = self.segments(first_step, epochs=1)
@@ -114,9 +114,9 @@ class Loader:
             later, number = divmod(number - in_first, -(-steps // self.steps))
             epoch, first_step = epoch + 1 + later, 0
         first = first_step + number * self.steps
-        return Span(epoch, first, min(first + self.steps, steps))
+        return StepRange(epoch, first, min(first + self.steps, steps))
 
-    def read(self, span: Span, following: Span | None) -> Unparsed:
+    def read(self, span: StepRange, following: StepRange | None) -> Unparsed:
         """Reads a segment, and starts reading the following one. In the order of the spans. Raises UserError."""
         with self._lock:
             need = self._need(span)
@@ -128,11 +128,11 @@ class Loader:
             self._lines = {epoch: line for epoch, line in self._lines.items() if epoch >= span.epoch}
         return Unparsed(span, records, need.rows.real.ravel(), data, faults)
 
-    def parse(self, read: Unparsed) -> Segment:
+    def parse(self, read: Unparsed) -> Chunk:
         """Parses what was read; several at the same time, in any order. Raises UserError; names a bad record."""
         arrays, bad = self._parse(read.records, read.data, read.faults)
         count = np.array([self._plan.count(step) for step in range(read.span.first, read.span.last)], np.int64)
-        return Segment(arrays, read.records, read.real & ~bad, count)
+        return Chunk(arrays, read.records, read.real & ~bad, count)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """The error that names a bad record, what is wrong with it, and who met it."""
@@ -175,7 +175,7 @@ class Loader:
             self._cache.keep(records[~bad], {name: array[~bad] for name, array in arrays.items()})
         return arrays, bad
 
-    def _need(self, span: Span) -> _Need:
+    def _need(self, span: StepRange) -> _Need:
         """What a segment consists of; reading it has begun."""
         if span not in self._needs:
             line = self._line(span.epoch)

@@ -25,7 +25,7 @@ from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed
-from horovod_train.data.loader import Loader, Segment, Span, Unparsed
+from horovod_train.data.loader import Chunk, Loader, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Finisher
@@ -158,7 +158,7 @@ class Pipeline:
         stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
         return [*stored, (*rows, self._finisher.draws), rows, rows, (None,)]
 
-    def _values(self, spans: Iterator[Span]) -> Iterator[list[np.ndarray]]:
+    def _values(self, spans: Iterator[StepRange]) -> Iterator[list[np.ndarray]]:
         for span, segment in self._segments(spans):
             key = counter_rng.key(self._plan.seed, span.epoch, _AUGMENT)
             by_row = [segment.arrays[name] for name in self._parser.dtypes]
@@ -167,10 +167,10 @@ class Pipeline:
             rows = (span.last - span.first, self.batch_size_per_rank)
             yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]
 
-    def _segments(self, spans: Iterator[Span]) -> Iterator[tuple[Span, Segment]]:
+    def _segments(self, spans: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
         """The segments in order: read one after the other, several parsed at the same time."""
         at_once = self._config.parallel_parse_calls
-        begun: deque[tuple[Span, Future[Segment]]] = deque()
+        begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
         span = next(spans, None)
         with (
             ThreadPoolExecutor(1, thread_name_prefix="read-segments") as reading,
@@ -185,7 +185,7 @@ class Pipeline:
                 first, parsed = begun.popleft()
                 yield first, parsed.result()
 
-    def _parse(self, read: Future[Unparsed]) -> Segment:
+    def _parse(self, read: Future[Unparsed]) -> Chunk:
         return self._loader.parse(read.result())
 
     def _feed(self, items: Iterator[list[np.ndarray]]) -> Feed:

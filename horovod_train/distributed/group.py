@@ -124,7 +124,7 @@ class WorkerGroup:
         return f"rank {rank} ({self.hosts[rank]})"
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_together(self) -> Iterator[None]:
         """Collective: what one rank cannot do, none goes on from.
 
         The block itself must not meet. If it raises a RunError on some ranks, all leave with an error: the first
@@ -200,7 +200,7 @@ def start(
         settings=tuple(settings),
         deterministic=deterministic,
     )
-    with group.together():
+    with group.raise_together():
         check_devices(group)
     return group
 

@@ -16,12 +16,12 @@ from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.data.pipeline import Batch, Pipeline
 from horovod_train.distributed.group import WorkerGroup, start
-from horovod_train.distributed.watchdog.stall_detector import Limits
-from horovod_train.distributed.watchdog.watchdog import NoWatch, open_watch, stall_environment
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
+from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog, stall_environment
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.console import to_stderr
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 from horovod_train.training.build import build_split
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import Accumulator, build_metrics
@@ -50,7 +50,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
     with _restored(config, checkpoint, weights) as trained:
         group = trained.group
         records = open_on_all_ranks(config.data, ["eval"], group, _say_on(group))["eval"]
-        with group.together():
+        with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             loss = build_loss(config.loss)
             seen = Accumulator(loss.names, build_metrics(config.metrics))
@@ -76,7 +76,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
         asked = _with_batch(dataclasses.replace(config, data=data), group.size)
         records = open_on_all_ranks(data, ["eval"], group, _say_on(group))["eval"]
-        with group.together():
+        with group.raise_together():
             unlabelled = dataclasses.replace(records.schema, targets=())
             records = dataclasses.replace(records, schema=unlabelled)
             pipeline = build_split(asked, group, records, training=False)
@@ -89,7 +89,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 
         with file:
             _for_all(group, pipeline, outputs.steps_at_once, collect)
-            with group.together():
+            with group.raise_together():
                 written = file.finish()
         return group.broadcast_object(written)
 
@@ -97,12 +97,12 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 @contextmanager
 def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Trained]:
     """The ranks, each with the model and the weights that root has read. Shows what fails, as a run does."""
-    limits = Limits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
+    limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
     environment = stall_environment(limits) if config.watch.enabled else None
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
-    watch = open_watch(group, NoRankLog(), limits) if config.watch.enabled else NoWatch(group, NoRankLog())
+    watch = open_watchdog(group, NullRankLog(), limits) if config.watch.enabled else NullWatchdog(group, NullRankLog())
     with watch:
-        with group.together():
+        with group.raise_together():
             model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
             if group.is_root:

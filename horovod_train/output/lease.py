@@ -31,7 +31,7 @@ POLL_S = 0.1
 SETTLE_S = 1.0
 
 
-class NoLease:
+class NullLease:
     """What every rank but root has: nothing to hold, nothing to lose."""
 
     lost: str | None = None
@@ -43,7 +43,7 @@ class NoLease:
     def close(self) -> None: ...
 
 
-class Lease(NoLease):
+class Lease(NullLease):
     """A lease that is held. A thread shows every REFRESH_S that its process lives, by the file's modification time."""
 
     def __init__(self, path: Path, holder: Holder, refresh_s: float) -> None:
@@ -92,7 +92,7 @@ def open_lease(
     job: str = "",
     refresh_s: float = REFRESH_S,
     stale_s: float = STALE_S,
-) -> NoLease:
+) -> NullLease:
     """Takes the lease of a run directory, which must exist; without one (not root) a lease of nothing.
 
     A lease that is stale, or whose process has died, is taken over, and said. One that may be a live run's on another
@@ -102,7 +102,7 @@ def open_lease(
     Raises UserError where another run holds the directory or the lease cannot be written.
     """
     if directory is None:
-        return NoLease()
+        return NullLease()
     path, mine = directory / NAME, describe_me(job)
     probe = directory / f".{NAME}.{mine.token}"
     try:

@@ -25,7 +25,7 @@ FOLDER = "logs"
 _END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
-class NoRankLog:
+class NullRankLog:
     """For a rank without a run directory: every word is lost, but stacks go to standard error."""
 
     name = ""
@@ -55,7 +55,7 @@ class NoRankLog:
         return sys.stderr
 
 
-class RankLog(NoRankLog):
+class RankLog(NullRankLog):
     """Appends to the rank's file in `folder`; safe to use from several threads."""
 
     def __init__(self, folder: Path, rank: int, host: str) -> None:
@@ -102,7 +102,7 @@ def make_folder(run_dir: Path | None) -> None:
             remove(old, _END)
 
 
-def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NoRankLog:
+def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NullRankLog:
     """After root's make_folder. said: see `introduction`.
 
     Does not make the folder: where a host does not see root's, one of its own would only mislead.
@@ -112,7 +112,7 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> No
     except OSError as error:
         reason = error.strerror or str(error)
         to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
-        return NoRankLog()
+        return NullRankLog()
     log.write("start", said)
     return log
 

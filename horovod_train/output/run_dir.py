@@ -1,4 +1,4 @@
-"""The run directory and what a person sees of the run: RunOutput on root, NoOutput elsewhere, the same methods.
+"""The run directory and what a person sees of the run: RunOutput on root, NullOutput elsewhere, the same methods.
 
 Decides once, when it is opened, who writes. Does not decide when, and does not write checkpoints.
 """
@@ -24,7 +24,7 @@ from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import to_stdout, unfailing
 from horovod_train.output.files import Lines, write_whole
 from horovod_train.output.removal import Made, NotOurs, check
-from horovod_train.output.tensorboard import Board
+from horovod_train.output.tensorboard import TensorBoardWriter
 
 _CONFIG_HEAD = "# Written by horovod_train: the config that this run trains with\n"
 _SETTINGS_IN_ORDER = re.compile(rb"output_dir: [^\n]+\nseed: \d+\nprecision: \w+\njit_compile: \w+\ndeterministic: ")
@@ -85,7 +85,7 @@ _ABOUT = ("step", "epoch", "split", "seconds")
 """What a line of metrics begins with: where it is from."""
 
 
-class NoOutput:
+class NullOutput:
     """What every rank but root has: nothing is written, nothing is shown."""
 
     directory: Path | None = None
@@ -121,7 +121,7 @@ class NoOutput:
     def close(self) -> None: ...
 
 
-class RunOutput(NoOutput):
+class RunOutput(NullOutput):
     """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, where there is something for it,
     parameters.jsonl; shows lines and a progress bar.
     """
@@ -132,7 +132,7 @@ class RunOutput(NoOutput):
         self._last: dict[str, Mapping[str, float]] = {}
         self._metrics = self._lines("metrics.jsonl")
         self._parameters: Lines | None = None
-        self._tensorboard = Board(directory / "tensorboard", self.say) if tensorboard else None
+        self._tensorboard = TensorBoardWriter(directory / "tensorboard", self.say) if tensorboard else None
         self._console = Console(file=unfailing(sys.stdout), force_terminal=bar or None, highlight=False, soft_wrap=True)
         self._bar = _build_bar(self._console) if bar else None
         self._task: Any = None
@@ -239,14 +239,14 @@ def open_output(
     tensorboard: bool,
     progress: Literal["auto", "bar", "plain"],
     launched: bool,
-) -> NoOutput:
+) -> NullOutput:
     """The run directory on root; nothing elsewhere. Raises UserError where it cannot be written.
 
     progress: a bar is for eyes, so "auto" draws one on a terminal only; not under a launcher (`launched`), since
     mpirun gives its ranks a terminal of its own and passes on what they print there.
     """
     if not is_root:
-        return NoOutput()
+        return NullOutput()
     bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty() and not launched)
     return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
 

@@ -55,7 +55,7 @@ class Events(Appender):
         super()._write(data, sync)
 
 
-class Board:
+class TensorBoardWriter:
     """One event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks for them.
 
     say: shows a line.

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from horovod_train.checkpoint.manager import NoStore
+from horovod_train.checkpoint.manager import NullStore
 from horovod_train.checkpoint.tensors import Facts
-from horovod_train.data.audit import NoAudit
+from horovod_train.data.audit import NullAudit
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.output.run_dir import NoOutput
+from horovod_train.output.run_dir import NullOutput
 from horovod_train.training.hooks import Action, Stopwatch
 from horovod_train.training.state import TrainState
 from horovod_train.training.step import EvalStep, TrainStep
-from horovod_train.training.stopping import Leaving, Pace
+from horovod_train.training.stopping import PeriodicSync, StopCoordinator
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class LogTraining:
     """Shows the mean training loss and metrics since the last time, the learning rate and the speed."""
 
     group: WorkerGroup
-    output: NoOutput
+    output: NullOutput
     state: TrainState
     pipeline: Pipeline
     train_step: TrainStep
@@ -83,12 +83,12 @@ class Evaluate:
     """Loss and metrics over the whole evaluation set, each record once, whatever the number of ranks."""
 
     group: WorkerGroup
-    output: NoOutput
+    output: NullOutput
     state: TrainState
     pipeline: Pipeline
     eval_step: EvalStep
     watch: Stopwatch
-    leaving: Leaving
+    stopping: StopCoordinator
     steps_per_call: int
     evaluated: tf.Variable
     """int64: the step of the last evaluation that came to its end."""
@@ -101,7 +101,7 @@ class Evaluate:
     def __call__(self, step: int) -> str | None:
         if self.is_done(step):
             return None
-        other_calls = self.leaving.pace.other_calls()
+        other_calls = self.stopping.pace.other_calls()
         with self.watch.stopped(), other_calls, self.group.heartbeat.phase("evaluate"):
             self.state.settle(self.group)
             own = self.state.average_statistics(self.group)
@@ -125,7 +125,7 @@ class Evaluate:
             with self.pipeline.explaining():  # the caller would look for it in the training data
                 self.eval_step.run(batches, steps)
             left -= steps
-            if reason := self.leaving.vote_now_and_then():
+            if reason := self.stopping.vote_periodically():
                 return reason
         return None
 
@@ -149,12 +149,12 @@ class Save:
     """Hands a copy of the state to the store, after all ranks have shown that they hold the same."""
 
     group: WorkerGroup
-    store: NoStore
+    store: NullStore
     state: TrainState
     watch: Stopwatch
-    leaving: Leaving
+    stopping: StopCoordinator
     log: LogTraining
-    audit: NoAudit
+    audit: NullAudit
     facts: Callable[[], Facts]
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class Save:
             self.store.save(arrays, self.facts())
         self.last_step = step
         seconds = time.perf_counter() - started
-        self.leaving.note_save(seconds)
+        self.stopping.note_save(seconds)
         self.log.add("save_blocked_s", seconds)
         return None
 
@@ -186,7 +186,7 @@ class EveryMinutes:
     action: Action
 
     def __post_init__(self) -> None:
-        self.last, self.pace = time.monotonic(), Pace(self.group)
+        self.last, self.pace = time.monotonic(), PeriodicSync(self.group)
 
     def __call__(self, step: int) -> str | None:
         if not self.pace.is_due():

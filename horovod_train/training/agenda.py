@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_train.checkpoint.manager import NoStore
+from horovod_train.checkpoint.manager import NullStore
 from horovod_train.checkpoint.tensors import Best, Facts
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
-from horovod_train.data.audit import NoAudit
+from horovod_train.data.audit import NullAudit
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.output.run_dir import NoOutput
+from horovod_train.output.run_dir import NullOutput
 from horovod_train.training.actions import CheckAgreement, Evaluate, EveryMinutes, LogTraining, Save
-from horovod_train.training.build import Parts
+from horovod_train.training.build import Components
 from horovod_train.training.histograms import Summaries
 from horovod_train.training.hooks import Action, Hook, Stopwatch, at, every
-from horovod_train.training.stopping import Leaving, Pace
+from horovod_train.training.stopping import PeriodicSync, StopCoordinator
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Actions:
 def build_actions(
     config: Config,
     group: WorkerGroup,
-    output: NoOutput,
-    store: NoStore,
-    parts: Parts,
+    output: NullOutput,
+    store: NullStore,
+    components: Components,
     clock: Stopwatch,
-    leaving: Leaving,
-    audit: NoAudit,
+    stopping: StopCoordinator,
+    audit: NullAudit,
     versions: dict[str, str],
 ) -> Actions:
-    state = parts.state
+    state = components.state
 
     def facts() -> Facts:
-        best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+        best = Best(components.best.metric, float(components.best.value), int(components.best.step))
         return Facts(
             step=int(state.step),
             epoch=int(state.epoch),
@@ -60,40 +60,40 @@ def build_actions(
             ranks=group.size,
             config=as_dict(config),
             versions=versions,
-            data=parts.train.fingerprint,
-            data_files=parts.train.files,
+            data=components.train.fingerprint,
+            data_files=components.train.files,
             best=best if config.checkpoint.best and best.step >= 0 else None,
         )
 
-    log = LogTraining(group, output, state, parts.train, parts.train_step, clock)
-    leaving.last_write_s = lambda: store.write_s
-    save = Save(group, store, state, clock, leaving, log, audit, facts)
-    show = _build_show(config, group, output, parts, clock, leaving.pace)
-    if parts.eval is None:
+    log = LogTraining(group, output, state, components.train, components.train_step, clock)
+    stopping.last_write_s = lambda: store.write_s
+    save = Save(group, store, state, clock, stopping, log, audit, facts)
+    show = _build_show(config, group, output, components, clock, stopping.pace)
+    if components.eval is None:
         return Actions(log, None, save, show)
     evaluate = Evaluate(
         group,
         output,
         state,
-        parts.eval,
-        parts.eval_step,
+        components.eval,
+        components.eval_step,
         clock,
-        leaving,
+        stopping,
         config.train.steps_per_call,
-        parts.evaluated,
-        watchers=[parts.best.update, parts.early_stopping.update],
+        components.evaluated,
+        watchers=[components.best.update, components.early_stopping.update],
     )
     return Actions(log, evaluate, save, show)
 
 
 def _build_show(
-    config: Config, group: WorkerGroup, output: NoOutput, parts: Parts, clock: Stopwatch, pace: Pace
+    config: Config, group: WorkerGroup, output: NullOutput, components: Components, clock: Stopwatch, pace: PeriodicSync
 ) -> Show:
     def first_batch() -> Batch:
-        batch: Batch = next(iter(parts.train.batches(epoch=0, epochs=1)))
+        batch: Batch = next(iter(components.train.batches(epoch=0, epochs=1)))
         return batch
 
-    summaries = Summaries(group, parts.train_step, first_batch, config.log.activations)
+    summaries = Summaries(group, components.train_step, first_batch, config.log.activations)
 
     def histograms(step: int) -> None:
         with clock.stopped(), pace.other_calls(), group.heartbeat.phase("histograms"):
@@ -113,8 +113,8 @@ def _build_show(
 def build_hooks(
     config: Config,
     group: WorkerGroup,
-    parts: Parts,
-    output: NoOutput,
+    components: Components,
+    output: NullOutput,
     actions: Actions,
 ) -> list[Hook]:
     """In the order in which they run at a step where several are due: what is saved has been evaluated."""
@@ -122,10 +122,10 @@ def build_hooks(
     per_call = config.train.steps_per_call
 
     def epochs(count: int | None) -> int | None:
-        return count * parts.train.steps_per_epoch if count else None
+        return count * components.train.steps_per_epoch if count else None
 
     def save_best(step: int) -> str | None:
-        return save(step) if int(parts.best.step) == step else None
+        return save(step) if int(components.best.step) == step else None
 
     profiled = config.log.profile_at_steps
     due = [at(profiled, actions.show.stop_profile)]  # first, so that it sees the step and nothing else
@@ -138,7 +138,7 @@ def build_hooks(
         ]
     if evaluate and config.checkpoint.best:
         due += [every(config.eval.every_steps, save_best), every(epochs(config.eval.every_epochs), save_best)]
-    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, parts.state, log))]
+    due += [every(config.train.check_agreement_every_steps, CheckAgreement(group, components.state, log))]
     if config.checkpoint.every_minutes is not None:
         due += [every(per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
     due += [every(config.checkpoint.every_steps, save)]

@@ -32,7 +32,7 @@ from horovod_train.training.sync import build_synchronization
 
 
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """What a run trains with."""
 
     train: Pipeline
@@ -49,7 +49,7 @@ class Parts:
     """What a user may not expect of this config."""
 
 
-def build_parts(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Parts:
+def build_components(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Components:
     """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must fix.
 
     `config` is resolved: its global batch size is known.
@@ -110,7 +110,7 @@ def build_parts(config: Config, group: WorkerGroup, records: Records, eval_recor
         count_over_ranks=_counting(config, group),
         placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
-    return Parts(
+    return Components(
         train=train,
         eval=eval_,
         state=state,

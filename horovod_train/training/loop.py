@@ -14,7 +14,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.training.hooks import Hook, Stopwatch
 from horovod_train.training.state import TrainState
 from horovod_train.training.step import TrainStep
-from horovod_train.training.stopping import Leaving
+from horovod_train.training.stopping import StopCoordinator
 
 DONE = "done"
 
@@ -28,7 +28,7 @@ def train(
     train_step: TrainStep,
     pipeline: Pipeline,
     hooks: Sequence[Hook],
-    leaving: Leaving,
+    stopping: StopCoordinator,
     *,
     last_step: int,
     steps_per_call: int,
@@ -45,15 +45,15 @@ def train(
     step, first = int(state.step), position(state, pipeline)
     epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
     batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
-    asked = leaving.vote()
+    asked = stopping.vote()
     group.heartbeat.phase("compile")
     group.heartbeat.probe = train_step.place
     if step and not asked and not ended:
         # What the run was asked to leave in the midst of, such as an evaluation, comes first.
         ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
-        asked = leaving.vote() if ended else None
+        asked = stopping.vote() if ended else None
     while step < last_step and not ended:
-        rest = state.synchronization.next_rest(step)
+        rest = state.synchronization.next_sync_step(step)
         if asked and step == rest:
             break
         until = rest if asked else last_step
@@ -61,20 +61,22 @@ def train(
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
         group.heartbeat.phase("train")
         if not watch.is_running:
-            leaving.pace.forget()  # the first call compiles: later ones will not take as long
+            stopping.pace.forget()  # the first call compiles: later ones will not take as long
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:
             raise state.failure.divergence(group)
-        leaving.margin.ahead_s = watch.s_per_step() * (state.synchronization.next_rest(step) - step + steps_per_call)
+        stopping.margin.time_to_safe_step_s = watch.s_per_step() * (
+            state.synchronization.next_sync_step(step) - step + steps_per_call
+        )
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
         # An evaluation that was asked to end has ended, too.
-        asked = asked or (leaving.vote() if ended else leaving.vote_now_and_then())
+        asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(group)
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
     if late:  # it may be an evaluation that was asked to end
-        asked = asked or leaving.vote()
+        asked = asked or stopping.vote()
     return asked or ended or late or DONE, bool(asked)
 
 

@@ -145,11 +145,11 @@ class Objective:
 
     def _forward_backward(self, batch: Batch) -> Passed:
         with tf.GradientTape() as tape:
-            outputs, losses, penalty, total = self.forward(batch, parts=self.accumulate_steps)
+            outputs, losses, penalty, total = self.forward(batch, components=self.accumulate_steps)
             scaled = self.optimizer.scale_loss(total)
         return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
-    def forward(self, batch: Batch, *, parts: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+    def forward(self, batch: Batch, *, components: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
         """A forward pass in training: outputs, losses and penalty as in Passed, and what is differentiated (float32).
 
         parts: of how many such passes the gradients are added up.
@@ -159,14 +159,14 @@ class Objective:
         with tf.name_scope("loss_function"):
             losses = self.loss.sums(batch.targets, outputs, batch.weights)
             penalty = self._penalty()
-            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / parts
+            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / components
 
     def _penalty(self) -> tf.Tensor:
-        parts = [tf.cast(value, tf.float32) for value in self.model.losses]
+        components = [tf.cast(value, tf.float32) for value in self.model.losses]
         if self.l2:
             matrices = [variable for variable in self.model.trainable_variables if len(variable.shape) > 1]
-            parts += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
-        return tf.add_n(parts) if parts else tf.constant(0.0)
+            components += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
+        return tf.add_n(components) if components else tf.constant(0.0)
 
 
 def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
@@ -188,7 +188,7 @@ def _indices_dtype(gradient: Any) -> tf.DType | None:
     return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
 
 
-def _nothing(kind: _Kind | None, parts: int) -> Any:
+def _nothing(kind: _Kind | None, components: int) -> Any:
     """Where gradients of one kind are added up over the parts; of sparse ones all rows are kept."""
     if kind is None:
         return ()
@@ -196,7 +196,7 @@ def _nothing(kind: _Kind | None, parts: int) -> Any:
         return tf.zeros(kind.shape, kind.dtype)
     rows, indices = ([None, *kind.shape[1:]], kind.dtype), ([None], kind.indices_dtype)
     return tuple(
-        tf.TensorArray(dtype, parts, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
+        tf.TensorArray(dtype, components, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
     )
 
 

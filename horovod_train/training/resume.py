@@ -11,13 +11,13 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data import identity
-from horovod_train.data.audit import AuditLog, NoAudit, Start
+from horovod_train.data.audit import AuditLog, NullAudit, Start
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.output.run_dir import NoOutput
+from horovod_train.output.run_dir import NullOutput
 from horovod_train.training import loop
-from horovod_train.training.build import Parts
+from horovod_train.training.build import Components
 
 
 def batch_of(found: Checkpoint | None) -> int | None:
@@ -25,7 +25,7 @@ def batch_of(found: Checkpoint | None) -> int | None:
     return found.facts.setting("data.global_batch_size") if found else None
 
 
-def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NoOutput) -> Config:
+def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NullOutput) -> Config:
     """The config as `size` ranks run it, with the global batch of before where it does not give one of its own.
 
     So a run goes on as it was at any number of ranks. Raises UserError as `resolve` does.
@@ -40,23 +40,23 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None, outpu
     return resolved
 
 
-def restore(config: Config, found: Checkpoint | None, parts: Parts, output: NoOutput) -> dict[str, Any]:
+def restore(config: Config, found: Checkpoint | None, components: Components, output: NullOutput) -> dict[str, Any]:
     """Gives root's state the values of the checkpoint found; returns the statistics of each rank in it."""
     if found is None:
         output.say("starting from initial weights")
         return {}
-    arrays = load(parts.state.variables(), found)
-    check_position(parts.train, found, output)
+    arrays = load(components.state.variables(), found)
+    check_position(components.train, found, output)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
-        parts.best.forget()  # the best of another metric
+        components.best.forget()  # the best of another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
-        parts.early_stopping.best.forget()
-    output.say(f"resumed from {found.folder} at step {int(parts.state.step)}")
+        components.early_stopping.best.forget()
+    output.say(f"resumed from {found.folder} at step {int(components.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
-def check_position(train: Pipeline, found: Checkpoint, output: NoOutput) -> None:
+def check_position(train: Pipeline, found: Checkpoint, output: NullOutput) -> None:
     """A saved place inside an epoch means something only where the same order of the same records leads there.
 
     And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
@@ -93,20 +93,20 @@ def _changed_files(train: Pipeline, found: Checkpoint) -> str:
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
 
 
-def open_audit(config: Config, group: WorkerGroup, parts: Parts) -> NoAudit:
+def open_audit(config: Config, group: WorkerGroup, components: Components) -> NullAudit:
     if not config.data.audit:
-        return NoAudit()
+        return NullAudit()
     assert config.output_dir is not None
     return AuditLog(
         config.output_dir,
         Start(
-            epoch=int(parts.state.epoch),
-            step=loop.position(parts.state, parts.train),
+            epoch=int(components.state.epoch),
+            step=loop.position(components.state, components.train),
             rank=group.rank,
             size=group.size,
-            num_records=parts.train.num_records,
-            global_batch_size=parts.train.global_batch_size,
-            steps_per_epoch=parts.train.steps_per_epoch,
-            data=parts.train.content,
+            num_records=components.train.num_records,
+            global_batch_size=components.train.global_batch_size,
+            steps_per_epoch=components.train.steps_per_epoch,
+            data=components.train.content,
         ),
     )

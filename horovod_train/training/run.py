@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import horovod_train
-from horovod_train.checkpoint.manager import NoStore, open_store
+from horovod_train.checkpoint.manager import NullStore, open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config, resolve
@@ -24,21 +24,21 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.launch import launcher
-from horovod_train.distributed.watchdog.stall_detector import Limits
-from horovod_train.distributed.watchdog.watchdog import NoWatch, open_watch, stall_environment
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
+from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog, stall_environment
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output import rank_log
-from horovod_train.output.lease import NoLease, open_lease
-from horovod_train.output.run_dir import NoOutput, open_output
+from horovod_train.output.lease import NullLease, open_lease
+from horovod_train.output.run_dir import NullOutput, open_output
 from horovod_train.training import loop
 from horovod_train.training.agenda import build_actions, build_hooks
-from horovod_train.training.build import Parts, build_parts
+from horovod_train.training.build import Components, build_components
 from horovod_train.training.graph import draw_step
 from horovod_train.training.hooks import Stopwatch
 from horovod_train.training.resume import batch_of, open_audit, resolve_as_before, restore
 from horovod_train.training.shared_records import Split, open_on_all_ranks
-from horovod_train.training.stopping import STOP_FILE_REASON, Leaving
+from horovod_train.training.stopping import STOP_FILE_REASON, StopCoordinator
 
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved: the scheduler may start it again (EX_TEMPFAIL)."""
@@ -51,78 +51,84 @@ def run(config: Config) -> int:
     fix, DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     started = time.time()
-    limits = Limits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
+    limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
     group = start(
         config.horovod,
         config.device,
         deterministic=config.deterministic,
         environment=_environment(config, limits),
     )
-    with group.together():
+    with group.raise_together():
         resolve(config, group.size)  # what is wrong is said before a file is written
         output = _open_output(config, group)
         lease = open_lease(output.directory, output.say, job=launcher.detect().job)
         rank_log.make_folder(output.directory)
     own_log = _open_rank_log(config, group)
-    watch = open_watch(group, own_log, limits, say=output.say) if config.watch.enabled else NoWatch(group, own_log)
-    leaving = Leaving(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
-    with watch, leaving.listening(), closing(lease):
-        exit_code = _train(config, group, output, lease, leaving, started)
+    watch = (
+        open_watchdog(group, own_log, limits, say=output.say) if config.watch.enabled else NullWatchdog(group, own_log)
+    )
+    stopping = StopCoordinator(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
+    with watch, stopping.listening(), closing(lease):
+        exit_code = _train(config, group, output, lease, stopping, started)
         group.close()
         watch.close("stopped" if exit_code else "done", exit_code)
     return exit_code
 
 
 def _train(
-    config: Config, group: WorkerGroup, output: NoOutput, lease: NoLease, leaving: Leaving, started: float
+    config: Config, group: WorkerGroup, output: NullOutput, lease: NullLease, stopping: StopCoordinator, started: float
 ) -> int:
     """The run itself, once there is a group to run in, a place to write to and somebody who watches."""
     consistency.check(group, _facts(config), "at the start", RanksStartApart)
-    with group.together():
+    with group.raise_together():
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
         found = store.find(config.checkpoint.resume)
     batch_before = group.broadcast_object(batch_of(found))
-    with group.together():
+    with group.raise_together():
         config = resolve_as_before(config, group.size, batch_before, output)
     _introduce(group, output, config)
     splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
     records = open_on_all_ranks(config.data, splits, group, output.say)
-    with group.together():
-        parts = build_parts(config, group, records["train"], records.get("eval"))
-        statistics = restore(config, found, parts, output)
+    with group.raise_together():
+        components = build_components(config, group, records["train"], records.get("eval"))
+        statistics = restore(config, found, components, output)
     consistency.check(group, _users_code(config), "at the start", RanksStartApart)
-    for line in stage_lines(parts.state.model) if config.device.per_rank > 1 else ():
+    for line in stage_lines(components.state.model) if config.device.per_rank > 1 else ():
         output.say(line)
-    for line in parts.warnings:
+    for line in components.warnings:
         output.say(f"warning: {line}")
     # Once, on a fresh start and on a resume alike: slots and counters exist by now.
-    group.broadcast(list(parts.state.variables().values()))
-    parts.state.restore_statistics(group, statistics)
-    consistency.check(group, parts.state.settle(group).digests(), "after the broadcast")
+    group.broadcast(list(components.state.variables().values()))
+    components.state.restore_statistics(group, statistics)
+    consistency.check(group, components.state.settle(group).digests(), "after the broadcast")
 
-    first_step = int(parts.state.step)
-    with group.together():
+    first_step = int(components.state.step)
+    with group.raise_together():
         output.rewind(first_step)
         store.rewind(first_step)
         output.write_config(dump(config))
-        audit = open_audit(config, group, parts)
-    _draw_graph(config, group, parts, output)
-    output.start_progress(first_step, parts.last_step)
+        audit = open_audit(config, group, components)
+    _draw_graph(config, group, components, output)
+    output.start_progress(first_step, components.last_step)
     clock = Stopwatch()
-    actions = build_actions(config, group, output, store, parts, clock, leaving, audit, _versions())
-    with _last_save_finished(group, store, 0.9 * config.watch.stop_after_s), closing(audit), parts.train.explaining():
+    actions = build_actions(config, group, output, store, components, clock, stopping, audit, _versions())
+    with (
+        _last_save_finished(group, store, 0.9 * config.watch.stop_after_s),
+        closing(audit),
+        components.train.explaining(),
+    ):
         ended, asked = loop.train(
             group,
-            parts.state,
-            parts.train_step,
-            parts.train,
-            build_hooks(config, group, parts, output, actions),
-            leaving,
-            last_step=parts.last_step,
+            components.state,
+            components.train_step,
+            components.train,
+            build_hooks(config, group, components, output, actions),
+            stopping,
+            last_step=components.last_step,
             steps_per_call=config.train.steps_per_call,
             watch=clock,
             used=audit.append,
-            ended=parts.early_stopping.ended(),
+            ended=components.early_stopping.ended(),
         )
 
     with group.heartbeat.phase("save"):
@@ -130,10 +136,10 @@ def _train(
     failure = group.broadcast_object(failure)
     if failure:
         raise RunError(f"the last checkpoint could not be saved: {failure}")
-    summary = _summary(config, group, parts, clock, started) | {"ended": ended}
-    summary |= {"at_walltime": leaving.at_walltime} if leaving.at_walltime else {}
+    summary = _summary(config, group, components, clock, started) | {"ended": ended}
+    summary |= {"at_walltime": stopping.at_walltime} if stopping.at_walltime else {}
     summary |= {split: output.last_metrics(split) for split in ("train", "eval")}
-    with group.together():
+    with group.raise_together():
         output.write_summary(summary)
     why = "" if ended == loop.DONE else f" ({ended})"
     again = f"; saved, start it again{_and_go_on(config, ended)} to go on" if asked else ""
@@ -143,7 +149,7 @@ def _train(
 
 
 @contextmanager
-def _last_save_finished(group: WorkerGroup, store: NoStore, timeout_s: float) -> Iterator[None]:
+def _last_save_finished(group: WorkerGroup, store: NullStore, timeout_s: float) -> Iterator[None]:
     """If the block fails, the checkpoint that root is writing is finished before the process ends.
 
     timeout_s: less than the watch takes for a stall.
@@ -165,14 +171,14 @@ def _and_go_on(config: Config, ended: str) -> str:
     return f"{never} without that file" if ended == STOP_FILE_REASON else never
 
 
-def _draw_graph(config: Config, group: WorkerGroup, parts: Parts, output: NoOutput) -> None:
+def _draw_graph(config: Config, group: WorkerGroup, components: Components, output: NullOutput) -> None:
     if config.log.graph:
-        spec, names = parts.train.element_spec, config.log.graph_names
+        spec, names = components.train.element_spec, config.log.graph_names
         with group.heartbeat.phase("compile"):
-            output.write_graph(lambda: draw_step(parts.train_step, spec, rank=group.rank, names=names))
+            output.write_graph(lambda: draw_step(components.train_step, spec, rank=group.rank, names=names))
 
 
-def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NoRankLog:
+def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NullRankLog:
     """This rank's own log; the only file that a rank other than root writes."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
     said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
@@ -182,13 +188,13 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NoRankLog:
     return log
 
 
-def _environment(config: Config, limits: Limits) -> dict[str, str]:
+def _environment(config: Config, limits: StallLimits) -> dict[str, str]:
     """What Horovod and TensorFlow are to find in their environment where the user's says nothing."""
     stalls = stall_environment(limits) if config.watch.enabled else {}
     return stalls | (traced_memory_environment() if config.log.profile_at_steps else {})
 
 
-def _open_output(config: Config, group: WorkerGroup) -> NoOutput:
+def _open_output(config: Config, group: WorkerGroup) -> NullOutput:
     assert config.output_dir is not None
     return open_output(
         config.output_dir,
@@ -206,7 +212,7 @@ def _deadline(config: Config, started: float) -> float | None:
     return min(given, default=None)
 
 
-def _introduce(group: WorkerGroup, output: NoOutput, config: Config) -> None:
+def _introduce(group: WorkerGroup, output: NullOutput, config: Config) -> None:
     output.say(
         f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, exchange over "
         f"{group.exchange}; global batch {config.data.global_batch_size}; output in {config.output_dir}"
@@ -240,9 +246,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _summary(config: Config, group: WorkerGroup, parts: Parts, clock: Stopwatch, started: float) -> dict[str, Any]:
+def _summary(
+    config: Config, group: WorkerGroup, components: Components, clock: Stopwatch, started: float
+) -> dict[str, Any]:
     seconds, _, records = clock.read()
-    state = parts.state
+    state = components.state
     state.average_statistics(group)
     return {
         "steps": int(state.step),

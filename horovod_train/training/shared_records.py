@@ -33,12 +33,12 @@ def open_on_all_ranks(
     """
     opened: dict[Split, Records] = {}
     for is_my_turn in (group.is_root, group.local_rank == 0, True):
-        with group.heartbeat.phase("index"), group.together():
+        with group.heartbeat.phase("index"), group.raise_together():
             if is_my_turn and not opened:
                 opened = {split: scan_records(config, split) for split in splits}
     for records in opened.values():
         _check_equal(group, records)
-    with group.together():
+    with group.raise_together():
         for split, records in opened.items():
             check_counts(records.index, records.schema, getattr(config, split))
     for records in opened.values():

@@ -1,4 +1,4 @@
-"""Leaving before the end, together: signals, walltime and the stop file, agreed on by one tiny reduction.
+"""StopCoordinator before the end, together: signals, walltime and the stop file, agreed on by one tiny reduction.
 
 Knows why a rank wants to leave and makes it all ranks' wish. Does not save and does not end the process.
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.lease import NoLease
+from horovod_train.output.lease import NullLease
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE_REASON = f"{STOP_FILE} file"
@@ -30,7 +30,7 @@ FIRST_SAVE_S = 60.0
 """Kept before the deadline while no save has been measured; or a tenth of the time there is, if that is less."""
 
 
-class Pace:
+class PeriodicSync:
     """Picks, on all ranks the same, the calls after which to meet: about one a second, whatever a call takes."""
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -58,23 +58,23 @@ class Pace:
         self._last, self._calls = time.monotonic(), 0
         return sums
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Before calls of another kind, which may take longer: the first of them is due."""
         self._last, self._calls, self._calls_between = time.monotonic(), 0, 1
 
     def forget(self) -> None:
         """After what will not come again, such as the first call, which compiles."""
         self._recent_s.clear()
-        self.start_anew()
+        self.restart()
 
     @contextmanager
     def other_calls(self) -> Iterator[None]:
         """In the block, calls are of another kind than before and after it."""
-        self.start_anew()
+        self.restart()
         try:
             yield
         finally:
-            self.start_anew()
+            self.restart()
 
 
 @dataclass
@@ -91,22 +91,22 @@ class Margin:
     """The longest that a save was being written in the background; a run that leaves waits for its last."""
     between_votes_s: float = SECONDS_BETWEEN_VOTES
     """The longest time between two of the last votes."""
-    ahead_s: float = 0.0
+    time_to_safe_step_s: float = 0.0
     """How long it may take from here to a step at which the run can be left, and is asked whether to."""
 
     def seconds(self) -> float:
         saving_s = max(self.first_save_s, 2 * (self.save_s + self.write_s))
-        return saving_s + 2 * (self.ahead_s + max(self.between_votes_s, SECONDS_BETWEEN_VOTES))
+        return saving_s + 2 * (self.time_to_safe_step_s + max(self.between_votes_s, SECONDS_BETWEEN_VOTES))
 
 
-class Leaving:
+class StopCoordinator:
     """Collects this rank's reasons to leave. `vote` gives the first one that any rank has, the same on all.
 
     deadline: seconds since 1970 by which the process must be gone, or None.
     run_dir: on root, the folder where a file named STOP asks the run to end; None elsewhere.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NoLease) -> None:
+    def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NullLease) -> None:
         self.deadline, self.lease = deadline, lease
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
@@ -116,7 +116,7 @@ class Leaving:
         self.at_walltime: dict[str, float] = {}
         """Once the ranks leave for the deadline: what was left, what was kept for it, and what had been measured."""
         self._received: set[int] = set()
-        self.pace = Pace(group)
+        self.pace = PeriodicSync(group)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Leaving:
             self.at_walltime = {name: round(seconds, 3) for name, seconds in measured.items()}
         return agreed[0] if agreed else None
 
-    def vote_now_and_then(self) -> str | None:
+    def vote_periodically(self) -> str | None:
         """Collective: after each compiled call. Votes about once a second, whatever a call takes."""
         return self.vote() if self.pace.is_due() else None
 

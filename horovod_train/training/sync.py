@@ -74,7 +74,7 @@ class EveryStep:
         """
         return False
 
-    def next_rest(self, step: int) -> int:
+    def next_sync_step(self, step: int) -> int:
         """The first step from `step` on at which the run can be left and gone on with as if it had not been."""
         return step
 
@@ -202,7 +202,7 @@ class Local(EveryStep):
         self.settled.assign(step)
         return True
 
-    def next_rest(self, step: int) -> int:
+    def next_sync_step(self, step: int) -> int:
         return -(-step // self.every) * self.every
 
     def figures(self, group: WorkerGroup) -> dict[str, float]:

@@ -99,7 +99,7 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
 
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()  # only root looks for it
-    patch = "stopping.Leaving.vote = lambda self: next(iter(self._reasons()), None)"
+    patch = "stopping.StopCoordinator.vote = lambda self: next(iter(self._reasons()), None)"
     limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=12"]
     finished = unguarded(patch, "mpirun", 2, *words, *limits, "--output-dir", tmp_path)
     assert finished.returncode == 87, finished.text

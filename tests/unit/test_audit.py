@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.data.audit import AuditLog, EpochAudit, NoAudit, Start, audit
+from horovod_train.data.audit import AuditLog, EpochAudit, NullAudit, Start, audit
 from horovod_train.data.sampler import Plan
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
@@ -172,7 +172,7 @@ def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path) -> None:
 
 
 def test_no_audit_leaves_nothing(tmp_path: Path) -> None:
-    log = NoAudit()
+    log = NullAudit()
     log.append(0, 0, np.zeros((1, 1), np.int64))
     log.flush()
     log.close()

@@ -16,7 +16,7 @@ from horovod_train.data import identity
 from horovod_train.data.dataset import open_records
 from horovod_train.data.tfrecord.index import Index, open_index
 from horovod_train.errors import UserError
-from horovod_train.output.run_dir import NoOutput
+from horovod_train.output.run_dir import NullOutput
 from horovod_train.training.resume import check_position
 
 Change = Callable[[Path], Any]
@@ -119,7 +119,7 @@ def test_what_was_not_packed_is_unknown(text: str) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------
 
 
-class Said(NoOutput):
+class Said(NullOutput):
     def __init__(self) -> None:
         self.lines: list[str] = []
 

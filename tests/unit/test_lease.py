@@ -24,7 +24,7 @@ import pytest
 
 from horovod_train.errors import UserError
 from horovod_train.output import lease
-from horovod_train.output.lease import NoLease, open_lease
+from horovod_train.output.lease import NullLease, open_lease
 from horovod_train.output.lease_holder import describe_me, start_time
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -78,10 +78,10 @@ def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
 
 def test_other_ranks_have_every_method_and_no_effect() -> None:
     held = open_lease(None)
-    assert type(held) is NoLease
+    assert type(held) is NullLease
     assert held.is_ours()
     held.close()
-    assert {name for name in vars(lease.Lease) if not name.startswith("_")} <= set(dir(NoLease))
+    assert {name for name in vars(lease.Lease) if not name.startswith("_")} <= set(dir(NullLease))
 
 
 def test_a_folder_that_is_not_there_is_the_users_error(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, files_being_read
-from horovod_train.distributed.watchdog.stall_detector import Judge, Limits
+from horovod_train.distributed.watchdog.stall_detector import StallDetector, StallLimits
 
-LIMITS = Limits(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
+LIMITS = StallLimits(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
 NOW = 1000.0
 
 
-def judge_of(*places: str, heard: dict[int, float] | None = None) -> Judge:
+def judge_of(*places: str, heard: dict[int, float] | None = None) -> StallDetector:
     """Each place: "phase step" or "phase step detail", as told 1 s before NOW unless `heard` says when."""
-    judge = Judge([f"rank {rank} (node{rank})" for rank in range(len(places))], range(len(places)), LIMITS)
+    judge = StallDetector([f"rank {rank} (node{rank})" for rank in range(len(places))], range(len(places)), LIMITS)
     for rank, place in enumerate(places):
         phase, step, *detail = place.split(" ", 2)
         judge.hear(rank, Beat(phase, int(step), "".join(detail), 1, 73.0), (heard or {}).get(rank, NOW - 1))
@@ -74,7 +74,7 @@ def test_any_change_on_any_rank_is_progress() -> None:
 
 def test_who_was_away_blames_nobody_for_it() -> None:
     judge = judge_of("exchange 7", "exchange 7")
-    judge.forgive(500.0)
+    judge.discount_own_pause(500.0)
     assert judge.silent(NOW + 500) == []
     assert judge.idle_s(NOW + 500) == 1
 

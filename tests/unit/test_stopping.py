@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, Pace
+from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, PeriodicSync
 
 
 class Alone:
@@ -28,7 +28,7 @@ class Clock:
         monkeypatch.setattr("horovod_train.training.stopping.time.monotonic", lambda: self.now)
 
 
-def longest_without_a_meeting(pace: Pace, clock: Clock, call_s: float, calls: int) -> float:
+def longest_without_a_meeting(pace: PeriodicSync, clock: Clock, call_s: float, calls: int) -> float:
     last, longest = clock.now, 0.0
     for _ in range(calls):
         clock.now += call_s
@@ -42,7 +42,7 @@ def longest_without_a_meeting(pace: Pace, clock: Clock, call_s: float, calls: in
 def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     """Training calls of 10 s, around an evaluation in calls of 0.1 s, of which ten make a second."""
     clock = Clock(monkeypatch)
-    pace = Pace(Alone())  # type: ignore[arg-type]
+    pace = PeriodicSync(Alone())  # type: ignore[arg-type]
     assert longest_without_a_meeting(pace, clock, 10.0, calls=3) == 10.0
     try:
         with pace.other_calls():
@@ -56,7 +56,7 @@ def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pyt
 
 def test_how_long_building_and_compiling_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Pace(Alone())  # type: ignore[arg-type]
+    pace = PeriodicSync(Alone())  # type: ignore[arg-type]
     longest_without_a_meeting(pace, clock, 60.0, calls=1)
     assert pace.longest_s == 60.0
     pace.forget()
@@ -68,8 +68,8 @@ def test_how_long_building_and_compiling_took_is_forgotten(monkeypatch: pytest.M
 def test_a_run_has_left_at_its_deadline_where_nothing_takes_twice_as_long_as_it_ever_has(seed: int) -> None:
     """A run is asked to leave at a vote, walks on to where it can be left, saves, and waits for two writes at most."""
     draw = random.Random(seed)
-    call_s, blocked_s, write_s, ahead_s = (draw.uniform(0.001, most) for most in (5, 20, 40, 10))
-    margin = Margin(first_save_s=0.0, ahead_s=ahead_s)
+    call_s, blocked_s, write_s, time_to_safe_step_s = (draw.uniform(0.001, most) for most in (5, 20, 40, 10))
+    margin = Margin(first_save_s=0.0, time_to_safe_step_s=time_to_safe_step_s)
     deadline, now, measured = 1000.0, 0.0, False
     while not measured or now + margin.seconds() < deadline:
         now += draw.uniform(0.1, 1) * call_s
@@ -80,7 +80,7 @@ def test_a_run_has_left_at_its_deadline_where_nothing_takes_twice_as_long_as_it_
             margin.save_s = max(margin.save_s, blocked)
             margin.write_s = max(margin.write_s, draw.uniform(0.5, 1) * write_s)
     # From the last vote at which there was time enough: a call, the way to a step at which to leave, and the save.
-    left = now + ahead_s + draw.uniform(1, 2) * (margin.save_s + margin.write_s)
+    left = now + time_to_safe_step_s + draw.uniform(1, 2) * (margin.save_s + margin.write_s)
     assert left <= deadline
     assert deadline - now >= margin.seconds() - 2 * (call_s + margin.save_s + margin.write_s), "it left too early"
 

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.output.files import MOST_HELD
-from horovod_train.output.tensorboard import Board, Events
+from horovod_train.output.tensorboard import Events, TensorBoardWriter
 
 
 def histogram(folder: Path) -> Any:
@@ -21,7 +21,7 @@ def histogram(folder: Path) -> Any:
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
-    board = Board(tmp_path, print)
+    board = TensorBoardWriter(tmp_path, print)
     board.add_histograms(1, {"gradient": tf.constant([[1.0, np.nan], [np.inf, 3.0]], tf.float16)})
     board.close()
     buckets = histogram(tmp_path)
@@ -30,7 +30,7 @@ def test_numbers_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_but_such_numbers_is_an_empty_histogram(tmp_path: Path) -> None:
-    board = Board(tmp_path, print)
+    board = TensorBoardWriter(tmp_path, print)
     board.add_histograms(1, {"gradient": tf.constant([np.nan, np.nan])})
     board.close()
     assert histogram(tmp_path)[:, 2].sum() == 0
@@ -40,7 +40,7 @@ def test_nothing_but_such_numbers_is_an_empty_histogram(tmp_path: Path) -> None:
 def test_buckets_are_those_of_tensorflow(tmp_path: Path, values: list[float]) -> None:
     with tf.summary.create_file_writer(str(tmp_path / "theirs" / "train")).as_default(1):
         tf.summary.histogram("weight", tf.constant(values))
-    board = Board(tmp_path / "ours", print)
+    board = TensorBoardWriter(tmp_path / "ours", print)
     board.add_histograms(1, {"weight": tf.constant(values)})
     board.close()
     theirs, ours = histogram(tmp_path / "theirs"), histogram(tmp_path / "ours")
@@ -51,7 +51,7 @@ def test_buckets_are_those_of_tensorflow(tmp_path: Path, values: list[float]) ->
 def test_a_disk_that_fails_is_said_once_and_costs_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file, where there should be a folder")
     said: list[str] = []
-    board = Board(tmp_path / "tensorboard", said.append)
+    board = TensorBoardWriter(tmp_path / "tensorboard", said.append)
     for step in (1, 2):
         board.add_scalars("train", step, {"loss": 1.0})
         board.add_histograms(step, {"weight": tf.ones([3])})
@@ -70,7 +70,7 @@ def test_a_record_larger_than_what_is_held_is_written_where_there_is_room(tmp_pa
 
 def test_a_profile_that_was_begun_is_ended_with_the_run(tmp_path: Path) -> None:
     for _ in range(2):  # a profiler that was left on could not be started again
-        board = Board(tmp_path, lambda line: exec("raise AssertionError(line)"))
+        board = TensorBoardWriter(tmp_path, lambda line: exec("raise AssertionError(line)"))
         board.start_profile(7)
         board.close()
     assert not [*tmp_path.rglob("*.pb")]

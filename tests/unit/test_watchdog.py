@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from horovod_train.distributed.watchdog.coordinator import RootGuard
+from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat
-from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
 from horovod_train.distributed.watchdog.transport import Line, Lost, Server, connect
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 
 SIZE = 3
 
@@ -31,7 +31,7 @@ class Group:
         return f"rank {rank} (here)"
 
 
-class Counting(RootGuard):
+class Counting(Coordinator):
     """A root's guard that counts how often it judges, and can fail at it."""
 
     decisions = 0
@@ -47,7 +47,7 @@ class Counting(RootGuard):
 @pytest.fixture
 def guard() -> Iterator[Counting]:
     server = Server("127.0.0.1", SIZE)
-    started = Counting(Group(), NoRankLog(), Limits(8, 600, 600), server, print)  # type: ignore[arg-type]
+    started = Counting(Group(), NullRankLog(), StallLimits(8, 600, 600), server, print)  # type: ignore[arg-type]
     started.start()
     yield started
     started.is_closed = True
@@ -118,7 +118,7 @@ def test_root_judges_once_in_a_while_however_much_it_hears(guard: Counting) -> N
 
 
 def test_hundreds_of_ranks_give_signs_of_life_less_often() -> None:
-    few, many = Limits(ranks=256), Limits(ranks=2048)
+    few, many = StallLimits(ranks=256), StallLimits(ranks=2048)
     assert (few.beat_s, many.beat_s) == (1.0, 8.0)
     assert many.turn_s == 1.0
     assert many.silent_after_s >= 4 * many.beat_s

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from horovod_train.commands.doctor.finding import Finding, fail
+from horovod_train.commands.doctor.finding import CheckResult, fail
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(finding.level == "fail" for finding in findings))
 
 
-def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[Finding], bool]:
+def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
     from horovod_train.distributed.group import start
-    from horovod_train.distributed.watchdog.stall_detector import Limits
+    from horovod_train.distributed.watchdog.stall_detector import StallLimits
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
     chosen = config or Config()
-    limits = Limits(chosen.watch.warn_after_s, chosen.watch.stop_after_s, chosen.watch.first_step_after_s)
+    limits = StallLimits(chosen.watch.warn_after_s, chosen.watch.stop_after_s, chosen.watch.first_step_after_s)
     alarm = _Alarm(arguments.timeout)
     try:
         group = start(
@@ -83,7 +83,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
     findings = [finding for check in _checks(config, _existing(folder)) for finding in check(group)]
     # Figures differ between ranks; the exit code must not.
-    findings = [Finding(**said) for said in group.broadcast_object([vars(finding) for finding in findings])]
+    findings = [CheckResult(**said) for said in group.broadcast_object([vars(finding) for finding in findings])]
     group.close()
     return findings, group.is_root
 
@@ -114,7 +114,7 @@ def _existing(folder: Path) -> Path:
     return folder.resolve()
 
 
-def _show(findings: Sequence[Finding], to: str | None) -> None:
+def _show(findings: Sequence[CheckResult], to: str | None) -> None:
     if to is not None:
         text = json.dumps({"checks": [finding.as_dict() for finding in findings]}, indent=2)
         if to == "-":
@@ -134,7 +134,7 @@ def _show(findings: Sequence[Finding], to: str | None) -> None:
     sys.stdout.flush()
 
 
-def _advice(finding: Finding) -> str:
+def _advice(finding: CheckResult) -> str:
     return f". {finding.do}" if finding.do else ""
 
 

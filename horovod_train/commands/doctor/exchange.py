@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce
 from horovod_train.distributed.optimizer import DistributedOptimizer
@@ -19,7 +19,7 @@ SLOW_GB_PER_S = 0.1
 MOST_ERROR = 1e-6
 
 
-def check_averaging(group: WorkerGroup) -> Finding:
+def check_averaging(group: WorkerGroup) -> CheckResult:
     """Collective: one step of a DistributedOptimizer on other data on each rank, against the mean worked out here.
 
     The same step of the plain optimizer must leave the ranks with different weights: else nothing would be proved.
@@ -29,7 +29,7 @@ def check_averaging(group: WorkerGroup) -> Finding:
     return judge_averaging([own for own, _ in by_rank], [wrapped for _, wrapped in by_rank], keras.__version__)
 
 
-def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], version: str) -> Finding:
+def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], version: str) -> CheckResult:
     """own, wrapped: of each rank its weights after a step without and with the exchange; from the same weights."""
     expected = np.mean(own, axis=0)  # plain SGD: the mean of the ranks' weights is a step along the mean gradient
     error = float(max(np.max(np.abs(weights - expected)) for weights in wrapped))
@@ -70,12 +70,12 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
     return np.concatenate([weight.numpy().ravel() for weight in model.weights])
 
 
-def check_speed(group: WorkerGroup, seconds: float = 2.0) -> Finding:
+def check_speed(group: WorkerGroup, seconds: float = 2.0) -> CheckResult:
     """Collective: time and throughput of one allreduce by its size; beside MPI alone where MPI runs."""
     return judge_speed(measure_allreduce(group, SIZES, seconds), group.size, len(set(group.hosts)))
 
 
-def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> Finding:
+def judge_speed(speeds: Sequence[Speed], ranks: int, hosts: int) -> CheckResult:
     rows = ["       bytes      time     GB/s" + ("   MPI alone" if speeds[-1].mpi_s is not None else "")]
     for speed in speeds:
         alone = "" if speed.mpi_s is None else f"   {_time(speed.mpi_s):>9}"

@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """level "fail": a run here would fail, hang or be wrong. "warning": it would be slow, or part of it."""
 
     name: str
@@ -30,13 +30,13 @@ class Finding:
 Facts = Mapping[str, Any]
 
 
-def ok(name: str, text: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> Finding:
-    return Finding(name, "ok", text, "", dict(facts or {}), tuple(rows))
+def ok(name: str, text: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> CheckResult:
+    return CheckResult(name, "ok", text, "", dict(facts or {}), tuple(rows))
 
 
-def warning(name: str, text: str, do: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> Finding:
-    return Finding(name, "warning", text, do, dict(facts or {}), tuple(rows))
+def warning(name: str, text: str, do: str, facts: Facts | None = None, rows: Sequence[str] = ()) -> CheckResult:
+    return CheckResult(name, "warning", text, do, dict(facts or {}), tuple(rows))
 
 
-def fail(name: str, text: str, do: str, facts: Facts | None = None) -> Finding:
-    return Finding(name, "fail", text, do, dict(facts or {}))
+def fail(name: str, text: str, do: str, facts: Facts | None = None) -> CheckResult:
+    return CheckResult(name, "fail", text, do, dict(facts or {}))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
 from horovod_train.distributed.gpus import list_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import mpi_place, scheduler_tasks
 
 
-def check_launcher(group: WorkerGroup) -> Finding:
+def check_launcher(group: WorkerGroup) -> CheckResult:
     """Collective: who started the ranks, and whether launcher, Horovod, MPI and scheduler count alike.
 
     Launcher and Horovod have been compared when the group started.
@@ -37,7 +37,7 @@ def check_launcher(group: WorkerGroup) -> Finding:
 
 def judge_counts(
     text: str, counts: Mapping[str, int], places: Sequence[tuple[int, int]], facts: Mapping[str, object]
-) -> Finding:
+) -> CheckResult:
     """counts: ranks by who counts them. places: of each rank Horovod's number and MPI's."""
     said = ", ".join(f"{who} counts {count}" for who, count in counts.items())
     if [rank for rank, _ in places] != list(range(len(places))):
@@ -56,7 +56,7 @@ def judge_counts(
     return ok("launcher", text, facts)
 
 
-def check_hosts(group: WorkerGroup) -> Finding:
+def check_hosts(group: WorkerGroup) -> CheckResult:
     """Ranks by host; an uneven spread makes the hosts with fewer wait."""
     spread = Counter(group.hosts)
     text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
@@ -67,14 +67,14 @@ def check_hosts(group: WorkerGroup) -> Finding:
     return ok("hosts", text, {"ranks_by_host": dict(spread)})
 
 
-def check_devices(group: WorkerGroup) -> Finding:
+def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     seen = len(tf.config.list_physical_devices("GPU"))
     return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), seen)))
 
 
-def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Finding:
+def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
     """rows: of each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
     for rank, (host, uuids, listed, seen) in enumerate(rows):
@@ -104,7 +104,7 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Find
     return ok("devices", f"{on_gpu} ranks, each with a GPU of its own", facts)
 
 
-def check_threads(group: WorkerGroup) -> Finding:
+def check_threads(group: WorkerGroup) -> CheckResult:
     """Collective: the ranks' threads against the cores of their host, its quota and their binding."""
     mine = tf.config.threading.get_intra_op_parallelism_threads()
     bound = sorted(os.sched_getaffinity(0))
@@ -112,7 +112,7 @@ def check_threads(group: WorkerGroup) -> Finding:
     return judge_threads([(host, threads, set(cores), *more) for host, threads, cores, *more in rows])
 
 
-def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Finding:
+def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> CheckResult:
     """rows: of each rank host, threads, the cores that it is bound to, how many the host has, and its quota of them."""
     per_host = Counter(host for host, *_ in rows)
     shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
@@ -122,10 +122,10 @@ def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Find
         if threads > len(bound):
             text = f"rank {rank} ({host}) has {threads} threads bound to {len(bound)} of {cores} cores"
             return warning("threads", text, "Start it with mpirun --bind-to none, or srun --cpus-per-task.", facts)
-        together = sum(other for name, other, *_ in rows if name == host)
+        raise_together = sum(other for name, other, *_ in rows if name == host)
         available = min(cores, quota)
-        if together > math.ceil(available):
-            text = f"{host}: {per_host[host]} ranks with {together} threads share {available:g} cores"
+        if raise_together > math.ceil(available):
+            text = f"{host}: {per_host[host]} ranks with {raise_together} threads share {available:g} cores"
             return warning("threads", text, "Start fewer ranks there, or ask for more cores.", facts)
         share = min(quota, len(set().union(*(other for name, _, other, *_ in rows if name == host)))) / per_host[host]
         if 2 * threads <= share:
@@ -143,7 +143,7 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
         return math.inf
 
 
-def check_settings(group: WorkerGroup) -> Finding:
+def check_settings(group: WorkerGroup) -> CheckResult:
     """What Horovod and MPI were told, and by whom."""
     rows = tuple(
         f"{setting.name}={setting.value}  ({setting.origin}{f': {setting.why}' if setting.why else ''})"

@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from horovod_train import __version__
-from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency
@@ -17,7 +17,7 @@ from horovod_train.errors import RanksDisagree
 PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "mpi4py")
 
 
-def check_versions(group: WorkerGroup, config: Config | None) -> list[Finding]:
+def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
     """Collective: the versions, and whether all ranks have the same, and the same code and config."""
     versions = {"horovod_train": __version__, "python": platform.python_version(), **_packages()}
     shown = ", ".join(f"{name} {value}" for name, value in versions.items())
@@ -46,7 +46,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def check_build(group: WorkerGroup) -> Finding:
+def check_build(group: WorkerGroup) -> CheckResult:
     """What Horovod was built with, and what the ranks use of it."""
     build = horovod_build(group)
     text = f"Horovod built with {', '.join(build.built)}; ranks meet over {build.controller}"

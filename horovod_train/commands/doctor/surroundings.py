@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from horovod_train.commands.doctor.finding import Finding, fail, ok, warning
+from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import clock_offsets_s, exchange_interface
 from horovod_train.output.removal import Made, remove
@@ -32,7 +32,7 @@ class Interface(NamedTuple):
     """0 where the driver does not say."""
 
 
-def check_network(group: WorkerGroup) -> Finding:
+def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
     own = {name: (found.address, found.mbit_per_s) for name, found in own_interfaces().items()}
     by_rank = group.gather((own, exchange_interface()))
@@ -40,7 +40,7 @@ def check_network(group: WorkerGroup) -> Finding:
     return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
 
 
-def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> Finding:
+def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> CheckResult:
     """rows: of each rank its host, the interfaces that are up there, and those that it was told to use.
 
     These are names with commas, or None where nobody has said. Horovodrun tells all ranks the same; under plain srun
@@ -89,7 +89,7 @@ def _speed(found: Interface) -> str:
     return f" {found.mbit_per_s / 1000:g} Gbit/s" if found.mbit_per_s else ""
 
 
-def check_file_system(group: WorkerGroup, folder: Path) -> Finding:
+def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     """Collective: what root writes and syncs, all ranks see; what each rank writes, root sees. Leaves nothing."""
     token = group.broadcast_object(f".doctor-{secrets.token_hex(6)}")
     place = folder / token
@@ -118,7 +118,7 @@ def check_file_system(group: WorkerGroup, folder: Path) -> Finding:
     return judge_file_system(folder, problems, written_s, max(seen for _, seen in rows), group.broadcast_object(free))
 
 
-def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, seen_s: float, free: int) -> Finding:
+def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, seen_s: float, free: int) -> CheckResult:
     """problems: sentences; free: bytes left."""
     facts = {"folder": str(folder), "written_s": written_s, "seen_s": seen_s, "free_bytes": free}
     if problems:
@@ -171,12 +171,12 @@ def _wait_for(is_so: Callable[[], bool]) -> bool:
         time.sleep(0.05)
 
 
-def check_clocks(group: WorkerGroup) -> Finding:
+def check_clocks(group: WorkerGroup) -> CheckResult:
     """Collective: how far the hosts' clocks are apart."""
     return judge_clocks(clock_offsets_s(group), group.hosts)
 
 
-def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> Finding:
+def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> CheckResult:
     """offsets_s: of each rank's clock from root's."""
     worst = max(range(len(offsets_s)), key=lambda rank: abs(offsets_s[rank]))
     facts = {"offsets_s": [round(offset, 6) for offset in offsets_s]}

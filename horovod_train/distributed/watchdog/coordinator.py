@@ -15,25 +15,25 @@ from horovod_train.distributed.watchdog.role import (
     ANSWER_WITHIN_S,
     DISAPPEARED,
     Cause,
-    Guard,
+    Role,
     end_process,
     in_background,
 )
-from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
 from horovod_train.distributed.watchdog.transport import Lost, Message, Server
 from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 
-class RootGuard(Guard):
+class Coordinator(Role):
     """say: shows a warning to the user."""
 
     def __init__(
-        self, group: WorkerGroup, log: NoRankLog, limits: Limits, server: Server, say: Callable[[str], None]
+        self, group: WorkerGroup, log: NullRankLog, limits: StallLimits, server: Server, say: Callable[[str], None]
     ) -> None:
         super().__init__(group, log, limits, judged=list(range(group.size)))
         self._server, self._say = server, say
@@ -46,14 +46,14 @@ class RootGuard(Guard):
     def receive(self, rank: int, message: Message, now: float) -> None:
         match message:
             case {"kind": "beat", "beat": beat}:
-                self.judge.hear(rank, Beat(**beat), now)
+                self.stall_detector.hear(rank, Beat(**beat), now)
             case {"kind": "claim"}:
                 self._answer(rank)
             case {"kind": "cause", "cause": cause}:
                 self.tell(Cause(**cause))
             case {"kind": "bye"}:
                 self._done.add(rank)
-                self.judge.forget(rank)
+                self.stall_detector.forget(rank)
             case {"kind": "stalled", "text": text}:  # The others have ended, because this process was frozen.
                 self.record_stall(f"the other ranks have ended: {text}")
                 end_process(Stalled.exit_code)
@@ -61,21 +61,21 @@ class RootGuard(Guard):
     def lose(self, rank: int, lost: Lost, now: float) -> None:
         if rank in self._done or not lost.closed:
             return
-        self.judge.forget(rank)
+        self.stall_detector.forget(rank)
         self.tell(Cause(rank, DISAPPEARED, 1))
 
     def beat(self, beat: Beat, now: float) -> None:
-        self.judge.hear(self.group.rank, beat, now)
+        self.stall_detector.hear(self.group.rank, beat, now)
         self.send({"kind": "beat", "beat": vars(beat)})
 
     def decide(self, now: float) -> None:
-        idle_s = self.judge.idle_s(now)
-        if idle_s >= self.judge.stop_after_s():
-            self._stop(self.judge.sentence(now), now)
-        elif idle_s >= self.judge.warn_after_s() and self._stands_since is None:
+        idle_s = self.stall_detector.idle_s(now)
+        if idle_s >= self.stall_detector.stop_after_s():
+            self._stop(self.stall_detector.sentence(now), now)
+        elif idle_s >= self.stall_detector.warn_after_s() and self._stands_since is None:
             self._stands_since = now - idle_s
-            self._warn(self.judge.sentence(now))
-        elif idle_s < self.judge.warn_after_s() and self._stands_since is not None:
+            self._warn(self.stall_detector.sentence(now))
+        elif idle_s < self.stall_detector.warn_after_s() and self._stands_since is not None:
             self._warn(f"the ranks go on, after {now - idle_s - self._stands_since:.0f} s")
             self._stands_since = None
 
@@ -90,7 +90,7 @@ class RootGuard(Guard):
     def send(self, message: Message) -> None:
         self._server.send_all(message)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         self._server.close()
 
     def _answer(self, rank: int) -> None:
@@ -105,7 +105,7 @@ class RootGuard(Guard):
 
     def _stop(self, sentence: str, now: float) -> None:
         self.send({"kind": "stop", "text": sentence})
-        waiting = set(self._server.ranks) - set(self.judge.silent(now))
+        waiting = set(self._server.ranks) - set(self.stall_detector.silent(now))
         see = "; the stacks of all ranks are in logs/" if self.log.name else ""
         to_stderr(f"error: stalled: {sentence}{see}")
         self.record_stall(sentence)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from horovod_train.distributed.watchdog.heartbeat import Beat
-from horovod_train.distributed.watchdog.stall_detector import Judge, Limits
+from horovod_train.distributed.watchdog.stall_detector import StallDetector, StallLimits
 from horovod_train.distributed.watchdog.transport import Lost, Message
 from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
@@ -44,14 +44,14 @@ class Cause:
     exit_code: int
 
 
-class Guard:
+class Role:
     """`changed` guards all that is public here, and what is sent."""
 
-    def __init__(self, group: WorkerGroup, log: NoRankLog, limits: Limits, judged: list[int]) -> None:
+    def __init__(self, group: WorkerGroup, log: NullRankLog, limits: StallLimits, judged: list[int]) -> None:
         self.group, self.log = group, log
         self.limits = limits = dataclasses.replace(limits, ranks=group.size)
         self.names = [group.name(rank) for rank in range(group.size)]
-        self.judge = Judge(self.names, judged, limits)
+        self.stall_detector = StallDetector(self.names, judged, limits)
         self.changed = threading.Condition()
         self.speaker: int | None = None
         """The rank that shows its exception: the first that failed."""
@@ -101,7 +101,7 @@ class Guard:
     def send(self, message: Message) -> None:
         raise NotImplementedError
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         raise NotImplementedError
 
     # What both need.
@@ -110,7 +110,7 @@ class Guard:
         """Notes why the run ends. The first cause is the cause."""
         if self.cause is None and not self.is_closed:
             self.cause = cause
-            self.begin_to_end(cause.exit_code)
+            self.start_exit_timer(cause.exit_code)
             self.changed.notify_all()
             if cause.what == DISAPPEARED:
                 # At once: a launcher may end this process too in a moment.
@@ -118,13 +118,13 @@ class Guard:
             if cause.rank != self.group.rank:
                 in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
 
-    def blame_the_silent(self, now: float) -> None:
+    def report_silent(self, now: float) -> None:
         """Once Horovod has given up: gloo does so after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watch would."""
-        silent = self.judge.silent(now, after_s=4 * self.limits.beat_s)
+        silent = self.stall_detector.silent(now, after_s=4 * self.limits.beat_s)
         if self.cause is None and silent:
-            self.tell(Cause(silent[0], self.judge.silence(silent[:1], now), Stalled.exit_code))
+            self.tell(Cause(silent[0], self.stall_detector.silence(silent[:1], now), Stalled.exit_code))
 
-    def begin_to_end(self, exit_code: int) -> None:
+    def start_exit_timer(self, exit_code: int) -> None:
         """From now on the process has LEAVE_WITHIN_S to end."""
         if self._ends_since is None:
             self._ends_since, self._exit_code = time.monotonic(), exit_code
@@ -154,7 +154,7 @@ class Guard:
                 self._turn()
                 continue
             time.sleep(self.limits.turn_s / 10)  # Where each turn fails, it is not to take a core.
-        self.hang_up()
+        self.close_connections()
 
     def _turn(self) -> None:
         """Hear all that has come, then judge: at most once in turn_s, however much comes."""
@@ -163,7 +163,7 @@ class Guard:
         with self.changed:
             if now - self._turned_at > self.limits.turn_s + _AWAY_AFTER_S:
                 # What this process did not hear in the meantime is nobody's fault.
-                self.judge.forgive(now - self._turned_at)
+                self.stall_detector.discount_own_pause(now - self._turned_at)
                 self.away_until = now + _AWAY_AFTER_S
             self._turned_at = now
             for rank, message in received:

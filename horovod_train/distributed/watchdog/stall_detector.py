@@ -14,7 +14,7 @@ _BEATS_PER_S = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class StallLimits:
     """How long no rank may make progress, in seconds."""
 
     warn_after_s: float = 60.0
@@ -50,13 +50,13 @@ class _Seen:
     first_step: int | None
 
 
-class Judge:
+class StallDetector:
     """Hears the beats of ranks. `now` is seconds on any one clock.
 
     names: of every rank, as a message shows it. judged: the ranks whose beats come here; the others are taken to wait.
     """
 
-    def __init__(self, names: Sequence[str], judged: Sequence[int], limits: Limits) -> None:
+    def __init__(self, names: Sequence[str], judged: Sequence[int], limits: StallLimits) -> None:
         self.names, self.limits = names, limits
         self._judged = set(judged)
         self._seen: dict[int, _Seen] = {}
@@ -80,7 +80,7 @@ class Judge:
         self._judged.discard(rank)
         self._seen.pop(rank, None)
 
-    def forgive(self, seconds: float) -> None:
+    def discount_own_pause(self, seconds: float) -> None:
         """The one who judges was away for so long: it could not hear anything."""
         for seen in self._seen.values():
             seen.heard_at += seconds

@@ -17,15 +17,15 @@ from types import TracebackType
 from typing import Any
 
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
-from horovod_train.distributed.watchdog.coordinator import RootGuard
+from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.listener import Address
-from horovod_train.distributed.watchdog.role import ANSWER_WITHIN_S, LEAVE_WITHIN_S, Cause, Guard, in_background
-from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.role import ANSWER_WITHIN_S, LEAVE_WITHIN_S, Cause, Role, in_background
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
 from horovod_train.distributed.watchdog.transport import Server, choose_host, connect, exchange_interface
-from horovod_train.distributed.watchdog.worker import MemberGuard
+from horovod_train.distributed.watchdog.worker import Worker
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
 from horovod_train.output.console import to_stderr, unfailing
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 
 _CONNECT_WITHIN_S = 10.0
 _AROUND_THE_MESSAGE = re.compile(
@@ -33,10 +33,10 @@ _AROUND_THE_MESSAGE = re.compile(
 )
 
 
-class NoWatch:
+class NullWatchdog:
     """Nobody watches. As a context manager it shows the exception that ends the run, as every watch does."""
 
-    def __init__(self, group: WorkerGroup, log: NoRankLog) -> None:
+    def __init__(self, group: WorkerGroup, log: NullRankLog) -> None:
         self.group, self.log = group, log
         self._is_closed = False
 
@@ -57,7 +57,7 @@ class NoWatch:
             self._is_closed = True
             self._note_end(ended, exit_code, **facts)
 
-    def __enter__(self) -> NoWatch:
+    def __enter__(self) -> NullWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -107,17 +107,17 @@ class NoWatch:
         )
 
 
-class Watch(NoWatch):
+class Watchdog(NullWatchdog):
     """What the main thread asks of the guard that watches beside it."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Role) -> None:
         super().__init__(guard.group, guard.log)
         self._guard = guard
 
     def report_failure(self, text: str, show: Callable[[], None], exit_code: int = 1) -> None:
         guard = self._guard
         with guard.changed:
-            guard.begin_to_end(exit_code)
+            guard.start_exit_timer(exit_code)
             if guard.cause is None:
                 guard.claim()
             guard.changed.wait_for(lambda: guard.speaker is not None or guard.cause is not None, ANSWER_WITHIN_S)
@@ -136,10 +136,10 @@ class Watch(NoWatch):
     def explain_loss(self, timeout_s: float = LEAVE_WITHIN_S) -> Cause | None:
         guard, until = self._guard, time.monotonic() + timeout_s
         with guard.changed:
-            guard.begin_to_end(1)
+            guard.start_exit_timer(1)
             while guard.cause is None and time.monotonic() < until:
                 guard.changed.wait(guard.limits.turn_s)
-                guard.blame_the_silent(time.monotonic())
+                guard.report_silent(time.monotonic())
             return guard.cause
 
     def close(self, ended: str = "done", exit_code: int = 0, **facts: Any) -> None:
@@ -165,9 +165,9 @@ class Watch(NoWatch):
             self._guard.say_once(line)
 
 
-def open_watch(
-    group: WorkerGroup, log: NoRankLog, limits: Limits, *, say: Callable[[str], None] = to_stderr
-) -> NoWatch:
+def open_watchdog(
+    group: WorkerGroup, log: NullRankLog, limits: StallLimits, *, say: Callable[[str], None] = to_stderr
+) -> NullWatchdog:
     """Collective: the ranks watch over each other from here on.
 
     say: shows a line to the user, on root. A rank that cannot reach root says so and goes on unwatched.
@@ -176,24 +176,24 @@ def open_watch(
     own = server.address if server else None
     told = group.broadcast_object((own.host, own.port, own.token) if own else None)
     if told is None:
-        return NoWatch(group, log)
+        return NullWatchdog(group, log)
     address = Address(*told)
-    guard: Guard
+    guard: Role
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
-        guard = RootGuard(group, log, limits, server, say)
+        guard = Coordinator(group, log, limits, server, say)
     else:
         try:
-            guard = MemberGuard(group, log, limits, connect(address, group.rank, _CONNECT_WITHIN_S))
+            guard = Worker(group, log, limits, connect(address, group.rank, _CONNECT_WITHIN_S))
         except OSError as error:
             where = f"root at {address.host}:{address.port}"
             to_stderr(f"warning: {group.name(group.rank)} is not watched: cannot reach {where}: {error}")
-            return NoWatch(group, log)
+            return NullWatchdog(group, log)
     guard.start()
-    return Watch(guard)
+    return Watchdog(guard)
 
 
-def stall_environment(limits: Limits) -> dict[str, str]:
+def stall_environment(limits: StallLimits) -> dict[str, str]:
     """What Horovod is to be told before it starts, so that the watch speaks first and Horovod ends what it cannot.
 
     HOROVOD_GLOO_TIMEOUT_SECONDS is how long gloo bears a frozen rank, and also how long it waits for ranks to start.
@@ -214,7 +214,7 @@ def _open_server(group: WorkerGroup) -> Server | None:
         return None
 
 
-def _end_process_in_time(log: NoRankLog) -> None:
+def _end_process_in_time(log: NullRankLog) -> None:
     """For when the guard's thread cannot: Python's own end, in which no thread of Python runs, may hang in TensorFlow,
     Horovod or, last of all, MPI.
     """

@@ -6,12 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from horovod_train.distributed.watchdog.heartbeat import Beat
-from horovod_train.distributed.watchdog.role import ANSWER_WITHIN_S, DISAPPEARED, Cause, Guard, end_process
-from horovod_train.distributed.watchdog.stall_detector import Judge, Limits
+from horovod_train.distributed.watchdog.role import ANSWER_WITHIN_S, DISAPPEARED, Cause, Role, end_process
+from horovod_train.distributed.watchdog.stall_detector import StallDetector, StallLimits
 from horovod_train.distributed.watchdog.transport import Line, Lost, Message
 from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
-from horovod_train.output.rank_log import NoRankLog
+from horovod_train.output.rank_log import NullRankLog
 
 if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
@@ -19,13 +19,13 @@ if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
 _OTHERS_WRITE_S = 2.0
 
 
-class MemberGuard(Guard):
+class Worker(Role):
     """line: to root."""
 
-    def __init__(self, group: WorkerGroup, log: NoRankLog, limits: Limits, line: Line) -> None:
+    def __init__(self, group: WorkerGroup, log: NullRankLog, limits: StallLimits, line: Line) -> None:
         super().__init__(group, log, limits, judged=[0])
         self._line = line
-        self._own = Judge(self.names, [group.rank], self.limits)
+        self._own = StallDetector(self.names, [group.rank], self.limits)
         self._root_is_done = False
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:
@@ -34,7 +34,7 @@ class MemberGuard(Guard):
     def receive(self, rank: int, message: Message, now: float) -> None:
         match message:
             case {"kind": "beat", "beat": beat}:
-                self.judge.hear(rank, Beat(**beat), now)
+                self.stall_detector.hear(rank, Beat(**beat), now)
             case {"kind": "speaker", "rank": speaker}:
                 self.speaker = speaker
                 self.changed.notify_all()
@@ -42,7 +42,7 @@ class MemberGuard(Guard):
                 self.know(Cause(**cause))
             case {"kind": "bye"}:
                 self._root_is_done = True
-                self.judge.forget(rank)
+                self.stall_detector.forget(rank)
             case {"kind": "stop", "text": text}:
                 self.record_stall(text)
                 self.send({"kind": "ready"})
@@ -54,7 +54,7 @@ class MemberGuard(Guard):
     def lose(self, rank: int, lost: Lost, now: float) -> None:
         if self._root_is_done or not lost.closed:
             return
-        self.judge.forget(rank)
+        self.stall_detector.forget(rank)
         if now < self.away_until and self.cause is None:
             self.record_stall("this process was frozen, and the others have ended meanwhile")
             end_process(Stalled.exit_code)
@@ -65,11 +65,11 @@ class MemberGuard(Guard):
         self.send({"kind": "beat", "beat": vars(beat)})
 
     def decide(self, now: float) -> None:
-        idle_s = min(self.judge.idle_s(now), self._own.idle_s(now))
-        limit_s = max(self.judge.stop_after_s(), self._own.stop_after_s())
-        if not self.judge.silent(now) or idle_s < limit_s:
+        idle_s = min(self.stall_detector.idle_s(now), self._own.idle_s(now))
+        limit_s = max(self.stall_detector.stop_after_s(), self._own.stop_after_s())
+        if not self.stall_detector.silent(now) or idle_s < limit_s:
             return
-        sentence = self.judge.sentence(now)
+        sentence = self.stall_detector.sentence(now)
         self.send({"kind": "stalled", "text": sentence})
         # All that are left come to this at about the same time and cannot ask each other who speaks: the first that is
         # not on root's host, which may be what failed.
@@ -90,5 +90,5 @@ class MemberGuard(Guard):
     def send(self, message: Message) -> None:
         self._line.send(message)
 
-    def hang_up(self) -> None:
+    def close_connections(self) -> None:
         self._line.close()

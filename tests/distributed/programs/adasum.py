@@ -37,18 +37,18 @@ def combined(gradients: list[np.ndarray], name: str) -> np.ndarray:
     return exchange(tf.constant(gradients[rank], tf.float32), name).numpy()
 
 
-together = combined(drawn, "drawn")
+raise_together = combined(drawn, "drawn")
 rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([rank, rank]), tf.constant([size, 3]))
 facts = {
     "exchange": group.exchange,
     "errors": {
         "orthogonal": rel_error(combined(orthogonal, "orthogonal"), np.sum(orthogonal, axis=0)),
         "equal": rel_error(combined(equal, "equal"), equal[0]),
-        "drawn": rel_error(together, by_the_paper(drawn)),
+        "drawn": rel_error(raise_together, by_the_paper(drawn)),
         "sparse": rel_error(exchange(rows, "sparse"), np.full((size, 3), 2.0)),
     },
-    "from_mean": rel_error(together, np.mean(drawn, axis=0)),
-    "from_sum": rel_error(together, np.sum(drawn, axis=0)),
+    "from_mean": rel_error(raise_together, np.mean(drawn, axis=0)),
+    "from_sum": rel_error(raise_together, np.sum(drawn, axis=0)),
 }
 
 keras.utils.set_random_seed(3)

@@ -107,7 +107,7 @@ except RanksDisagree as error:
     facts["disagreement"] = str(error)
 
 try:
-    with group.together():
+    with group.raise_together():
         if rank == size - 1:
             raise UserError("file missing")
     facts["together"] = "went on"

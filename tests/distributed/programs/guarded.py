@@ -11,13 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from horovod_train.distributed.watchdog.coordinator import RootGuard
+from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.distributed.watchdog.listener import Address
-from horovod_train.distributed.watchdog.role import Guard
-from horovod_train.distributed.watchdog.stall_detector import Limits
+from horovod_train.distributed.watchdog.role import Role
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
 from horovod_train.distributed.watchdog.transport import Server, connect
-from horovod_train.distributed.watchdog.worker import MemberGuard
+from horovod_train.distributed.watchdog.worker import Worker
 from horovod_train.output import rank_log
 from horovod_train.output.console import to_stderr
 
@@ -40,16 +40,16 @@ class Group:
 
 
 out, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-limits = Limits(float(sys.argv[4]), float(sys.argv[5]), float(sys.argv[5]))
+limits = StallLimits(float(sys.argv[4]), float(sys.argv[5]), float(sys.argv[5]))
 group = Group(rank, size)
 meeting_point = out / "address"
-guard: Guard
+guard: Role
 
 if rank == 0:
     rank_log.make_folder(out)
     server = Server("127.0.0.1", size)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
-    guard = RootGuard(group, log, limits, server, to_stderr)
+    guard = Coordinator(group, log, limits, server, to_stderr)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
     meeting_point.with_suffix(".new").rename(meeting_point)
 else:
@@ -58,7 +58,7 @@ else:
     host, port, token = meeting_point.read_text().split()
     line = connect(Address(host, int(port), token), rank, 10.0)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
-    guard = MemberGuard(group, log, limits, line)
+    guard = Worker(group, log, limits, line)
 guard.start()
 group.heartbeat.phase("exchange")
 (out / f"pid-{rank}").write_text(str(os.getpid()))

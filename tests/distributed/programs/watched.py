@@ -21,13 +21,13 @@ from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.data.feed import Feed
 from horovod_train.distributed.group import start
 from horovod_train.distributed.watchdog.phase_variable import Place
-from horovod_train.distributed.watchdog.stall_detector import Limits
-from horovod_train.distributed.watchdog.watchdog import NoWatch, open_watch
+from horovod_train.distributed.watchdog.stall_detector import StallLimits
+from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog
 from horovod_train.errors import AlreadySaid
 from horovod_train.output import rank_log
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-LIMITS = Limits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=60.0)
+LIMITS = StallLimits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=60.0)
 TROUBLE_AT_STEP = 30
 
 group = start(HorovodConfig(), DeviceConfig())
@@ -38,7 +38,7 @@ host = group.hosts[group.rank]
 said = rank_log.introduction(group.rank, group.size, group.launcher, host)
 log = rank_log.open_rank_log(OUT, group.rank, host, said=said)
 group.heartbeat.tell = log.write
-watch = NoWatch(group, log) if TROUBLE == "unwatched" else open_watch(group, log, LIMITS)
+watch = NullWatchdog(group, log) if TROUBLE == "unwatched" else open_watchdog(group, log, LIMITS)
 
 step = tf.Variable(0, dtype=tf.int64)
 place = Place(step)
