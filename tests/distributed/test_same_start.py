@@ -67,6 +67,7 @@ def launch(digits: Path, folder: Path, first: Rank, second: Rank, prepare: Prepa
         (folder / name / "config.yaml").write_text(CONFIG)
         (folder / name / "sitecustomize.py").write_text(SHIM)
         shutil.copytree(digits, folder / name / "digits", copy_function=shutil.copyfile)  # copies of another time
+        forget_counts(folder / name)
     prepare(folder / "second")
     ranks = [first.command(folder / "first", folder / "run"), second.command(folder / "second", folder / "run")]
     options = ["--oversubscribe", "--bind-to", "none"]
@@ -82,11 +83,20 @@ def turn_round(path: Path) -> None:
     path.write_bytes(b"".join([*split_records(path.read_bytes())][::-1]))
 
 
-def rescale(here: Path) -> None:
+def edit_dataset(here: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     path = here / "digits/dataset.json"
     content = json.loads(path.read_text())
-    content["features"]["image_raw"]["scale"] = 0.5
+    edit(content)
     path.write_text(json.dumps(content))
+
+
+def forget_counts(here: Path) -> None:
+    """As with records that were made elsewhere: only the other ranks can tell that a file is missing."""
+    edit_dataset(here, lambda content: content.pop("counts"))
+
+
+def rescale(here: Path) -> None:
+    edit_dataset(here, lambda content: content["features"]["image_raw"].update(scale=0.5))
 
 
 def edit_code(here: Path) -> None:
