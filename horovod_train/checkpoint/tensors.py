@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -148,7 +148,7 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
         raise UserError(f"{checkpoint.folder}: {error}.") from error
     for name, variable in variables.items():
         if name not in arrays:
-            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_otherwise(name)}.")
+            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_otherwise(name, arrays)}.")
         saved, wanted = arrays[name], variable.shape.as_list()
         if list(saved.shape) != wanted or saved.dtype.name != variable.dtype.name:
             raise UserError(
@@ -160,10 +160,14 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
     return arrays
 
 
-def _otherwise(name: str) -> str:
+def _otherwise(name: str, saved: Iterable[str]) -> str:
     """What was other in a run whose checkpoints lack a variable, as the end of a sentence."""
     of_settings = {"ema/": "without train.ema_decay", "exchange/": "with another train.synchronization"}
-    found = [other for prefix, other in of_settings.items() if name.startswith(prefix)]
+    found = [
+        other
+        for prefix, other in of_settings.items()
+        if name.startswith(prefix) and not any(each.startswith(prefix) for each in saved)
+    ]
     return found[0] if found else "from another model or optimizer"
 
 
