@@ -179,17 +179,22 @@ BAD = {
         "expected a name that ends in .npz or .csv",
     ),
     "no such folder": (["predict", "{run}", "--out", "{here}/no/x.npz"], "{here}/no is not a folder"),
-    "exists": (["export", "{run}", "--out", "{here}"], "exists already. Give another name, or --force"),
+    "not ours": (["export", "{run}", "--out", "{here}"], "is not a SavedModel, and stays as it is"),
+    "exists": (["export", "{run}", "--out", "{saved}"], "exists already. Give another name, or --force"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, warm: WarmProcess, name: str) -> None:
     words, expected = BAD[name]
-    finished = warm([word.format(run=run_dir, here=tmp_path) for word in words])
+    saved = run_dir.parent / "saved"
+    saved.mkdir(exist_ok=True)
+    (saved / "saved_model.pb").touch()
+    places = {"run": run_dir, "here": tmp_path, "saved": saved}
+    finished = warm([word.format(**places) for word in words])
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()
-    assert expected.format(run=run_dir, here=tmp_path) in line
+    assert expected.format(**places) in line
     assert not list(tmp_path.iterdir())
 
 
