@@ -68,8 +68,6 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.clip_norm", "must be above 0; received 0, which would clip nothing. Leave it out."
     if train.ema_decay is not None and train.ema_decay >= 1:
         yield "train.ema_decay", f"must be less than 1; received {train.ema_decay}."
-    if train.clip_norm == 0:
-        yield "train.clip_norm", "must be above 0; received 0. Leave it out to clip nothing."
     if train.synchronization != "every_step" and config.precision == "mixed_float16":
         yield "precision", f"mixed_float16 needs train.synchronization: every_step; received {train.synchronization}."
     if train.synchronization == "local" and train.non_finite == "skip":
