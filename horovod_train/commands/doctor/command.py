@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from horovod_train.commands.doctor.finding import CheckResult, fail
+from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config

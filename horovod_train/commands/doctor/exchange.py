@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce
 from horovod_train.distributed.optimizer import DistributedOptimizer

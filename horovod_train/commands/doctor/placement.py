@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.distributed.gpus import list_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import mpi_place, scheduler_tasks

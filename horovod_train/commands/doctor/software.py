@@ -6,7 +6,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from horovod_train import __version__
-from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency

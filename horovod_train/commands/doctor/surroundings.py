@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import psutil
 
-from horovod_train.commands.doctor.finding import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import clock_offsets_s, exchange_interface
 from horovod_train.output.removal import Made, remove
