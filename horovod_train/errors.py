@@ -1,4 +1,4 @@
-"""How a run can end badly: one exception class per exit code. Says nothing about how they are shown; see main."""
+"""How a run can fail: one exception class per exit code. main shows them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RanksDisagree(RunError):
 
 
 class RanksStartApart(RanksDisagree):
-    """The ranks were started with different data, config, code or versions: found before they train."""
+    """The ranks started with different data, config, code or versions: found before training."""
 
     exit_code = 2
 
@@ -38,7 +38,7 @@ class Stalled(RunError):
 
 
 class AlreadySaid(RunError):
-    """The reason has been shown; what is left to give is the exit code."""
+    """The reason has been shown; only the exit code is left."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)
@@ -46,4 +46,4 @@ class AlreadySaid(RunError):
 
 
 class FailedElsewhere(AlreadySaid):
-    """Another rank failed and has said why; this one only leaves, without a word of its own."""
+    """Another rank failed and has reported why; this one exits silently."""

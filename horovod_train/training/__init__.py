@@ -1,1 +1,1 @@
-"""One run: run.py in order, build.py its parts, loop.py the steps, hooks and actions between them, step.py one step."""
+"""Trains a model. run.py opens the parts, build.py makes them, loop.py runs steps and hooks, step.py is one step."""

@@ -1,4 +1,4 @@
-"""The actions that a run takes between steps: log, evaluate, check, save. When they are due: hooks and agenda.
+"""The actions of a run between steps: log, evaluate, check, save. hooks and agenda decide when they are due.
 
 Every rank runs all of them, in the same order.
 """
@@ -26,7 +26,7 @@ from horovod_train.training.stopping import PeriodicSync, StopCoordinator
 
 @dataclass(eq=False)
 class LogTraining:
-    """Shows the mean training loss and metrics since the last time, the learning rate and the speed."""
+    """Logs mean training loss and metrics since the last log, the learning rate and the speed."""
 
     group: WorkerGroup
     output: NullOutput
@@ -35,25 +35,25 @@ class LogTraining:
     train_step: TrainStep
     watch: Stopwatch
     more: dict[str, float] = field(default_factory=dict, init=False)
-    """Figures of others for the next line, such as how long saving has held up training."""
+    """Values that other actions add to the next log line, such as the time that saving blocked training."""
 
     def __post_init__(self) -> None:
         self.last_read: tuple[float, int, int] = (0.0, 0, 0)
         self.last_step = int(self.state.step)
 
     def add(self, name: str, seconds: float) -> None:
-        """For the next line: how long something has held up training since the last."""
+        """Add to the next log line the time for which something has blocked training."""
         self.more[name] = self.more.get(name, 0.0) + seconds
 
     def __call__(self, step: int) -> None:
         if step == self.last_step:
-            return  # nothing to tell since
+            return  # no new steps
         self.last_step = step
         values = self.train_step.seen.result(self.group)
         averages = self.state.average_losses(self.group)
         averages["total_loss"] = averages["loss"] + averages["penalty"]
         values["total_loss"] = values["loss"] + values["penalty"]
-        if not values["penalty"]:  # without one, the sum is the loss
+        if not values["penalty"]:  # without a penalty, total_loss is the loss
             for name in ("penalty", "total_loss"):
                 del values[name], averages[name]
         values |= {f"{name}_average": average for name, average in averages.items()}
@@ -80,7 +80,7 @@ class LogTraining:
 
 @dataclass(eq=False)
 class Evaluate:
-    """Loss and metrics over the whole evaluation set, each record once, whatever the number of ranks."""
+    """Computes loss and metrics over the whole evaluation set: each record once, at any number of ranks."""
 
     group: WorkerGroup
     output: NullOutput
@@ -91,9 +91,9 @@ class Evaluate:
     stopping: StopCoordinator
     steps_per_call: int
     evaluated: tf.Variable
-    """int64: the step of the last evaluation that came to its end."""
+    """int64: the step of the last completed evaluation."""
     watchers: Sequence[Callable[[int, Mapping[str, float]], str | None]]
-    """Told (step, values) after each evaluation; what they return ends the run."""
+    """Called with (step, values) after each evaluation; a returned stop reason ends the run."""
 
     def is_done(self, step: int) -> bool:
         return int(self.evaluated) == step
@@ -121,8 +121,8 @@ class Evaluate:
         left = self.pipeline.steps_per_epoch
         while left:
             steps = min(left, self.steps_per_call)
-            self.group.heartbeat.phase("evaluate")  # each call is progress
-            with self.pipeline.explaining():  # the caller would look for it in the training data
+            self.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
+            with self.pipeline.explaining():  # by default errors are explained from the training data
                 self.eval_step.run(batches, steps)
             left -= steps
             if reason := self.stopping.vote_periodically():
@@ -132,7 +132,7 @@ class Evaluate:
 
 @dataclass(eq=False)
 class CheckAgreement:
-    """Ends the run where ranks do not hold the same weights, slots and counters."""
+    """Ends the run if weights, slots or counters differ between ranks."""
 
     group: WorkerGroup
     state: TrainState
@@ -146,7 +146,7 @@ class CheckAgreement:
 
 @dataclass(eq=False)
 class Save:
-    """Hands a copy of the state to the store, after all ranks have shown that they hold the same."""
+    """Passes a copy of the state to the store, after checking that it is equal on all ranks."""
 
     group: WorkerGroup
     store: NullStore
@@ -179,7 +179,7 @@ class Save:
 
 @dataclass(eq=False)
 class EveryMinutes:
-    """Runs an action when root's clock says so: after a call, about once a second, every rank asks root."""
+    """Runs an action every `minutes` by root's clock, which all ranks read about once a second, after a call."""
 
     group: WorkerGroup
     minutes: float

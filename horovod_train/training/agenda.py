@@ -1,4 +1,4 @@
-"""What happens when: the actions of a run and the steps at which they are due. Does not do anything itself."""
+"""Builds the actions of a run and the hooks that say at which steps they are due. Runs none of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from horovod_train.training.stopping import PeriodicSync, StopCoordinator
 
 @dataclass(frozen=True)
 class Show:
-    """What TensorBoard shows besides scalars, off the clock that measures training."""
+    """What TensorBoard shows besides scalars; the time it takes does not count as training time."""
 
     histograms: Action
     start_profile: Action
@@ -30,7 +30,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Actions:
-    """What a run does between steps; `evaluate` is None where there is nothing to evaluate."""
+    """The actions of a run between steps; `evaluate` is None without evaluation data."""
 
     log: LogTraining
     evaluate: Evaluate | None
@@ -117,7 +117,7 @@ def build_hooks(
     output: NullOutput,
     actions: Actions,
 ) -> list[Hook]:
-    """In the order in which they run at a step where several are due: what is saved has been evaluated."""
+    """Build the hooks, in the order in which they run at a step where several are due: evaluate, then save."""
     log, evaluate, save = actions.log, actions.evaluate, actions.save
     per_call = config.train.steps_per_call
 
@@ -128,7 +128,7 @@ def build_hooks(
         return save(step) if int(components.best.step) == step else None
 
     profiled = config.log.profile_at_steps
-    due = [at(profiled, actions.show.stop_profile)]  # first, so that it sees the step and nothing else
+    due = [at(profiled, actions.show.stop_profile)]  # first: the profile holds only the step
     due += [every(per_call, output.show_progress), every(config.log.every_steps, log, at_end="always")]
     due += [every(config.log.histograms_every_steps, actions.show.histograms)]
     if evaluate:
@@ -143,6 +143,6 @@ def build_hooks(
         due += [every(per_call, EveryMinutes(group, config.checkpoint.every_minutes, save))]
     due += [every(config.checkpoint.every_steps, save)]
     due += [every(epochs(config.checkpoint.every_epochs), save, at_end="always")]
-    # A run that goes on just before such a step has still to begin.
+    # A run that resumes just before a profiled step must still start the profile.
     due += [at([step - 1 for step in profiled], actions.show.start_profile, is_done=lambda step: False)]
     return due

@@ -1,4 +1,4 @@
-"""Makes the parts that a run trains with, from its config. Nothing here meets other ranks or writes a file."""
+"""Builds the parts that a run trains with, from its config. Does not communicate with other ranks; writes no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from horovod_train.training.sync import build_synchronization
 
 @dataclass(frozen=True)
 class Components:
-    """What a run trains with."""
+    """The parts that a run trains with."""
 
     train: Pipeline
     eval: Pipeline | None
@@ -43,14 +43,14 @@ class Components:
     best: Best
     early_stopping: EarlyStopping
     evaluated: tf.Variable
-    """int64: the step of the last evaluation that came to its end."""
+    """int64: the step of the last completed evaluation."""
     last_step: int
     warnings: tuple[str, ...] = ()
-    """What a user may not expect of this config."""
+    """Effects of this config that a user may not expect."""
 
 
 def build_components(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Components:
-    """Data, model, optimizer with slots, compiled steps. Raises UserError for what the user must fix.
+    """Build data, model, optimizer with slots, and compiled steps. Raises UserError for what the user must fix.
 
     `config` is resolved: its global batch size is known.
     """
@@ -79,12 +79,12 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         predivide=exchange.predivide,
         deterministic=config.deterministic,
     )
-    # Both always, so that switching one on does not make a checkpoint another run's.
+    # Always create both, so that a checkpoint loads whether or not the option is on.
     best = Best("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
-    optimizer.build(model.trainable_variables)  # slots exist before the broadcast
+    optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
     averages = MovingAverages(model, config.train.ema_decay)
     kept = list(averages.variables.values())
     synchronization = build_synchronization(
@@ -137,7 +137,7 @@ def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) 
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
-    """The model as it trains: on the devices of this rank, in stages where there are several."""
+    """Build the model as it trains: on this rank's devices, cut into stages if there are several."""
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
     check_sendable(model.weights)
@@ -154,7 +154,7 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
 
 
 def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:
-    """This rank's batches of the records. Raises UserError."""
+    """Build the pipeline of this rank's batches. Raises UserError."""
     data = config.data
     assert data.global_batch_size is not None
     global_batch_size = data.global_batch_size
@@ -174,15 +174,15 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
 
 
 def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor]:
-    """How a step learns how many records all ranks hold in it."""
+    """Return a function that gives the number of records all ranks have in a step."""
     if config.data.on_bad_record == "error":
-        return lambda batch: batch.count  # as planned: nobody needs to be asked
-    # Some may have been left out, and only the ranks together know how many.
+        return lambda batch: batch.count  # exact as planned; no exchange needed
+    # Bad records may have been skipped, so only the sum over ranks gives the number.
     return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.weights), "step.count"), 1.0)
 
 
 def _check_watched(config: Config, seen: Accumulator) -> None:
-    # Early stopping follows its metric wherever there is an evaluation, also with nothing to stop at.
+    # Early stopping tracks its metric whenever there is an evaluation, even without a stop condition.
     watched = {"checkpoint.best": config.checkpoint.best}
     watched["early_stopping"] = config.early_stopping if config.data.eval else None
     names = [*seen.sums, *(metric.name for metric in seen.metrics)]

@@ -1,4 +1,4 @@
-"""The best value of an evaluation metric so far. Remembers it as variables; does not save and does not stop."""
+"""Tracks the best value of an evaluation metric, in variables. Does not save and does not stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_train.config.settings import EarlyStoppingConfig, Watched
 
 
 class Best:
-    """Holds the best value, its step, and the evaluations since: variables, so that a checkpoint carries them."""
+    """The best value, its step, and the number of evaluations since: variables, so that a checkpoint contains them."""
 
     def __init__(self, name: str, watched: Watched, min_delta: float = 0.0) -> None:
         self.metric, self.sign, self.min_delta = watched.metric, 1 if watched.mode == "max" else -1, min_delta
@@ -22,13 +22,13 @@ class Best:
         self.variables = {variable.name.removesuffix(":0"): variable for variable in own}
 
     def forget(self) -> None:
-        """Starts anew, as for another metric."""
+        """Reset, as for another metric."""
         self.value.assign(math.nan)
         self.step.assign(-1)
         self.evaluations_since.assign(0)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the values of an evaluation, the same on all ranks. NaN never is best."""
+        """Take the values of an evaluation, the same on all ranks. NaN never counts as best."""
         new, old = values[self.metric], float(self.value)
         is_better = math.isnan(old) or self.sign * (new - old) > self.min_delta
         if math.isnan(new) or not is_better:
@@ -40,26 +40,26 @@ class Best:
 
 
 class EarlyStopping:
-    """Whether an evaluation is reason to end: the target is reached, or patience is at its end."""
+    """Decides after an evaluation whether to stop: the target is reached, or patience has run out."""
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self.config = config
         self.best = Best("early_stopping", config, config.min_delta)
 
     def update(self, step: int, values: Mapping[str, float]) -> str | None:
-        """Takes the values of an evaluation, the same on all ranks; why to end, or None."""
+        """Take the values of an evaluation, the same on all ranks; return the stop reason or None."""
         self.best.update(step, values)
         return self.reached(values[self.config.metric]) or self.ended()
 
     def reached(self, value: float) -> str | None:
-        """Why a value is reason to end, or None."""
+        """Return a stop reason if `value` reaches the target, else None."""
         name, target = self.config.metric, self.config.target
         if target is not None and self.best.sign * (value - target) >= 0:
             return f"target reached: {name} {value:.6g}"
         return None
 
     def ended(self) -> str | None:
-        """Why the evaluations so far are reason to end, as they still are when such a run is started again; or None."""
+        """Return the stop reason that the evaluations so far give, also after a restart; else None."""
         if reached := self.reached(float(self.best.value)):
             return reached
         name, waited = self.config.metric, int(self.best.evaluations_since)

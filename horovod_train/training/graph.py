@@ -1,6 +1,6 @@
-"""The graph of one training step, as TensorFlow compiles it, with names that fold well in TensorBoard.
+"""Builds the graph of one training step, as TensorFlow compiles it, with names that TensorBoard can fold well.
 
-Traces the step once more and never runs it. Does not write it.
+Traces the step again and never runs it. Does not write it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PARTS = (
     "dropout_seeds",
     "watch",
 )
-"""Scopes of the compiled step, besides those of the layers."""
+"""Scopes of the compiled step, other than layers."""
 
 _INPUT = re.compile(r"(\^?)([^:]+)(.*)")
 
 
 def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
-    """Raises UserError where `log.graph_names` names a part that there is not, or gives one no name."""
+    """Raise UserError if `log.graph_names` has a part that does not exist, or a name that is not valid."""
     known = [*PARTS, model.name, *(layer.name for layer in model.layers)]
     for part, name in names.items():
         if part not in known:
@@ -46,10 +46,10 @@ def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
 
 
 def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[str, str | None]) -> Any:
-    """The GraphDef of one step on a batch like `batch` (of tf.TensorSpec).
+    """Return the GraphDef of one step on a batch like `batch` (of tf.TensorSpec).
 
-    Its first folds are `input_data`, `rank_N` with the model and its layers, `exchange`, `update_parameters`; beside
-    them each layer's variables. names: other names for these or for layers; None: what is inside moves one level up.
+    Its top-level folds are `input_data`, `rank_N` with the model and its layers, `exchange`, `update_parameters`, and
+    the variables of each layer. names: other names for these or for layers; None: remove the fold, keep its content.
     """
 
     def one_step(batches: Any) -> tf.Tensor:
@@ -68,11 +68,11 @@ def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[
 
 
 def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | None], layers: Iterable[str]) -> Any:
-    """A copy of a GraphDef with other node names.
+    """Copy a GraphDef with other node names.
 
-    variables: node → name, of those that hold variables. names: other names for single scopes; None: without that
-    scope. layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
-    Gradients, which TensorFlow keeps apart, come into the fold of the rank that computes them.
+    variables: node → name, for nodes that hold variables. names: other names for single scopes; None: remove the scope.
+    layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
+    Gradients, which TensorFlow keeps apart, move into the fold of the rank that computes them.
     """
     found = {prefix for node in graph.node for prefix in _prefixes(node.name)}
     plain = _plain(found, set(layers))
@@ -82,7 +82,7 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
         components = [plain[prefix] for prefix in _prefixes(node.name)]
         if components[:2] == ["gradient_tape", "rank"]:
             components[:2] = ["rank", "gradient_tape"]
-        if "moving_average" in components:  # of all weights: no part of one update
+        if "moving_average" in components:  # covers all weights, so not part of one update
             components = components[components.index("moving_average") :]
         if node.name in variables:
             components = variables[node.name].split("/")
@@ -93,7 +93,7 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     copy.CopyFrom(graph)
     for node in copy.node:
         node.name = new[node.name]
-        node.attr.pop("_class", None)  # names the nodes that it must share a device with
+        node.attr.pop("_class", None)  # lists nodes that must share a device
         for index, given in enumerate(node.input):
             control, source, output = _INPUT.fullmatch(given).groups()  # type: ignore[union-attr]
             node.input[index] = f"{control}{new[source]}{output}"
@@ -101,9 +101,9 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
 
 
 def show_branches(graph: Any) -> Any:
-    """A copy of a GraphDef that also has, below each condition and loop, the nodes of the functions that it calls.
+    """Copy a GraphDef and add, below each condition and loop, the nodes of the functions that it calls.
 
-    For the eye: of an edge inside a function the number of the output is lost.
+    For display only: output indices of inner edges are dropped.
     """
     functions = {function.signature.name: function for function in graph.library.function}
     copy = type(graph)()
@@ -123,7 +123,7 @@ def show_branches(graph: Any) -> Any:
 def _inside(node: Any, called: Any, branch: str) -> list[Any]:
     given = [source for source in node.input if not source.startswith("^")]
     taken = [argument.name for argument in called.signature.input_arg]
-    # A condition's first input chooses the branch, and is not handed on.
+    # A condition's first input selects the branch; its function does not get it.
     names = dict(zip(taken, given[len(given) - len(taken) :], strict=True))
     names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
     made = []
@@ -139,7 +139,7 @@ def _inside(node: Any, called: Any, branch: str) -> list[Any]:
 
 
 def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
-    """Node that stands for a variable → the variable's name under its fold."""
+    """Map each node that stands for a variable to the variable's name under its fold."""
     state = {id(variable.handle): name for name, variable in train_step.state.variables().items()}
     others = {id(variable.handle): f"counters/{variable.name.split(':')[0]}" for variable in traced.graph.variables}
     held = {}
@@ -160,10 +160,10 @@ def _prefixes(name: str) -> list[str]:
 
 
 def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:
-    """Path → its last part, as the layer or the part of the step is called."""
+    """Map each path to its last part, named like the layer or the part of the step."""
     plain = {prefix: prefix.rpartition("/")[2] for prefix in found}
     held = set(plain)
-    # The shorter first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
+    # Shorter names first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
     for prefix in sorted(plain, key=lambda path: (len(path), path)):
         base = re.sub(r"_\d+$", "", prefix)
         last = base.rpartition("/")[2]

@@ -1,7 +1,7 @@
-"""What histograms show: weights, outputs of chosen layers, and the gradient that the ranks average. Writes nothing.
+"""Computes what histograms show: weights, outputs of chosen layers, gradients averaged over ranks. Writes nothing.
 
-Computed by a function of its own on records of its own, so that the compiled training step stays as it is and nothing
-of the run moves: dropout seeds, BatchNorm statistics, metrics and the place in the data are as they were.
+A separate function computes them on separate records. So the compiled training step and the state of the run do not
+change: dropout seeds, BatchNorm statistics, metrics and the place in the data.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from horovod_train.training.step import TrainStep
 
 
 class Summaries:
-    """Computes on the same records each time: what changes from one histogram to the next are the weights."""
+    """Uses the same records each time: from one histogram to the next only the weights change."""
 
     def __init__(
         self, group: WorkerGroup, train_step: TrainStep, read: Callable[[], Batch], activations: Mapping[str, Any]
     ) -> None:
-        """read: gives this rank's share of some step; called once. activations: name to show → layer's name."""
+        """read: returns this rank's share of some step; called once. activations: name to show → layer's name."""
         self.group, self.train_step, self._read = group, train_step, read
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
         self._run = tf.function(self._gradients_and_outputs, autograph=False)
 
     def compute(self) -> dict[str, tf.Tensor]:
-        """Collective: what each histogram counts, of any shape, by name: `hidden1/kernel`, `gradients/hidden1/kernel`.
+        """Collective: return the values of each histogram, any shape; by name, as `hidden1/kernel`.
 
-        Gradients are those of the mean over the records of all ranks, as the ranks combine them, before clipping;
-        of a sparse one the rows that it holds. Outputs are this rank's own.
+        `gradients/hidden1/kernel` is of the mean over the records of all ranks, before clipping; a sparse one gives the
+        rows that it contains. Outputs are this rank's own.
         """
         if self._batch is None:
             self._batch = self._first_part(self._read())
@@ -58,7 +58,7 @@ class Summaries:
         return {name.removeprefix("model/"): variable for name, variable in named if name.startswith("model/")}
 
     def _first_part(self, batch: Batch) -> Batch:
-        """As many rows as are computed at once, and how many records all ranks hold in theirs."""
+        """Collective: take as many rows as one pass computes; the count is over all ranks."""
         rows = batch.weights.shape[0] // self.train_step.objective.accumulate_steps
         part: Batch = tf.nest.map_structure(lambda value: value[:rows], batch._replace(count=()))
         (count,) = self.group.sum([part.weights.numpy().sum()])
@@ -67,7 +67,7 @@ class Summaries:
     def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:
         optimizer, variables = self.train_step.state.optimizer, self.train_step.state.model.trainable_variables
         with tf.GradientTape() as tape:
-            # Assignments to Keras variables go to the scope, and end with it. Regularizers look for weights there.
+            # The scope receives assignments to Keras variables and drops them. Regularizers find the weights in it.
             held = [(variable, as_tf_variable(variable).read_value()) for variable in variables]
             with keras.StatelessScope(held, collect_losses=True), _noting_outputs(self.layers) as outputs:
                 _, _, _, total = self.train_step.objective.forward(batch)
@@ -83,7 +83,7 @@ class Summaries:
 
 
 def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str, keras.Layer]:
-    """Name to show → layer. Raises UserError where the model has no layer of that name."""
+    """Map each name to show to its layer. Raises UserError if the model has no layer of that name."""
     known = dict(_layers(model))
     for shown, name in activations.items():
         if name not in known:
@@ -94,7 +94,7 @@ def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str,
 
 
 def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.Layer]]:
-    """All layers by name; those of a model inside a model as `inner/layer`."""
+    """Yield all layers by name; those of a model inside a model as `inner/layer`."""
     for layer in model.layers:
         yield f"{prefix}{layer.name}", layer
         if isinstance(layer, keras.Model):
@@ -103,7 +103,7 @@ def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.L
 
 @contextmanager
 def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, list[tf.Tensor]]]:
-    """While open, what the layers return is noted, each tensor of each call. Works for every kind of model."""
+    """Record what the layers return inside the block: each tensor of each call, in every kind of model."""
     noted: dict[str, list[tf.Tensor]] = {name: [] for name in layers}
 
     def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

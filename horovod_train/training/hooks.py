@@ -1,4 +1,7 @@
-"""When something happens between steps: every(n, action), at(steps, action); and the clock of a run. What: actions."""
+"""Hooks decide when something happens between steps: every(n, action), at(steps, action). Also the run's stopwatch.
+
+What they run is in actions.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Action = Callable[[int], str | None]
-"""step → why the run must end, or None. Decided on reduced values, so that every rank answers the same."""
+"""step → stop reason, or None. Decided on reduced values, so that every rank returns the same."""
 
 
 @dataclass(frozen=True)
 class Hook:
     """Calls `action(step)` after every step that is a multiple of `every_steps` and, if asked, at the end.
 
-    at_end: "done" where training came to its end; "always" also where the run leaves early, to be started again.
+    at_end: "done" calls it when training is complete; "always" also when the run stops early, to be restarted.
     """
 
     every_steps: int | None
     action: Action
     at_end: Literal["no", "done", "always"] = "no"
     is_done: Callable[[int], bool] = lambda step: True
-    """Whether a run that goes on from a step at which the hook was due need not make up for it."""
+    """Whether the action has been done at `step`; if not, a run that resumes there runs it first."""
 
     def next_step(self, step: int) -> float:
-        """The first step after `step` at which it is due."""
+        """Return the first step after `step` at which the hook is due."""
         return math.inf if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps
 
     def is_due(self, step: int) -> bool:
@@ -40,7 +43,7 @@ def every(steps: int | None, action: Action, **options: Any) -> Hook:
 
 @dataclass(frozen=True)
 class HookAt(Hook):
-    """Calls `action(step)` after each of some steps."""
+    """Calls `action(step)` after each of the given steps."""
 
     steps: tuple[int, ...] = ()
 
@@ -57,7 +60,7 @@ def at(steps: Sequence[int], action: Action, **options: Any) -> Hook:
 
 @dataclass
 class Stopwatch:
-    """Seconds spent training, without those spent evaluating and saving, nor the first call, which compiles."""
+    """Measures training time, without evaluation, saving and the first call, which compiles."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -66,7 +69,7 @@ class Stopwatch:
     _runs: bool = field(default=False, repr=False)
 
     def count(self, steps: int, records: int) -> None:
-        """After each call: what it did. The first only starts the watch."""
+        """Add a finished call; the first one only starts the watch."""
         if self._runs:
             self.steps += steps
             self.records += records
@@ -78,14 +81,14 @@ class Stopwatch:
         return self._runs
 
     def read(self) -> tuple[float, int, int]:
-        """Seconds, steps and records so far."""
+        """Return seconds, steps and records so far."""
         if self._runs:
             now = time.perf_counter()
             self.seconds, self._lap = self.seconds + now - self._lap, now
         return self.seconds, self.steps, self.records
 
     def s_per_step(self) -> float:
-        """The mean so far; 0 as long as nothing has been measured."""
+        """Return the mean seconds per step; 0 if nothing has been measured yet."""
         seconds, steps, _ = self.read()
         return seconds / steps if steps else 0.0
 

@@ -1,6 +1,6 @@
-"""Steps and hooks, from where the state is to the last step or to a reason to leave. Builds nothing.
+"""Runs steps and hooks from the state's current step until the last step or a stop reason. Builds nothing.
 
-All ranks leave at the same step: every reason is either decided on reduced values or voted on.
+All ranks leave at the same step: each stop reason comes from reduced values or from a vote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_train.training.stopping import StopCoordinator
 DONE = "done"
 
 Used = Callable[[int, int, np.ndarray], None]
-"""Told after each call what this rank used: (epoch, first step in it, ids of the records [steps, rows])."""
+"""Called after each compiled call with the records this rank used: (epoch, first step in it, ids [steps, rows])."""
 
 
 def train(
@@ -36,11 +36,11 @@ def train(
     used: Used,
     ended: str | None = None,
 ) -> tuple[str, bool]:
-    """Trains until `last_step`; a call never runs past a step at which a hook is due.
+    """Train until `last_step`; a compiled call never runs past a step at which a hook is due.
 
-    ended: why a run that goes on has already come to its end, if it has.
-    Returns why it ended and whether it was asked to: then it can be started again.
-    Raises DivergedError, on all ranks, where loss or gradients are not finite any more.
+    ended: why a resumed run has already ended, if it has.
+    Returns the stop reason and whether the run was asked to stop; if so, it can be restarted.
+    Raises DivergedError, on all ranks, where loss or gradients are no longer finite.
     """
     step, first = int(state.step), position(state, pipeline)
     epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
@@ -49,7 +49,7 @@ def train(
     group.heartbeat.phase("compile")
     group.heartbeat.probe = train_step.place
     if step and not asked and not ended:
-        # What the run was asked to leave in the midst of, such as an evaluation, comes first.
+        # First finish hooks that the last stop interrupted, such as an evaluation.
         ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
         asked = stopping.vote() if ended else None
     while step < last_step and not ended:
@@ -61,7 +61,7 @@ def train(
         done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
         group.heartbeat.phase("train")
         if not watch.is_running:
-            stopping.pace.forget()  # the first call compiles: later ones will not take as long
+            stopping.pace.forget()  # the first call compiles; later ones are faster
         watch.count(done, _move_on(state, pipeline, ids, used))
         step += done
         if not goes_on:
@@ -70,23 +70,23 @@ def train(
             state.synchronization.next_sync_step(step) - step + steps_per_call
         )
         ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
-        # An evaluation that was asked to end has ended, too.
+        # A hook that ends the run may be an evaluation interrupted by a stop request.
         asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(group)
     at_end = ("always",) if asked else ("done", "always")
     late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
-    if late:  # it may be an evaluation that was asked to end
+    if late:  # may be an evaluation interrupted by a stop request
         asked = asked or stopping.vote()
     return asked or ended or late or DONE, bool(asked)
 
 
 def position(state: TrainState, pipeline: Pipeline) -> int:
-    """The step of its epoch that the state stands before."""
+    """Return the index, within the epoch, of the next step."""
     return -(-int(state.records) // pipeline.global_batch_size)
 
 
 def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used) -> int:
-    """Moves the state's place in the data on by the steps of `ids`; returns the records all ranks used in them."""
+    """Advance the state's place in the data by the steps of `ids`; return the records that all ranks used in them."""
     epoch, at, records = int(state.epoch), position(state, pipeline), 0
     while len(ids):
         steps = min(len(ids), pipeline.steps_per_epoch - at)
@@ -100,6 +100,6 @@ def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used)
 
 
 def _run(step: int, hooks: Sequence[Hook]) -> str | None:
-    """Runs all of them; the first reason to end that one gives."""
+    """Run all hooks; return the first stop reason, or None."""
     reasons = [hook.action(step) for hook in hooks]
     return next((reason for reason in reasons if reason), None)

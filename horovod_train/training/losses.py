@@ -1,4 +1,4 @@
-"""Losses by name: Keras', ours, a user's function, or a weighted sum of one for each output. Exchanges nothing."""
+"""Builds losses by name: Keras', ours, a user's function, or a weighted sum with one for each output. No exchange."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TERM_KEYS = ("name", "options", "target", "weight")
 def smoothed_sparse_categorical_crossentropy(
     targets: tf.Tensor, outputs: tf.Tensor, label_smoothing: float = 0.1
 ) -> tf.Tensor:
-    """Cross-entropy of logits [..., classes] with labels [...] of which label_smoothing is spread over all classes.
+    """Return the cross-entropy of logits [..., classes] with labels [...], with smoothing spread over all classes.
 
-    (1 − ε) · CE(label) + ε · mean over classes k of CE(k). Szegedy et al. 2016 (arXiv:1512.00567), section 7, with
-    ε = 0.1 from there. Returns float32 [...].
+    (1 − ε) · CE(label) + ε · mean over classes k of CE(k), ε = label_smoothing. Szegedy et al. 2016 (arXiv:1512.00567),
+    section 7, also the source of ε = 0.1. Returns float32 [...].
     """
     log_probabilities = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
     one_hot = tf.one_hot(tf.cast(targets, tf.int32), outputs.shape[-1])
@@ -37,27 +37,27 @@ def smoothed_sparse_categorical_crossentropy(
 OWN: dict[str, Callable[..., tf.Tensor]] = {
     "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
 }
-"""Functions (targets, outputs, **options) → [batch, ...], as a user's."""
+"""Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
 
 
 class Loss:
-    """What each record adds to the loss: Σ weight · term(targets, outputs); and the terms themselves, without weights.
+    """The loss of each record: Σ weight · term(targets, outputs), and the terms, unweighted.
 
-    `names`: "loss", and of several outputs `<output>_loss`; all as in Keras' `fit`.
+    `names`: "loss" and, with several outputs, `<output>_loss`, as in Keras' `fit`.
     """
 
     def __init__(self, terms: Mapping[str, tuple[float, LossFunction]]) -> None:
-        """terms: name → (weight, function); the single term of a loss without others is called "loss"."""
+        """terms: name → (weight, function); a single term is called "loss"."""
         self._terms = terms
         self.names = list({"loss": ..., **terms})
 
     def __call__(self, targets: Any, outputs: Any) -> dict[str, tf.Tensor]:
-        """Float32 [batch] by name."""
+        """Return float32 [batch] by name."""
         values = {name: function(targets, outputs) for name, (_, function) in self._terms.items()}
         return values | {"loss": tf.add_n([weight * values[name] for name, (weight, _) in self._terms.items()])}
 
     def sums(self, targets: Any, outputs: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Float32 sums over a batch by name. weights: float32 [batch], of records."""
+        """Return float32 sums over a batch by name. weights: float32 [batch], one for each record."""
         return {
             name: tf.reduce_sum(tf.math.multiply_no_nan(values, weights))
             for name, values in self(targets, outputs).items()
@@ -65,10 +65,10 @@ class Loss:
 
 
 def build_loss(spec: Spec) -> Loss:
-    """A Keras loss by name, one of ours, a user's function by package.module:function, or one for each output.
+    """Build a loss: Keras' or ours by name, a user's function by package.module:function, or one for each output.
 
-    The last is per_output, whose options map outputs to such losses. Values [batch, ...] are averaged over what follows
-    the batch. Raises UserError.
+    For one per output, the name is per_output, whose options map outputs to such losses. Values [batch, ...] are
+    averaged over all axes but the batch. Raises UserError.
     """
     if spec.name == PER_OUTPUT:
         return _build_terms(spec.options)
@@ -102,7 +102,7 @@ def _build_terms(options: Mapping[str, Any]) -> Loss:
 
 
 def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
-    """The weight, and the loss of targets[target] and outputs[output]."""
+    """Return the weight and the loss function of targets[target] and outputs[output]."""
     where = f"loss.options.{output}"
     if isinstance(value, str):
         value = {"name": value}
@@ -122,10 +122,10 @@ def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
 
 
 def pick(values: Any, name: str, kind: str) -> Any:
-    """The one of several targets or outputs that has this name. kind: "target" or "output", for the ValueError."""
+    """Return the target or output with this name. kind: "target" or "output", for the ValueError."""
     if not isinstance(values, Mapping):
         if kind == "target":
-            return values  # a single one goes with every output
+            return values  # a single target is used for every output
         raise ValueError(f"there is no output {name!r}: the model must return a dict of its outputs by name")
     if name not in values:
         raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(values)}")

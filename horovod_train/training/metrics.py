@@ -1,4 +1,4 @@
-"""Means over records, exact over ranks: (sum, weight) pairs that are added up before anything is divided."""
+"""Means over records, exact over ranks: sums and weights are added up before dividing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from horovod_train.training.losses import pick
 
 
 class Accumulator:
-    """The loss and the metrics of one split since the last `result`, on this rank.
+    """Loss and metrics of one split on this rank, since the last `result`.
 
-    Holds float64 sums, so that 10^9 records still count one by one. A Keras metric takes part through its variables:
-    they are summed over ranks, which is exact for every metric whose state adds up, as that of all of Keras' own does.
+    Sums are float64, so that each of 10^9 records still counts. The variables of a Keras metric are summed over ranks,
+    which is exact for every metric whose state adds up, such as all of Keras' own.
     """
 
     def __init__(self, losses: Sequence[str], metrics: Sequence[Metric]) -> None:
-        """losses: the names of the sums that `add` is given. Raises UserError where two have one name."""
+        """losses: the names of the sums passed to `add`. Raises UserError if two names are equal."""
         names = [metric.name for metric in metrics]
         if len({*losses, *names}) != len(losses) + len(names):
             also = ", ".join(losses)
@@ -37,12 +37,12 @@ class Accumulator:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """All that `add` changes."""
+        """All variables that `add` changes."""
         states = [as_tf_variable(variable) for metric in self.metrics for variable in metric.variables]
         return [self.weight, *self.sums.values(), *states]
 
     def add(self, loss_sums: dict[str, tf.Tensor], targets: Any, outputs: Any, weights: tf.Tensor) -> None:
-        """In the compiled step: one batch. loss_sums: weighted, over the batch; weights: float32 [batch]."""
+        """In the compiled step: add one batch. loss_sums: weighted sums over the batch; weights: float32 [batch]."""
         self.weight.assign_add(tf.reduce_sum(tf.cast(weights, tf.float64)))
         for name, value in loss_sums.items():
             self.sums[name].assign_add(tf.cast(value, tf.float64))
@@ -50,12 +50,12 @@ class Accumulator:
             metric.update_state(targets, outputs, sample_weight=weights)
 
     def result(self, group: WorkerGroup) -> dict[str, float]:
-        """Collective: the means over all records that all ranks have added; starts anew."""
+        """Collective: return the means over the records that all ranks have added; then reset."""
         own = [self.weight, *self.sums.values()]
         states = self.variables[len(own) :]
         totals = group.sum([variable.numpy() for variable in [*own, *states]])
         weight, loss_totals, state_totals = float(totals[0]), totals[1 : len(own)], totals[len(own) :]
-        # Nothing has been added where every step was left out.
+        # The weight is 0 if every step was skipped.
         means = [float(total) / weight if weight else math.nan for total in loss_totals]
         values = dict(zip(self.sums, means, strict=True))
         for variable, total in zip(states, state_totals, strict=True):
@@ -69,7 +69,7 @@ class Accumulator:
 
 
 class OfOutput:
-    """A metric on one of several outputs; to whoever holds it, a metric like others."""
+    """A metric on one of several outputs; same interface as a Keras metric."""
 
     def __init__(self, metric: keras.metrics.Metric, output: str, target: str) -> None:
         self.metric, self.output, self.target = metric, output, target
@@ -85,7 +85,7 @@ Metric: TypeAlias = "keras.metrics.Metric | OfOutput"
 
 
 def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
-    """Keras metrics by name, or a user's by package.module:function. Raises UserError for a wrong name or option."""
+    """Build Keras metrics by name or a user's by package.module:function. Raises UserError for bad names or options."""
     metrics: list[Metric] = []
     for spec in specs:
         factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
@@ -103,5 +103,5 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
 
 
 def _number(value: Any) -> float:
-    """A metric's result as one number; of a vector of results, such as per-class F1, the mean."""
+    """Return a metric's result as one number; for a vector, such as per-class F1, its mean."""
     return float(np.mean(keras.ops.convert_to_numpy(value)))

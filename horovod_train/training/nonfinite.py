@@ -1,4 +1,4 @@
-"""Numbers that are not finite any more: seeing it, telling the other ranks, remembering where it began."""
+"""Non-finite numbers: detect them, tell the other ranks, remember where they began."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _THEN = "lower lr_schedule.base_lr, or see train.non_finite"
 
 
 class Failure:
-    """Where this rank's numbers stopped being finite for good. Variables, so that a compiled step can set them.
+    """Records where this rank's numbers became non-finite for good, in variables, which a compiled step can set.
 
-    step: int64; 0 where they have not. is_cause: bool: by this rank's own gradients, not by those of others.
-    loss: float32, of that step; last_loss: of the last one. Both are this rank's part of the mean, penalties included.
-    skips: int32, the updates that were left out in a row before it.
+    step: int64; 0 without a failure. is_cause: bool: caused by this rank's own gradients, not by those of others.
+    loss: float32, of that step; last_loss: of the last step. Both are this rank's part of the mean, penalties included.
+    skips: int32, the updates skipped in a row before it.
     """
 
     def __init__(self) -> None:
@@ -28,30 +28,30 @@ class Failure:
             tf.Variable(value, trainable=False) for value in (tf.constant(0, tf.int64), False, 0.0, 0.0, 0)
         )
         self._what = ""
-        """The variable that is not finite; "" where it is loss or gradients."""
+        """The name of the non-finite variable; "" for loss or gradients."""
 
     def note(self, step: tf.Tensor, own: Sequence[Any], loss: tf.Tensor, skips: tf.Tensor) -> None:
-        """In the compiled step: the combined gradients are not finite. own: this rank's part in them."""
+        """In the compiled step: note that the combined gradients are not finite. own: this rank's part of them."""
         self.step.assign(step)
         self.is_cause.assign(tf.logical_not(are_finite(own)))
         self.loss.assign(loss)
         self.skips.assign(skips)
 
     def note_variables(self, step: int, variables: Mapping[str, tf.Variable], *, is_cause: bool = True) -> None:
-        """Between steps: notes the first of the variables that is not finite, unless the run has failed already.
+        """Between steps: note the first non-finite variable, unless the run has already failed.
 
         is_cause: whether these are this rank's own numbers; else ranks have just combined theirs, which were finite.
         """
         found = not_finite(variables)
         if found and not int(self.step):
             self._what = found[0]
-            # A run can be resumed at step 0, which here means none.
+            # 0 means no failure, but a run may be resumed at step 0.
             self.step.assign(max(1, step))
             self.is_cause.assign(is_cause)
             self.loss.assign(self.last_loss)
 
     def divergence(self, group: WorkerGroup) -> DivergedError:
-        """Collective: what to tell the user, with the ranks on which numbers stopped being finite."""
+        """Collective: return the error for the user, with the ranks on which numbers became non-finite."""
         loss = float(self.loss)
         own = [int(self.step), bool(self.is_cause), math.isfinite(loss), _readable(loss), int(self.skips), self._what]
         facts = group.gather(own)
@@ -74,22 +74,22 @@ class Failure:
 
 
 def present(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """The values of those gradients that there are; of sparse ones, of the rows that they hold."""
+    """Return the values of all gradients that are not None; for sparse ones, of the rows that they contain."""
     values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return [value for value in values if value is not None]
 
 
 def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
-    """Whether none of them holds a NaN or an infinity; by their squares, which read each number once.
+    """Return whether all gradients are free of NaN and infinity. Squares them, to read each number once.
 
-    A number past 1.8e19, whose square float32 cannot hold, counts as infinite.
+    A number past 1.8e19 counts as infinite, because float32 cannot hold its square.
     """
     squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in present(gradients)]
     return tf.math.is_finite(tf.add_n(squares))
 
 
 def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
-    """The names of those floating-point variables that hold a NaN or an infinity."""
+    """Return the names of the floating-point variables that contain a NaN or an infinity."""
     floating = {name: variable for name, variable in variables.items() if variable.dtype.is_floating}
     if not floating:
         return []
@@ -99,9 +99,9 @@ def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
 
 @contextmanager
 def taken_back(variables: Sequence[tf.Variable], judged: Sequence[tf.Variable]) -> Iterator[None]:
-    """In the compiled step: gives `variables` back their values if in the block one of `judged` stops being finite.
+    """In the compiled step: restore `variables` if one of `judged` becomes non-finite inside the block.
 
-    A moving average or a sum that has once been NaN stays NaN, while training continues, which does not read it.
+    A moving average or a sum stays NaN once it is NaN, although training continues, because training does not read it.
     """
     before = [variable.read_value() for variable in variables]
     yield
@@ -114,7 +114,7 @@ def taken_back(variables: Sequence[tf.Variable], judged: Sequence[tf.Variable]) 
 
 
 def spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
-    """The gradients; not finite where the loss is not, so that all ranks learn of it by the exchange that there is.
+    """Return the gradients, non-finite if the loss is, so that the usual exchange tells all ranks.
 
     loss: float32 scalar. Zero times the loss is added to the smallest gradient, which costs least.
     """

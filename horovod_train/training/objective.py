@@ -1,4 +1,4 @@
-"""What a step minimises, and its gradient on one rank: forward, loss, penalties, backward, in parts if need be.
+"""Computes the minimised loss and its gradient on one rank: forward, loss, penalties, backward, in parts if set.
 
 Does not exchange, apply or count anything; see step.
 """
@@ -20,10 +20,10 @@ from horovod_train.training.metrics import Accumulator
 
 
 def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> bool:
-    """Traces model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
+    """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
-    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do.
-    Raises UserError where the model does not take what the records hold.
+    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do. Raises
+    UserError where the model does not accept the records.
     """
     has_own_losses = False
 
@@ -45,10 +45,10 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
 
 
 class Passed(NamedTuple):
-    """What a forward and a backward pass over some rows gave."""
+    """Result of a forward and a backward pass over some rows."""
 
     gradients: list[Any]
-    """One for each trainable variable: a tensor, IndexedSlices, or None where it has no part in the loss."""
+    """One for each trainable variable: a tensor, IndexedSlices, or None if it has no part in the loss."""
     outputs: Any
     losses: dict[str, tf.Tensor]
     """float32: sums over this rank's records, penalties left out; see Loss.names."""
@@ -57,10 +57,11 @@ class Passed(NamedTuple):
 
 
 class Objective:
-    """The mean loss over the records of all ranks, plus penalties: layers' own, and l2 · ½ Σ‖W‖² over the matrices W.
+    """The mean loss over the records of all ranks, plus penalties: those of layers, and l2 · ½ Σ‖W‖² over matrices W.
 
-    Matrices are trainable variables of two dimensions and more, so biases and scales go free; ½‖W‖² is tf.nn.l2_loss.
-    A rank's gradient is that of `size` times its part of the mean, so that the average over ranks is the gradient.
+    Matrices are trainable variables with two or more dimensions, so biases and scales are excluded; ½‖W‖² is
+    tf.nn.l2_loss. A rank's gradient is that of `size` times its part of the mean, so that the average over ranks is the
+    gradient.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Objective:
         l2: float = 0.0,
         jit_compile: bool = False,
     ) -> None:
-        """optimizer: scales the loss where precision asks for it. jit_compile: the passes, by XLA; nothing else."""
+        """optimizer: scales the loss if the precision needs it. jit_compile: compile only the passes with XLA."""
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.size, self.accumulate_steps = size, accumulate_steps
         self.l2 = l2
@@ -83,10 +84,10 @@ class Objective:
             self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
 
     def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
-        """In the compiled step: this rank's gradients, and its parts of the global means times `size` (float32).
+        """In the compiled step: return this rank's gradients, and its parts of the global means times `size` (float32).
 
-        Those are of each loss and of the "penalty", by name. Adds what it saw to `seen`. The records are passed in
-        `accumulate_steps` parts, to bound memory.
+        The parts are of each loss and of "penalty", by name. Adds outputs and losses to `seen`. The records are
+        processed in `accumulate_steps` parts, to bound memory.
         """
         if self.accumulate_steps == 1:
             passed = self._pass(batch)
@@ -117,7 +118,7 @@ class Objective:
             lambda index, *_: index < self.accumulate_steps,
             one_part,
             (0, nothing, dict.fromkeys(self.loss.names, tf.constant(0.0)), tf.constant(0.0)),
-            parallel_iterations=1,  # a forward pass may exchange too
+            parallel_iterations=1,  # a forward pass may communicate too
         )
         totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
         return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
@@ -126,7 +127,7 @@ class Objective:
         return {name: self._share(value, batch) for name, value in sums.items()} | {"penalty": penalty}
 
     def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
-        """What the gradients of such a batch are, in order; None where a variable has no part in the loss."""
+        """Return the kind of each gradient of such a batch, in order; None if a variable has no part in the loss."""
         found: list[Any] = []
 
         def trace(records: Batch) -> None:
@@ -140,7 +141,7 @@ class Objective:
         ]
 
     def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:
-        """Averaged over ranks this is the sum over all ranks, divided by the records of all ranks."""
+        """Scale so that the average over ranks is the sum over all ranks, divided by the records of all ranks."""
         return loss_sum * self.size / tf.cast(batch.count, tf.float32)
 
     def _forward_backward(self, batch: Batch) -> Passed:
@@ -150,9 +151,9 @@ class Objective:
         return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
     def forward(self, batch: Batch, *, components: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
-        """A forward pass in training: outputs, losses and penalty as in Passed, and what is differentiated (float32).
+        """Run a forward pass in training: return outputs, losses, penalty as in Passed, and the value to differentiate.
 
-        parts: of how many such passes the gradients are added up.
+        The last is a float32 scalar. components: the number of such passes whose gradients are added up.
         """
         with rows_that_count(batch.weights):
             outputs = self.model(batch.inputs, training=True)
@@ -170,13 +171,13 @@ class Objective:
 
 
 def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
-    # The same for every record, so that its mean over records is itself.
+    # The penalty is the same for every record, so that its mean over records is itself.
     penalty_sum = passed.penalty * tf.reduce_sum(batch.weights)
     seen.add(passed.losses | {"penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
 
 
 class _Kind(NamedTuple):
-    """Of a gradient."""
+    """Shape and dtypes of a gradient."""
 
     shape: tuple[int, ...]
     dtype: tf.DType
@@ -189,7 +190,7 @@ def _indices_dtype(gradient: Any) -> tf.DType | None:
 
 
 def _nothing(kind: _Kind | None, components: int) -> Any:
-    """Where gradients of one kind are added up over the parts; of sparse ones all rows are kept."""
+    """Return a zero total for adding up gradients of one kind over the parts; sparse ones keep all rows."""
     if kind is None:
         return ()
     if kind.indices_dtype is None:

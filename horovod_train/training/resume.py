@@ -1,6 +1,6 @@
-"""Where a run goes on: the checkpoint to start from, and whether its place in the data still means the same.
+"""Decides where a run resumes: from which checkpoint, and whether its place in the data still has the same meaning.
 
-Root reads; what it finds is broadcast by the caller. Does not write checkpoints.
+Root reads; the caller broadcasts. Does not write checkpoints.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from horovod_train.training.build import Components
 
 
 def batch_of(found: Checkpoint | None) -> int | None:
-    """The global batch size of the run that wrote it."""
+    """Return the global batch size of the run that wrote the checkpoint."""
     return found.facts.setting("data.global_batch_size") if found else None
 
 
 def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NullOutput) -> Config:
-    """The config as `size` ranks run it, with the global batch of before where it does not give one of its own.
+    """Resolve the config for `size` ranks; keep the previous global batch size if the config sets none.
 
-    So a run goes on as it was at any number of ranks. Raises UserError as `resolve` does.
+    So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
     """
     resolved = resolve(config, size, batch_before)
     alone = resolve(config, size).data.global_batch_size
@@ -41,14 +41,14 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None, outpu
 
 
 def restore(config: Config, found: Checkpoint | None, components: Components, output: NullOutput) -> dict[str, Any]:
-    """Gives root's state the values of the checkpoint found; returns the statistics of each rank in it."""
+    """On root, load the checkpoint into the state; return the statistics of each rank in it."""
     if found is None:
         output.say("starting from initial weights")
         return {}
     arrays = load(components.state.variables(), found)
     check_position(components.train, found, output)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
-        components.best.forget()  # the best of another metric
+        components.best.forget()  # belongs to another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
         components.early_stopping.best.forget()
@@ -57,10 +57,10 @@ def restore(config: Config, found: Checkpoint | None, components: Components, ou
 
 
 def check_position(train: Pipeline, found: Checkpoint, output: NullOutput) -> None:
-    """A saved place inside an epoch means something only where the same order of the same records leads there.
+    """Check that a saved place inside an epoch is reached by the same order of the same records.
 
-    And a number of steps, which learning rates and the run's end are reckoned in, only with epochs of equal length.
-    At the end of an epoch other records of that number are allowed, and said.
+    Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
+    of an epoch, different records of the same number are allowed, with a warning. Raises UserError.
     """
     seed, batch = found.facts.setting("seed"), found.facts.setting("data.global_batch_size")
     changed = _changed_files(train, found)
@@ -88,7 +88,7 @@ def check_position(train: Pipeline, found: Checkpoint, output: NullOutput) -> No
 
 
 def _changed_files(train: Pipeline, found: Checkpoint) -> str:
-    """What tells the files of data.train from those that the checkpoint was trained on; "" where nothing is known."""
+    """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
     now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
 

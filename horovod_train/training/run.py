@@ -1,6 +1,6 @@
-"""One run from beginning to end: opens every part in order, hands them to the loop, says how it ended.
+"""Run one training from start to end: open every part in order, hand the parts to the loop, report the result.
 
-Reads top to bottom. Every rank runs every line; what only root may do is behind `output`, `lease` and `store`.
+Read it top to bottom. Every rank runs every line; `output`, `lease` and `store` do nothing on ranks other than root.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from horovod_train.training.shared_records import Split, open_on_all_ranks
 from horovod_train.training.stopping import STOP_FILE_REASON, StopCoordinator
 
 START_AGAIN = 75
-"""Exit code of a run that was asked to stop and has saved: the scheduler may start it again (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop and has saved: the scheduler may restart it (EX_TEMPFAIL)."""
 
 
 def run(config: Config) -> int:
-    """Trains as `config` says; returns the exit code: 0, or START_AGAIN.
+    """Train as `config` says; return the exit code: 0 or START_AGAIN.
 
-    Collective: called by every rank. Raises UserError or RanksStartApart before the first step for what the user must
-    fix, DivergedError or RanksDisagree on all ranks where training must not continue.
+    Collective: called by every rank. Raises UserError or RanksStartApart before the first step for problems that the
+    user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     started = time.time()
     limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
@@ -59,7 +59,7 @@ def run(config: Config) -> int:
         environment=_environment(config, limits),
     )
     with group.raise_together():
-        resolve(config, group.size)  # what is wrong is said before a file is written
+        resolve(config, group.size)  # reports config errors before any file is written
         output = _open_output(config, group)
         lease = open_lease(output.directory, output.say, job=launcher.detect().job)
         rank_log.make_folder(output.directory)
@@ -78,7 +78,7 @@ def run(config: Config) -> int:
 def _train(
     config: Config, group: WorkerGroup, output: NullOutput, lease: NullLease, stopping: StopCoordinator, started: float
 ) -> int:
-    """The run itself, once there is a group to run in, a place to write to and somebody who watches."""
+    """Train and write the summary, once the group, the output and the watchdog are open."""
     consistency.check(group, _facts(config), "at the start", RanksStartApart)
     with group.raise_together():
         store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
@@ -97,7 +97,7 @@ def _train(
         output.say(line)
     for line in components.warnings:
         output.say(f"warning: {line}")
-    # Once, on a fresh start and on a resume alike: slots and counters exist by now.
+    # On a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(components.state.variables().values()))
     components.state.restore_statistics(group, statistics)
     consistency.check(group, components.state.settle(group).digests(), "after the broadcast")
@@ -150,23 +150,23 @@ def _train(
 
 @contextmanager
 def _last_save_finished(group: WorkerGroup, store: NullStore, timeout_s: float) -> Iterator[None]:
-    """If the block fails, the checkpoint that root is writing is finished before the process ends.
+    """If the block fails, wait until root has finished the checkpoint it is writing, then re-raise.
 
-    timeout_s: less than the watch takes for a stall.
+    timeout_s: must be less than the time after which the watchdog reports a stall.
     """
     try:
         yield
     except Exception as error:
         if store.step_under_way is not None:
-            group.heartbeat.phase("save")  # left on, so that the guard gives the rest of the way out this time too
+            group.heartbeat.phase("save")  # phase stays on: the watchdog allows for the rest of the exit too
         store.finish(timeout_s)
         if isinstance(error, DivergedError | RanksDisagree):
-            group.barrier()  # raised on all ranks alike; a launcher ends all of them with the first that leaves
+            group.barrier()  # raised on all ranks; a launcher kills all ranks when the first one exits
         raise
 
 
 def _and_go_on(config: Config, ended: str) -> str:
-    """What must be otherwise at the next start, or it would not go on."""
+    """Return what the user must change in the command or folder so that the next start resumes."""
     never = " with --resume auto" if config.checkpoint.resume == "never" else ""
     return f"{never} without that file" if ended == STOP_FILE_REASON else never
 
@@ -179,7 +179,7 @@ def _draw_graph(config: Config, group: WorkerGroup, components: Components, outp
 
 
 def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NullRankLog:
-    """This rank's own log; the only file that a rank other than root writes."""
+    """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
     said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
     assert config.output_dir is not None
@@ -189,7 +189,7 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NullRankLog:
 
 
 def _environment(config: Config, limits: StallLimits) -> dict[str, str]:
-    """What Horovod and TensorFlow are to find in their environment where the user's says nothing."""
+    """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     stalls = stall_environment(limits) if config.watch.enabled else {}
     return stalls | (traced_memory_environment() if config.log.profile_at_steps else {})
 
@@ -206,7 +206,7 @@ def _open_output(config: Config, group: WorkerGroup) -> NullOutput:
 
 
 def _deadline(config: Config, started: float) -> float | None:
-    """When the process must be gone: by the config or by the scheduler, whichever is sooner."""
+    """Return when the process must have ended, seconds since 1970: the earlier of config and scheduler, if any."""
     own = started + config.train.max_time if config.train.max_time is not None else None
     given = [end for end in (own, launcher.detect().end_time) if end is not None]
     return min(given, default=None)
@@ -222,7 +222,7 @@ def _introduce(group: WorkerGroup, output: NullOutput, config: Config) -> None:
 
 
 def _facts(config: Config) -> dict[str, str]:
-    """What must be equal on all ranks before they build anything."""
+    """Return facts that must be equal on all ranks before anything is built."""
     return {
         "config": consistency.digest(dump(config).encode()),
         "code of horovod_train": consistency.code_digest(),
@@ -231,7 +231,7 @@ def _facts(config: Config) -> dict[str, str]:
 
 
 def _users_code(config: Config) -> dict[str, str]:
-    """The same of the user's own modules, once they have been imported."""
+    """Return digests of the user's own modules, which must be equal too; call after importing them."""
     files = loaded_files(as_dict(config))
     return {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
 

@@ -1,7 +1,7 @@
-"""Opens the records of a run on all ranks and makes sure that they see the same. Does not read any; see data.pipeline.
+"""Opens the records of a run on all ranks and checks that all see the same. Does not read them; see data.pipeline.
 
-Ranks whose files differ (a node-local copy that is not complete, a stale listing) would take different numbers of
-steps and wait for each other, or train on records that others train on too.
+Ranks whose files differ (an incomplete node-local copy, a stale listing) would take different numbers of steps and wait
+for each other, or train on records that other ranks use too.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SHOWN = 3
 def open_on_all_ranks(
     config: DataConfig, splits: Sequence[Split], group: WorkerGroup, say: Callable[[str], None]
 ) -> dict[Split, Records]:
-    """Collective: the records of each split, the same on every rank.
+    """Collective: return the records of each split, the same on every rank.
 
-    Files without a fresh index are scanned by root while the others wait, then by one rank of each host that still
-    finds none, so also where files cannot be locked. say: shows a line, on root.
+    Root scans files without a fresh index while the others wait; then one rank of each host that still finds none does.
+    This works even where files cannot be locked. say: shows a line, on root.
 
-    Raises UserError for anything that is not as it should be, RanksStartApart where ranks see different records.
+    Raises UserError for any problem with the data, RanksStartApart where ranks see different records.
     """
     opened: dict[Split, Records] = {}
     for is_my_turn in (group.is_root, group.local_rank == 0, True):
@@ -47,11 +47,11 @@ def open_on_all_ranks(
 
 
 def _check_equal(group: WorkerGroup, records: Records) -> None:
-    """Collective: raises RanksStartApart, naming a file and the ranks that have another, or lack it."""
+    """Collective: raise RanksStartApart, naming a file and the ranks on which it differs or is missing."""
     try:
         consistency.check(group, records.facts, "at the start", RanksStartApart)
     except RanksStartApart as error:
-        # All ranks are here, so they can meet again; what costs messages as long as lists of files does only now.
+        # All ranks are here, so they can communicate again. File lists make long messages, sent only in this case.
         mine = names_of(records.index.facts)
         roots = group.broadcast_object([list(entry) for entry in mine])
         theirs = [(str(name), str(digest)) for name, digest in roots]

@@ -1,4 +1,4 @@
-"""TrainState: all that a run is made of while it trains, all of it variables. Neither saves nor exchanges it."""
+"""TrainState: the whole state of a training run, all in variables. Neither saves nor exchanges it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from horovod_train.training.nonfinite import Failure, not_finite
 from horovod_train.training.sync import EveryStep, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
-"""Of the moving average of the training loss, as in system S6."""
+"""Decay of the moving average of the training loss, as in system S6."""
 
 
 class TrainState:
-    """A model, its optimizer with slots built, and where in the data the run is.
+    """A model, its optimizer with slots built, and the place of the run in the data.
 
     step: updates tried so far (int64). With a LossScaleOptimizer `optimizer.iterations` counts those applied.
-    epoch: whole passes done; records: those used in the present epoch over all ranks (int64).
-    followed: what else goes on across a resume, by name, such as the best value so far.
+    epoch: complete passes; records: records used in the current epoch over all ranks (int64).
+    followed: other variables to keep across a resume, by name, such as the best value so far.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TrainState:
     ) -> None:
         """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
 
-        losses: what `note_losses` is told of, by name.
+        losses: names of the losses passed to `note_losses`.
         """
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
         if not optimizer.built:
@@ -59,11 +59,11 @@ class TrainState:
         """float32 [losses]: moving averages of this rank's parts of the means times the number of ranks."""
         self.seeds = find_seeds(model)
         self.failure = Failure()
-        # What is not finite by design, such as a mask that a layer keeps, is so from the start.
+        # Variables that are non-finite now, such as a mask kept by a layer, are so by design.
         self._finite_by_design = self._numbers().keys() - not_finite(self._numbers())
 
     def variables(self) -> dict[str, tf.Variable]:
-        """Every variable that ranks must agree on and a checkpoint must hold, by a name that is unique and stable."""
+        """Return all variables that ranks must agree on and a checkpoint must contain, by unique and stable names."""
         named = [
             *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
@@ -76,21 +76,21 @@ class TrainState:
 
     @property
     def statistics(self) -> list[tf.Variable]:
-        """What each rank gathers for itself: BatchNorm's moving statistics, which only inference reads; its losses.
+        """Variables that each rank computes for itself: its losses, and BatchNorm's moving statistics (for inference).
 
-        Those are floating-point weights that were made not to be trained. Weights that are frozen are not among them.
+        The statistics are the floating-point weights that were created as not trainable; frozen weights do not count.
         """
         own = [as_tf_variable(weight) for weight in self.model.weights]
-        # Freezing a layer changes the Keras variable; the tf.Variable in it says for ever what it was made as.
+        # Freezing a layer changes the Keras variable; the inner tf.Variable keeps the value from creation.
         gathered = (variable for variable in own if not variable.trainable and variable.dtype.is_floating)
         return [*gathered, self.loss_averages]
 
     def settle(self, group: WorkerGroup) -> Settled:
-        """Collective: makes equal on all ranks what they let differ between exchanges; mostly nothing.
+        """Collective: make variables equal that may differ between exchanges; often there are none.
 
-        What is returned can be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
+        The result can be compared and saved. Raises DivergedError, on all ranks, as `check_finite` does.
         """
-        self.check_finite(group)  # before an exchange spreads it over all ranks
+        self.check_finite(group)  # before an exchange spreads non-finite numbers to all ranks
         with group.heartbeat.phase("exchange"):
             has_exchanged = self.synchronization.settle(int(self.step))
         if has_exchanged:
@@ -98,9 +98,9 @@ class TrainState:
         return Settled(self)
 
     def check_finite(self, group: WorkerGroup, *, is_own: bool = True) -> None:
-        """Collective: raises DivergedError, on all ranks, where on any of them numbers have stopped being finite.
+        """Collective: raise DivergedError, on all ranks, if numbers on any rank are no longer finite.
 
-        is_own: whether each rank still holds its own numbers, rather than what they have just come to together.
+        is_own: whether each rank still has its own numbers; False directly after ranks have combined them.
         """
         by_design, numbers = self._finite_by_design, self._numbers().items()
         shown = {
@@ -112,29 +112,29 @@ class TrainState:
             raise self.failure.divergence(group)
 
     def _numbers(self) -> dict[str, tf.Variable]:
-        """What must be finite for a run to continue: weights, their averages, statistics, what is yet to be applied."""
+        """Return what must be finite for a run to continue: weights, their averages, statistics, pending gradients."""
         pending = {variable.ref() for variable in self.synchronization.must_be_finite}
         followed = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
         followed |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
         return {name: variable for name, variable in self.variables().items() if variable.ref() in followed}
 
     def note_losses(self, shares: Mapping[str, tf.Tensor]) -> None:
-        """In the compiled step: takes this rank's parts of the means, times the number of ranks, into their averages.
+        """In the compiled step: add this rank's parts of the means, times the number of ranks, to their averages.
 
-        An average is linear, so its mean over ranks is the average of the global loss, though no rank knows that.
+        An average is linear, so its mean over ranks is the average of the global loss, though no rank knows that loss.
         """
         new = tf.stack([shares[name] for name in self.losses])
         moved = LOSS_AVERAGE_DECAY * self.loss_averages + (1 - LOSS_AVERAGE_DECAY) * new
         self.loss_averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(new)), moved, self.loss_averages))
 
     def average_losses(self, group: WorkerGroup) -> dict[str, float]:
-        """Collective: the moving averages of the global training losses by name, corrected for their start at zero."""
+        """Collective: return moving averages of the global training losses by name, corrected for the start at zero."""
         (means,) = group.average([self.loss_averages.numpy()])
         correction = 1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step))
         return {name: float(mean) / correction for name, mean in zip(self.losses, means, strict=True)}
 
     def average_statistics(self, group: WorkerGroup) -> list[np.ndarray]:
-        """Collective: gives all ranks the mean of their statistics; returns this rank's own, for `set_statistics`."""
+        """Collective: set the statistics to their mean over ranks; return this rank's own, for `set_statistics`."""
         own = [variable.numpy() for variable in self.statistics]
         self.set_statistics(group.average(own))
         return own
@@ -144,42 +144,42 @@ class TrainState:
             variable.assign(tf.cast(value, variable.dtype))
 
     def restore_statistics(self, group: WorkerGroup, arrays: Mapping[str, np.ndarray]) -> None:
-        """Collective: gives each rank the statistics that it had, where root's `ranks/` arrays are of as many ranks."""
+        """Collective: give each rank its own statistics, if root's `ranks/` arrays are from as many ranks."""
         by_rank = group.broadcast_object([arrays[f"ranks/{index}"] for index in range(len(arrays))])
         if by_rank and len(by_rank[0]) == group.size:
             self.set_statistics([statistics[group.rank] for statistics in by_rank])
 
     def weights_sha256(self) -> str:
-        """One SHA-256 over the bytes of all weights of the model, in its order."""
+        """Return one SHA-256 over the bytes of all weights of the model, in its order."""
         total = hashlib.sha256()
         for weight in self.model.weights:
             total.update(_bytes(as_tf_variable(weight)))
         return total.hexdigest()
 
     def move_to(self, epoch: int, records: int) -> None:
-        """Notes the place in the data; the compiled step counts `step` itself."""
+        """Note the place in the data; the compiled step counts `step` itself."""
         self.epoch.assign(epoch)
         self.records.assign(records)
 
 
 @dataclass(frozen=True)
 class Settled:
-    """A state that is finite, and equal on all ranks but for statistics; until the next step. See `settle`."""
+    """A state that is finite and, except for statistics, equal on all ranks, until the next step. See `settle`."""
 
     state: TrainState
 
     def digests(self) -> dict[str, str]:
-        """Name of each variable that must be equal on all ranks at every step → SHA-256 of its bytes."""
+        """Map the name of each variable that must be equal on all ranks at every step to the SHA-256 of its bytes."""
         own = {variable.ref() for variable in self.state.statistics}
         variables = self.state.variables()
         compared = {name: variable for name, variable in variables.items() if variable.ref() not in own}
         return {name: hashlib.sha256(_bytes(variable)).hexdigest() for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
-        """Collective: a copy of every variable, statistics averaged; and under `ranks/` those of each rank.
+        """Collective: return copies of all variables, with statistics averaged and, under `ranks/`, those of each rank.
 
-        With the latter a resume at the same number of ranks continues bit for bit; at another it takes the mean. Root
-        alone saves them, so elsewhere there are none.
+        With the latter, a resume at the same number of ranks continues bit for bit; at another number it uses the mean.
+        Only root saves; other ranks return an empty dict.
         """
         own = self.state.average_statistics(group)
         variables = self.state.variables() if group.is_root else {}
@@ -193,10 +193,10 @@ class Settled:
 
 
 class MovingAverages:
-    """Exponential moving averages of the trainable weights, which evaluation uses in their place.
+    """Exponential moving averages of the trainable weights, used instead of the weights in evaluation.
 
     average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
-    (num_updates of tf.train.ExponentialMovingAverage). decay None: none are kept, and nothing is done.
+    (num_updates of tf.train.ExponentialMovingAverage). decay None: no averages, all methods do nothing.
     """
 
     def __init__(self, model: keras.Model, decay: float | None) -> None:
@@ -218,7 +218,7 @@ class MovingAverages:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model holds the averages for as long as the context lasts."""
+        """Replace the weights of the model by their averages inside the block."""
         trained = [tf.identity(weight) for weight in self._weights]
         for weight, average in zip(self._weights, self.variables.values(), strict=True):
             weight.assign(average)
@@ -230,7 +230,7 @@ class MovingAverages:
 
 
 def find_seeds(model: keras.Model) -> list[tf.Variable]:
-    """The states of its random generators, such as dropout's, in the model's order: each rank is to have its own."""
+    """Return the states of the model's random generators, such as dropout's, in its order; each rank sets its own."""
     weights = {id(weight) for weight in model.weights}
     seeds = [variable for variable in model.variables if id(variable) not in weights]
     states = {
@@ -239,17 +239,17 @@ def find_seeds(model: keras.Model) -> list[tf.Variable]:
         for part in keras.tree.flatten([*vars(layer).values()])
         if isinstance(part, keras.random.SeedGenerator)
     }
-    # A seed that was missed would draw equal masks on all ranks, silently.
+    # A missed seed would silently draw equal masks on all ranks.
     assert {id(seed) for seed in seeds} <= states, "model.variables has more than weights and seeds"
     assert seeds or not states, "model.variables does not have the seeds"
     return [as_tf_variable(seed) for seed in seeds]
 
 
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
-    """Weights as a checkpoint names them: `model/` and the path, or `ema/` for their moving averages."""
+    """Name weights as in a checkpoint: `model/` and the path, or `ema/` for their moving averages."""
     return dict(by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
 
 
 def _bytes(variable: tf.Variable) -> memoryview:
-    """Of one copy of it, where `tobytes` would make two."""
+    """Return the bytes with one copy, where `tobytes` would make two."""
     return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8).data

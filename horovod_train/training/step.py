@@ -1,6 +1,7 @@
-"""The compiled steps: gradients, exchange, apply; and forward, loss, metrics. Several steps to a call.
+"""The compiled training and evaluation steps; one call runs several steps.
 
-Does not know epochs, hooks or files. What is minimised is in objective, what ranks exchange in synchronization.
+A training step computes gradients, exchanges and applies them. This module does not know epochs, hooks or files. The
+minimised function is in objective, the exchange between ranks in sync.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from horovod_train.training.state import TrainState
 from horovod_train.training.sync import Exchanged
 
 DRAWS_PER_STEP = 1 << 10
-"""Room in a dropout seed's counter for the draws of one step; a layer draws once or twice."""
+"""Counter values reserved per step for the random draws of one layer, which draws once or twice."""
 
 MAX_OVERFLOWS_IN_A_ROW = 50
-"""Updates that a loss scale may leave out one after the other: halved 50 times, it is 1e-11 where it began at 2^15."""
+"""Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
 
 
 class TrainStep:
-    """Updates a TrainState from batches and adds up what it saw in `seen`.
+    """Updates a TrainState from batches and adds losses and metrics to `seen`.
 
-    The update is the gradient of the mean loss over exactly the records that all ranks together hold in a step: a
-    rank divides its sum by the global count, which the batch carries, so ranks may hold different numbers of records.
+    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step. Each
+    rank divides its sum by the global count, which the batch carries, so ranks may have different numbers of records.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class TrainStep:
         count_over_ranks: Callable[[Batch], tf.Tensor],
         placement: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """max_skips_in_a_row: updates with a non-finite gradient that are left out before `run` ends; 0: the first.
-        A LossScaleOptimizer leaves out MAX_OVERFLOWS_IN_A_ROW at least: they are how it finds its scale.
+        """max_skips_in_a_row: non-finite updates to skip before `run` ends; 0: end at the first.
 
-        count_over_ranks: how many records all ranks hold in the step of a batch.
+        With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
+        count_over_ranks: returns how many records all ranks have in the step of a batch.
         placement: the scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs.
         """
         self.count_over_ranks, self.placement = count_over_ranks, placement
@@ -64,9 +65,9 @@ class TrainStep:
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
-        """Trains on the next `steps` batches, in one compiled call; on fewer if gradients are not finite any more.
+        """Train on the next `steps` batches in one compiled call; stop early where gradients are no longer finite.
 
-        Returns the steps done, whether to go on, and the ids of the records used by this rank, int64 [steps, rows].
+        Returns the steps done, whether to continue, and the ids of the records used by this rank, int64 [steps, rows].
         """
         done, goes_on, ids = self._run(batches, tf.constant(steps, tf.int32))
         return int(done), bool(goes_on), ids.numpy()[: int(done)]
@@ -83,17 +84,17 @@ class TrainStep:
             return done + 1, goes_on, ids.write(done, batch.ids)
 
         ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
-        # One after the other, or two exchanges of one name could be under way.
+        # Iterations run one after the other: otherwise two exchanges with the same name could run concurrently.
         done, goes_on, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
         return done, goes_on, ids.stack()
 
     def train_on(self, batch: Batch) -> tf.Tensor:
-        """One update. Returns whether to go on: the same on all ranks."""
+        """Run one update. Return whether to continue; the same on all ranks."""
         self._set_dropout_seeds()
-        with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # the count may be an exchange too
+        with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # counting may communicate
             batch = batch._replace(count=self.count_over_ranks(batch))
         self.place.enter("compute", after=batch.count)
-        # The same scope on all ranks: Horovod takes part of an exchange's name from it.
+        # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), self._without_poison():
             own, shares = self.objective.gradients(batch, self.seen)
             total = shares["loss"] + shares["penalty"]
@@ -103,7 +104,7 @@ class TrainStep:
         with tf.name_scope("exchange"):
             self.place.enter("exchange", after=own)
             exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
-        with tf.control_dependencies(present(exchanged.gradients)):  # a step counts once it has been exchanged
+        with tf.control_dependencies(present(exchanged.gradients)):  # counts a step only after its exchange
             self.state.step.assign_add(1)
         with tf.name_scope("update_parameters"):
             self._apply(exchanged, losses[self.state.synchronization.delay])
@@ -112,13 +113,13 @@ class TrainStep:
             return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
 
     def _apply(self, exchanged: Exchanged, loss: tf.Tensor) -> None:
-        """Updates the weights, unless gradients are not finite; notes a failure where that has been so for too long.
+        """Update the weights unless gradients are not finite; note a failure after too many skips in a row.
 
-        loss: of the step that the gradients are of.
+        loss: of the step in which the gradients were computed.
         """
         gradients, variables = exchanged.gradients, self.state.model.trainable_variables
         failure, delay = self.state.failure, self.state.synchronization.delay
-        if self.scales_loss:  # leaves out by itself what is not finite, and lowers its scale
+        if self.scales_loss:  # skips non-finite gradients itself and lowers its scale
             self.state.optimizer.apply_combined(gradients, variables)
 
         def update() -> tf.Tensor:
@@ -137,15 +138,15 @@ class TrainStep:
         self.skipped_in_a_row.assign(tf.cond(are_finite(gradients), update, skip))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
-        """In the compiled step: takes back what a pass of this rank leaves in averages and sums that is not finite."""
+        """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
         without = ExitStack()
-        if self.max_skips_in_a_row:  # else the run ends with the first such step, and saves nothing of it
+        if self.max_skips_in_a_row:  # otherwise the run ends at the first such step without saving
             without.enter_context(taken_back(self.state.statistics, self.state.statistics))
             without.enter_context(taken_back(self.seen.variables, list(self.seen.sums.values())))
         return without
 
     def _set_dropout_seeds(self) -> None:
-        """Masks are drawn from (seed, rank, layer, step): other ranks draw others, and a resumed run the same again."""
+        """Seed by (seed, rank, layer, step): masks differ between ranks, and a resumed run draws the same again."""
         with tf.name_scope("dropout_seeds"):
             for variable, key in zip(self.state.seeds, self.seed_keys, strict=True):
                 counter = tf.cast(self.state.step * DRAWS_PER_STEP, tf.uint32)
@@ -153,14 +154,14 @@ class TrainStep:
 
 
 class EvalStep:
-    """Adds the loss and metrics of batches to `seen`."""
+    """Evaluates batches: adds their loss and metrics to `seen`."""
 
     def __init__(self, model: keras.Model, loss: Loss, seen: Accumulator) -> None:
         self.model, self.loss, self.seen = model, loss, seen
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> None:
-        """Evaluates the next `steps` batches, in one compiled call."""
+        """Evaluate the next `steps` batches in one compiled call."""
         self._run(batches, tf.constant(steps, tf.int32))
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
@@ -175,7 +176,7 @@ class EvalStep:
 
 
 def _seed_key(seed: int, rank: int, index: int) -> int:
-    """32 well-mixed bits: the multiply-xorshift finaliser of splitmix64 (Steele et al. 2014)."""
+    """Return 32 well-mixed bits: the multiply-xorshift finaliser of splitmix64 (Steele et al. 2014)."""
     bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64

@@ -1,6 +1,6 @@
-"""StopCoordinator before the end, together: signals, walltime and the stop file, agreed on by one tiny reduction.
+"""Coordinates early stops: ranks agree on signals, walltime and the stop file by one small reduction.
 
-Knows why a rank wants to leave and makes it all ranks' wish. Does not save and does not end the process.
+Makes one rank's stop reason the reason of all ranks. Does not save and does not end the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
 FIRST_SAVE_S = 60.0
-"""Kept before the deadline while no save has been measured; or a tenth of the time there is, if that is less."""
+"""Time kept for a save before the deadline if none has been measured; or a tenth of the time left, if that is less."""
 
 
 class PeriodicSync:
-    """Picks, on all ranks the same, the calls after which to meet: about one a second, whatever a call takes."""
+    """Picks the calls after which ranks synchronise: the same on all ranks, about one a second."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._last = group, time.monotonic()
@@ -40,36 +40,36 @@ class PeriodicSync:
 
     @property
     def longest_s(self) -> float:
-        """The longest time between two of the last meetings, or from where calls of another kind began or ended."""
+        """The longest recent time between two synchronisations, or since calls of another kind began or ended."""
         return max(self._recent_s, default=0.0)
 
     def is_due(self) -> bool:
-        """After each compiled call."""
+        """Call after each compiled call; returns whether to synchronise now."""
         self._calls += 1
         return self._calls >= self._calls_between
 
     def meet(self, values: Sequence[float]) -> np.ndarray:
-        """Collective: the sums of the values over the ranks. What it takes to set the pace travels with them."""
+        """Collective: return the sums of the values over ranks. Also exchanges the times that set the pace."""
         own_seconds = time.monotonic() - self._last
         self._recent_s.append(own_seconds)
         sums, seconds = self.group.sum([values, own_seconds])
-        mean_seconds = float(seconds) / self.group.size  # so that all ranks come to the same
+        mean_seconds = float(seconds) / self.group.size  # the same on all ranks
         self._calls_between = max(1, int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
         self._last, self._calls = time.monotonic(), 0
         return sums
 
     def restart(self) -> None:
-        """Before calls of another kind, which may take longer: the first of them is due."""
+        """Call before calls of another kind, which may take longer: the first one is due."""
         self._last, self._calls, self._calls_between = time.monotonic(), 0, 1
 
     def forget(self) -> None:
-        """After what will not come again, such as the first call, which compiles."""
+        """Forget times that will not occur again, such as the first call, which compiles."""
         self._recent_s.clear()
         self.restart()
 
     @contextmanager
     def other_calls(self) -> Iterator[None]:
-        """In the block, calls are of another kind than before and after it."""
+        """Calls inside the block are of another kind than those before and after it."""
         self.restart()
         try:
             yield
@@ -79,20 +79,20 @@ class PeriodicSync:
 
 @dataclass
 class Margin:
-    """How long before its deadline a run leaves: twice what each part of leaving has taken, as the run measured it.
+    """How long before its deadline a run stops: twice the measured time of each part of stopping.
 
-    first_save_s: for a save, as long as none has been measured.
+    first_save_s: time for a save if none has been measured.
     """
 
     first_save_s: float
     save_s: float = 0.0
-    """The longest that training stood still for a save, its wait for the save before included."""
+    """The longest time that a save blocked training, including its wait for the previous save."""
     write_s: float = 0.0
-    """The longest that a save was being written in the background; a run that leaves waits for its last."""
+    """The longest time a save was written in the background; a run that stops waits for its last one."""
     between_votes_s: float = SECONDS_BETWEEN_VOTES
-    """The longest time between two of the last votes."""
+    """The longest recent time between two votes."""
     time_to_safe_step_s: float = 0.0
-    """How long it may take from here to a step at which the run can be left, and is asked whether to."""
+    """How long it may take until a step at which the run can stop and a vote takes place."""
 
     def seconds(self) -> float:
         saving_s = max(self.first_save_s, 2 * (self.save_s + self.write_s))
@@ -100,10 +100,10 @@ class Margin:
 
 
 class StopCoordinator:
-    """Collects this rank's reasons to leave. `vote` gives the first one that any rank has, the same on all.
+    """Collects this rank's stop reasons. `vote` returns the first reason of any rank, the same on all.
 
-    deadline: seconds since 1970 by which the process must be gone, or None.
-    run_dir: on root, the folder where a file named STOP asks the run to end; None elsewhere.
+    deadline: seconds since 1970 by which the process must have ended, or None.
+    run_dir: on root, the folder in which a file named STOP asks the run to end; None on other ranks.
     """
 
     def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NullLease) -> None:
@@ -112,15 +112,15 @@ class StopCoordinator:
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
         self.margin = Margin(min(FIRST_SAVE_S, left / 10))
         self.last_write_s: Callable[[], float] = lambda: 0.0
-        """How long the last save has been written in the background so far."""
+        """Returns the time that the last save has been written in the background so far."""
         self.at_walltime: dict[str, float] = {}
-        """Once the ranks leave for the deadline: what was left, what was kept for it, and what had been measured."""
+        """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
         self._received: set[int] = set()
         self.pace = PeriodicSync(group)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Signals become reasons instead of ending the process; a second SIGINT ends it at once."""
+        """Treat signals as stop reasons instead of ending the process; a second SIGINT ends it immediately."""
         before = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             with _end_at_second_sigint():
@@ -130,11 +130,11 @@ class StopCoordinator:
                 signal.signal(number, handler)
 
     def note_save(self, seconds: float) -> None:
-        """How long training stood still for a save."""
+        """Note how long a save blocked training."""
         self.margin.save_s = max(self.margin.save_s, seconds)
 
     def vote(self) -> str | None:
-        """Collective: why the run must stop now, or None; the same answer on all ranks."""
+        """Collective: return why the run must stop now, or None; the same on all ranks."""
         own = self._reasons()
         counts = self.pace.meet([float(reason in own) for reason in _ALL])
         agreed = [reason for reason, count in zip(_ALL, counts, strict=True) if count]
@@ -144,7 +144,7 @@ class StopCoordinator:
         return agreed[0] if agreed else None
 
     def vote_periodically(self) -> str | None:
-        """Collective: after each compiled call. Votes about once a second, whatever a call takes."""
+        """Collective: vote about once a second; call after each compiled call."""
         return self.vote() if self.pace.is_due() else None
 
     def _reasons(self) -> set[str]:
@@ -153,7 +153,7 @@ class StopCoordinator:
         self.margin.between_votes_s = self.pace.longest_s
         if self.deadline is not None and time.time() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)
-        if self.stop_file is not None and os.path.exists(self.stop_file):  # False too where the disk has gone
+        if self.stop_file is not None and os.path.exists(self.stop_file):  # False too if the disk is gone
             reasons.add(STOP_FILE_REASON)
         if self.lease.lost:
             reasons.add(_LEASE)
@@ -165,7 +165,7 @@ class StopCoordinator:
 
 @contextmanager
 def _end_at_second_sigint() -> Iterator[None]:
-    """By a thread, which Python tells of signals at once; a handler waits until a compiled call has come back."""
+    """Listen in a thread: Python tells it of signals immediately, but runs handlers only after a compiled call."""
     numbers, told = socket.socketpair()
     told.setblocking(False)
 

@@ -1,7 +1,7 @@
-"""When ranks exchange, and what: gradients at every step, gradients one step late, or weights now and then.
+"""When ranks exchange, and what: gradients at every step, gradients one step late, or weights every few steps.
 
-Each class is one way, with the same methods. What a way must remember is variables, so that a run goes on where it was.
-Does not compute gradients and does not apply them; see step.
+Each strategy is a class with the same methods. It keeps its state in variables, so that a run can resume. Does not
+compute or apply gradients; see step.
 """
 
 from __future__ import annotations
@@ -23,75 +23,75 @@ from horovod_train.models.model_parallel import variable_beside
 
 
 class Exchanged(NamedTuple):
-    """One for each trainable variable, or None."""
+    """Gradients of a step. Each list has one entry for each trainable variable, or None."""
 
     gradients: list[Any]
-    """To apply now."""
+    """Combined gradients, to apply now."""
     own: Sequence[Any]
-    """This rank's part in them."""
+    """This rank's part of them."""
 
 
 class Moves(NamedTuple):
-    """Of one parameter, by rank: what a rank alone did to it between two averages."""
+    """How far one parameter moved on each rank between two averages. Each list has one entry per rank."""
 
     changed: list[float]
-    """By how much the mean of its elements has changed; 0.0 where none has."""
+    """Change of the mean of its elements; 0.0 if unchanged."""
     apart: list[float]
     """Root mean square, over its elements, of own − mean over ranks."""
 
 
 class EveryStep:
-    """Gradients are combined before they are applied: ranks hold the same weights after every step."""
+    """Combines gradients before they are applied: ranks have the same weights after every step."""
 
     delay = 0
-    """How many steps later the gradients of a step are applied."""
+    """Steps between computing and applying a gradient."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         self.optimizer = optimizer
         self.variables: dict[str, tf.Variable] = {}
-        """What a checkpoint must hold for this way to go on, by name; equal on all ranks once `settle` has been run."""
+        """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
         self.must_be_finite: list[tf.Variable] = []
-        """Of these, the ones that hold numbers which are yet to be applied."""
+        """Those of `variables` that hold numbers not applied yet."""
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        """Collective, in the compiled step: the gradients to apply now, given this rank's own.
+        """Collective, in the compiled step: return the gradients to apply now, given this rank's own.
 
         own: one for each trainable variable, or None; the same ones are None on every rank. step: int64, steps done.
         """
         return Exchanged(list(self.optimizer.combine(own)), own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Collective, in the compiled step, after gradients were applied: whether the run must stop, on all ranks.
+        """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
 
-        failed: bool, whether this rank has failed, in this step or before. step: with this one.
+        failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
         """
-        return failed  # read off combined gradients, so that ranks cannot differ
+        return failed  # comes from combined gradients, so ranks agree
 
     def settle(self, step: int) -> bool:
-        """Collective, between steps: makes equal on all ranks what must be in a checkpoint; whether that took anything.
+        """Collective, between steps: make checkpointed variables equal on all ranks; return whether it had to.
 
-        Called by TrainState.settle alone, which looks first whether a rank has failed.
+        Call it only through TrainState.settle, which checks first whether a rank has failed.
         """
         return False
 
     def next_sync_step(self, step: int) -> int:
-        """The first step from `step` on at which the run can be left and gone on with as if it had not been."""
+        """Return the first step ≥ `step` at which the run can stop and resume with identical results."""
         return step
 
     def figures(self, group: WorkerGroup) -> dict[str, float]:
-        """Collective: what there is to show of the exchange, for the log."""
+        """Collective: return figures about the exchange, for the log."""
         return {}
 
     def parameters(self, group: WorkerGroup) -> dict[str, Moves]:
-        """Collective: on root, where ranks move apart, how far each parameter has, by its path."""
+        """Collective: return, on root and if ranks diverge between steps, how far each parameter moved, by its path."""
         return {}
 
 
 class Stale(EveryStep):
-    """The gradients of a step are combined while the next one computes, and are applied one step late.
+    """Combines the gradients of a step while the next step computes, and applies them one step late.
 
-    Exchange costs no time as long as it takes less than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619).
-    Step 1 applies zeros; the last gradients of a run are never applied.
+    The exchange costs no time if it is shorter than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619). Step 1
+    applies zeros; the last gradients of a run are never applied.
     """
 
     delay = 1
@@ -104,9 +104,9 @@ class Stale(EveryStep):
         sparse_as_dense: bool = True,
         skips: bool = False,
     ) -> None:
-        """sparse_as_dense: whether tables of gradients are welcome; no others can wait for a step.
+        """sparse_as_dense: whether sparse gradients may become dense tables; only dense gradients can wait a step.
 
-        skips: gradients that are not finite are left out when it is their turn to be applied.
+        skips: whether non-finite gradients are skipped when they are due to be applied.
         """
         super().__init__(optimizer)
         self._sparse_as_dense = sparse_as_dense
@@ -130,7 +130,7 @@ class Stale(EveryStep):
                 "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
                 f"{self._paths[sparse[0]]} waits for a step, and is then exchanged, as a whole table."
             )
-        # Nothing here waits for `own`, so that it is computed meanwhile.
+        # Nothing here waits for `own`, so that `own` is computed during the exchange.
         before = [tf.convert_to_tensor(self.pending[index]) for index in present]
         late = tf.cond(tf.equal(self.settled, step), lambda: before, lambda: self.optimizer.combine(before))
         combined: list[Any] = [None] * len(own)
@@ -150,10 +150,10 @@ class Stale(EveryStep):
 
 
 class Local(EveryStep):
-    """Each rank applies its own gradients; every `average_every_steps` the ranks take the mean of what they hold.
+    """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
 
-    Local SGD (Stich 2019, arXiv:1805.09767). Averaged are weights, floating-point slots and moving averages. Where
-    ranks must be equal in between, such as for an evaluation, an average is taken there too.
+    Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged. Where
+    ranks must be equal in between, such as for an evaluation, they are averaged there too.
     """
 
     def __init__(
@@ -172,22 +172,22 @@ class Local(EveryStep):
         self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
         self.settled = _settled_step()
         self.apart = tf.Variable(0.0, trainable=False)
-        """float32: the square of this rank's distance from the mean, when it was last taken."""
+        """float32: squared distance of this rank's variables from the mean, at the last average."""
         nothing = tf.zeros([len(self.weights)], tf.float64)
         self.start, self.changed, self.apart_squared = (tf.Variable(nothing, trainable=False) for _ in range(3))
-        """float64 [weights]: the sum of each when ranks were last equal; what an average found to have become of it."""
+        """float64 [weights]: sums when ranks were last equal; their change and squared distance at the last average."""
         self.has_averaged = tf.Variable(False, trainable=False)
         self.variables = {"settled_step": self.settled}
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        # From here on ranks move apart.
+        # Ranks diverge from here on.
         tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in own]
         return Exchanged(rows_once, own)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        # The others learn of a rank that has failed when they meet.
+        # Other ranks learn about a failed rank at the next average.
         def meet() -> tf.Tensor:
             self._average()
             self.settled.assign(step)
@@ -206,7 +206,7 @@ class Local(EveryStep):
         return -(-step // self.every) * self.every
 
     def figures(self, group: WorkerGroup) -> dict[str, float]:
-        """ranks_apart: root mean square, over ranks, of ‖own − mean‖ over all that was averaged last."""
+        """Collective: return ranks_apart, the root mean square over ranks of ‖own − mean‖ of the last average."""
         (mean,) = group.average([self.apart.numpy()])
         return {"ranks_apart": math.sqrt(float(mean))}
 
@@ -249,7 +249,7 @@ def build_synchronization(
     *,
     sparse_as_dense: bool = True,
 ) -> EveryStep:
-    """The way that `train.synchronization` names. averages: the moving averages of the weights, if there are any."""
+    """Build the strategy that `train.synchronization` names. averages: moving averages of the weights, if any."""
     if config.synchronization == "stale":
         return Stale(model, optimizer, sparse_as_dense=sparse_as_dense, skips=config.non_finite == "skip")
     if config.synchronization == "local":
@@ -259,12 +259,12 @@ def build_synchronization(
 
 
 def _settled_step() -> tf.Variable:
-    """The step after which ranks last were made equal; before the first, the broadcast does that."""
+    """Create the variable for the step at which ranks were last made equal; the broadcast does it before step 1."""
     return tf.Variable(0, dtype=tf.int64, trainable=False, name="settled_step")
 
 
 def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> Iterator[tuple[str, tf.Variable]]:
-    """As a checkpoint names variables: paths can repeat, where a model holds two layers of one name."""
+    """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
     seen: Counter[str] = Counter()
     for name, variable in named:
         seen[name] += 1
