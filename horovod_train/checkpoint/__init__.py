@@ -1,1 +1,1 @@
-"""The checkpoints of a run: names, manifests, tensors, and the manager that writes and keeps them."""
+"""The checkpoints of a run: folder names, manifests, tensors, and the manager that writes and keeps them."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, side by side in one folder: their names, which is whole, putting in place, setting aside.
+"""The checkpoints of a run in one folder: names, listing, atomic rename into place, setting aside.
 
 Writes no checkpoint itself (see tensors) and does not decide which to keep (see manager).
 """
@@ -28,37 +28,37 @@ _LINK = Made(
 class CheckpointSet:
     """The folders `step-000000460/` and so on.
 
-    A name that begins with a dot is a save or a removal under way, or one whose process died: a whole checkpoint gets
-    its own name by one rename, after all of it has been synced. Methods raise OSError where the file system refuses.
+    A name that begins with a dot is an unfinished save or removal, possibly of a process that died. A whole checkpoint
+    gets its own name by one rename, after it has been synced. Methods raise OSError where the file system refuses.
     """
 
     def __init__(self, folder: Path, is_ours: Callable[[], bool]) -> None:
         self.folder, self._is_ours = folder, is_ours
-        # A run that has lost this folder to another must not write into what that one has under way.
+        # The suffix is unique: a run that lost this folder to another run must not write into the other run's save.
         self._partial_suffix = f".{secrets.token_hex(4)}.partial"
 
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, whole or not, newest first."""
+        """Return the steps that have a checkpoint, whole or not, newest first."""
         return steps_in(self.folder)
 
     def place(self, step: int) -> Path:
         return self.folder / step_name(step)
 
     def new_partial(self, step: int) -> Path:
-        """Where a save of `step` may be written; makes the folder around it."""
+        """Return a path to which a save of `step` may be written; make its parent folder."""
         if not self.folder.is_dir():
-            self.folder.mkdir()  # Not its parents: where the run directory has gone, so has its disk.
+            self.folder.mkdir()  # no parents: if the run directory is gone, so is its disk
             sync(self.folder.parent)
         return self._hidden(step, self._partial_suffix)
 
     def put_in_place(self, partial: Path, step: int) -> None:
-        """Gives a whole save its name, in place of an earlier checkpoint of that step."""
+        """Rename a whole save to its final name, replacing an earlier checkpoint of that step."""
         if not self._is_ours():
             raise OSError(None, "another run has taken the directory")
         place, replaced = self.place(step), self._hidden(step, ".replaced")
         if check(place, _CHECKPOINT):
             remove(replaced, _HIDDEN)
-            rename(place, replaced)  # clear_leftovers puts it back, should this process die here.
+            rename(place, replaced)  # clear_leftovers undoes this if the process dies here
         try:
             rename(partial, place)
         except OSError:
@@ -70,13 +70,13 @@ class CheckpointSet:
             remove(replaced, _HIDDEN)
 
     def remove_partial(self, partial: Path) -> None:
-        """Removes what a save that failed has written."""
+        """Remove what a failed save has written."""
         remove(partial, _HIDDEN)
 
     def mark_best(self, step: int) -> int:
-        """Points the link at the best checkpoint; returns its step.
+        """Point the link at the best checkpoint; return its step.
 
-        Where the evaluation at `step` was best but was not saved, or that failed, it stays the best of those saved.
+        If the checkpoint of `step` was not saved, or saving failed, the link keeps pointing at the best saved one.
         """
         link = self.folder / BEST
         if self.place(step).exists():
@@ -88,14 +88,14 @@ class CheckpointSet:
         return step if linked is None else linked
 
     def remove(self, steps: Iterable[int]) -> None:
-        """Removes all that it can of these checkpoints. Raises OSError for the first that it cannot."""
+        """Remove as many of these checkpoints as possible. Raises OSError for the first that cannot be removed."""
         failures: list[OSError] = []
         for step in steps:
             try:
                 if self._is_ours() and check(self.place(step), _CHECKPOINT):
                     self._forget_best(step)
                     removed = self._hidden(step, ".removed")
-                    rename(self.place(step), removed)  # One rename: half a checkpoint would look like a damaged one.
+                    rename(self.place(step), removed)  # one rename: a half-removed checkpoint would look damaged
                     remove(removed, _HIDDEN)
             except OSError as error:
                 failures.append(error)
@@ -103,14 +103,14 @@ class CheckpointSet:
             raise failures[0]
 
     def _forget_best(self, step: int) -> None:
-        """Removes the link where it points at this step, so that it never points at nothing."""
+        """Remove the link if it points at this step, so that it never dangles."""
         link = self.folder / BEST
         with suppress(OSError):
             if step_of(os.readlink(link)) == step:
                 remove(link, _LINK)
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Renames a checkpoint to `….why`, where nothing here looks at it again; returns its new name."""
+        """Rename a checkpoint to `….why`, which later reads ignore; return its new path."""
         place, number = self.place(step), 1
         while (aside := place.with_name(f"{place.name}.{why}{'' if number == 1 else f'-{number}'}")).exists():
             number += 1
@@ -118,7 +118,7 @@ class CheckpointSet:
         return rename(place, aside)
 
     def clear_leftovers(self) -> None:
-        """Finishes what a dead process had begun: a checkpoint is put back, or all of it goes."""
+        """Finish what a dead process began: restore replaced checkpoints, remove partial ones."""
         for path in self.folder.glob(".step-*"):
             place = self.folder / path.name[1:].partition(".")[0]
             if path.suffix == ".replaced" and not place.exists():
@@ -131,8 +131,8 @@ class CheckpointSet:
 
 
 def open_checkpoint(path: str, where: str) -> Checkpoint:
-    """The checkpoint at a path, verified: its folder, or the newest in a checkpoints folder or a run directory.
+    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
 
-    Changes nothing there. where: the setting that the path came from, for the UserError where there is no whole one.
+    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
     """
     return read_at(path, where, verify)

@@ -1,7 +1,7 @@
-"""Where checkpoints lie, which is the newest, and from which a run starts. Needs no TensorFlow.
+"""Where checkpoints are, which one is the newest, and from which a run starts. Needs no TensorFlow.
 
-The only place that knows how their folders are called. Callers say how thoroughly one is read: a run loads what it has
-verified, explain verifies, plan reads the manifest.
+The only module that knows the names of their folders. The caller's `read` function decides how thoroughly checkpoints
+are checked: a run verifies and loads, explain verifies, plan reads the manifest.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from horovod_train.checkpoint.manifest import MANIFEST, Damaged, reason
 from horovod_train.errors import UserError
 
 CHECKPOINTS = "checkpoints"
-"""The folder of a run directory that holds them."""
+"""Folder of a run directory with its checkpoints."""
 
 BEST = "best"
-"""A symbolic link beside the checkpoints to the best of them. For people: the record is in every manifest."""
+"""Symbolic link, next to the checkpoints, to the best one. For people: every manifest records the best step."""
 
 
 class WithConfig(Protocol):
-    """What tells of the config that a checkpoint was written under."""
+    """Has the config under which a checkpoint was written."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
@@ -45,7 +45,7 @@ def step_of(name: str) -> int | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that there are checkpoints of in a checkpoints folder, whole or not, newest first."""
+    """Return the steps of all checkpoints in a checkpoints folder, whole or not, newest first."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -56,7 +56,7 @@ def steps_in(folder: Path) -> list[int]:
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoints, whole or not, that a path stands for, newest first.
 
-    The path is a checkpoint, or else a checkpoints folder, or else a run directory. Raises OSError.
+    The path is a checkpoint, a checkpoints folder or a run directory. Raises OSError.
     """
     for folder in (path, path / CHECKPOINTS):
         if (folder / MANIFEST).exists() or (folder.is_dir() and step_of(folder.resolve().name) is not None):
@@ -67,9 +67,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path, read: Callable[[Path], Read]) -> tuple[Read | None, dict[int, Damaged]]:
-    """Return the newest checkpoint in a checkpoints folder that `read` does not find damaged.
+    """Return the newest checkpoint in a checkpoints folder that `read` accepts as not damaged.
 
-    Beside it, by step, what is wrong with newer ones. Raises OSError.
+    Also returns, by step, the damage of newer ones. Raises OSError.
     """
     damaged: dict[int, Damaged] = {}
     for step in steps_in(folder):
@@ -81,9 +81,9 @@ def newest_whole(folder: Path, read: Callable[[Path], Read]) -> tuple[Read | Non
 
 
 def read_at(path: str, where: str, read: Callable[[Path], Read]) -> Read:
-    """Return what `read` makes of the checkpoint at a path: of the newest where the path stands for several.
+    """Return what `read` returns for the checkpoint at a path; for the newest if the path stands for several.
 
-    where: the setting that the path came from, for the UserError where there is none or that one is damaged.
+    where: the setting that the path came from, for the UserError if there is none or it is damaged.
     """
     try:
         folder = next(iter(checkpoints_at(Path(path))), None)
@@ -102,11 +102,11 @@ def read_at(path: str, where: str, read: Callable[[Path], Read]) -> Read:
 def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tuple[Written | None, dict[int, Damaged]]:
     """Return the checkpoint that a run starts from: the newest whole one (auto), none (never), or the one at a path.
 
-    folder: the run's checkpoints. A run that began at a path and is started again, as by a requeue, resumes from its
-    own newest whole one.
+    folder: the run's checkpoints. A run that began at a path and is restarted, for example requeued, resumes from its
+    own newest whole checkpoint.
 
-    Beside it, by step, the damaged ones that auto passes over. Raises UserError for a path that holds no whole one,
-    where all are damaged, and for "never" in a folder that holds some: they would be lost.
+    Also returns, by step, the damaged ones that auto skips. Raises UserError for a path without a whole checkpoint, if
+    all are damaged, and for "never" in a folder that has checkpoints: they would be lost.
     """
     try:
         if resume == "never":

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: finds the one to start from, saves in the background, keeps the newest and the best.
+"""Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
-Does not decide when to save, or what is best; see agenda. Root alone has a store: it reads and writes, and the other
-ranks get everything by broadcast. What a checkpoint is made of: tensors; several of them: folder.
+Does not decide when to save, or which is best; see agenda. Only root has a store: it reads and writes, and the other
+ranks get everything by broadcast. tensors defines one checkpoint, folder several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from horovod_train.errors import UserError
 
 
 class NullStore:
-    """What every rank but root has: nothing is found, nothing is written, nothing fails.
+    """The store of every rank except root: finds nothing, writes nothing, never fails.
 
     problems: the warnings so far.
     """
@@ -34,12 +34,12 @@ class NullStore:
 
     @property
     def write_s(self) -> float:
-        """Seconds that the last whole save took to write, or the one under way has taken so far, if that is more."""
+        """Seconds that the last whole save took, or that the current save has taken so far, if that is more."""
         return 0.0
 
     @property
     def step_under_way(self) -> int | None:
-        """The step whose checkpoint is being written, if one is."""
+        """The step whose checkpoint is being written, if any."""
         return None
 
     def find(self, resume: str) -> Checkpoint | None:
@@ -84,9 +84,9 @@ class CheckpointStore(NullStore):
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        """The checkpoint to start from; see layout.find_start.
+        """Return the checkpoint to start from; see layout.find_start.
 
-        auto sets damaged ones that are newer aside, under another name, and says so.
+        auto renames newer damaged ones and reports that.
         """
         found, damaged = find_start(self.checkpoints.folder, resume, verify)
         for step, what in damaged.items():
@@ -95,9 +95,9 @@ class CheckpointStore(NullStore):
         return found
 
     def rewind(self, step: int) -> None:
-        """Sets aside the checkpoints after `step`: the run resumes from there, and "auto" must not find those.
+        """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
 
-        Raises UserError where that cannot be done.
+        Raises UserError if that fails.
         """
         place = self.checkpoints.folder
         try:
@@ -112,20 +112,21 @@ class CheckpointStore(NullStore):
             ) from error
 
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
-        """Begins to write a checkpoint and returns; waits first for the one before. Returns the seconds waited.
+        """Start to write a checkpoint in the background; wait first for the previous save. Return the seconds waited.
 
-        arrays: copies, which nobody changes any more. What fails becomes a line in `problems`, said at once.
+        arrays: copies that nothing changes any more. Each failure becomes a line in `problems` and is reported
+        immediately.
         """
         began = time.perf_counter()
         self.wait()
         self._step, self._began = facts.step, time.perf_counter()
-        # A daemon: a file system that hangs must not keep a process that is to end. What it leaves is harmless.
+        # A daemon: a hanging file system must not keep the process from ending. A partial save is harmless.
         self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
         self._writer.start()
         return time.perf_counter() - began
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Returns when nothing is being written: None if the last save is whole (or none was begun), or its failure."""
+        """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
         if self._writer is not None:
             self._writer.join(timeout_s)
             if self._writer.is_alive():
@@ -136,7 +137,7 @@ class CheckpointStore(NullStore):
         return self._failure
 
     def finish(self, timeout_s: float) -> None:
-        """For a run that fails: waits for the checkpoint that is being written, and says which is the last good one."""
+        """For a run that fails: wait for the checkpoint being written, and report the last good one."""
         if self._writer is not None and self.step_under_way is not None:
             self._say(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
             self._writer.join(timeout_s)
@@ -161,7 +162,7 @@ class CheckpointStore(NullStore):
             last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
             self._warn(f"{self._failure}. The last good one: {last}. The next save tries again.")
         except Exception as error:
-            self._bug = error  # The thread has no caller; wait() has.
+            self._bug = error  # the thread has no caller: wait() raises it
         else:
             self._failure, self._last_whole = None, self.checkpoints.place(facts.step)
             self._write_s = time.perf_counter() - self._began
@@ -183,7 +184,7 @@ class CheckpointStore(NullStore):
         except OSError as error:
             if not self._has_no_links:
                 self._warn(f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}.")
-            self._has_no_links = True  # once: some file systems have none at all
+            self._has_no_links = True  # warn once: some file systems have no links
             return step
 
     def _set_aside_damaged(self, step: int, what: Damaged) -> None:
@@ -202,9 +203,9 @@ class CheckpointStore(NullStore):
 def open_store(
     directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
 ) -> NullStore:
-    """The checkpoints under a run directory; without one (not root) a store that does nothing.
+    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
 
-    say: shows a line; also called from the thread that writes. is_ours: whether the run still holds its directory (see
-    lease); asked before anything is put in place or removed.
+    say: shows a line; also called from the writing thread. is_ours: whether the run still owns its directory (see
+    lease); asked before anything is renamed or removed.
     """
     return NullStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)

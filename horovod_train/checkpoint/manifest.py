@@ -1,6 +1,6 @@
-"""What vouches for a checkpoint: `manifest.json`, with the size and SHA-256 of each file, and a SHA-256 of itself.
+"""The manifest of a checkpoint, `manifest.json`: size and SHA-256 of each file, and a SHA-256 of itself.
 
-Needs no TensorFlow. What else the manifest tells, and what the files hold, is up to tensors.
+Needs no TensorFlow. tensors defines the other entries of the manifest and the content of the files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MANIFEST = "manifest.json"
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written; the text names the file, what was expected and what was found."""
+    """A checkpoint differs from what was written; the text names the file, the expected and the found value."""
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Reads every byte of a checkpoint; returns its manifest.
+    """Read every byte of a checkpoint; return its manifest.
 
     Raises Damaged, and UserError for a format that only later versions know.
     """
@@ -38,7 +38,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint whose files have the sizes that it tells; reads none of them.
+    """Return the manifest of a checkpoint; check the sizes of its files but do not read them.
 
     Raises as `verify` does.
     """
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def pack(content: Mapping[str, Any]) -> bytes:
-    """A manifest with the SHA-256 of its other entries."""
+    """Return a manifest as bytes, including the SHA-256 of its other entries."""
     own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
 
@@ -74,7 +74,7 @@ def sha256(file: Path) -> str:
 
 
 def reason(error: Exception) -> str:
-    """In few words what the file system, or TensorFlow on its behalf, complains about."""
+    """Return a short text for an error of the file system or of TensorFlow."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     first = (str(error).splitlines() or [type(error).__name__])[0]
@@ -94,14 +94,14 @@ def _read(folder: Path) -> dict[str, Any]:
         raise Damaged(reason(error)) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
-    # Before anything is believed, the format included: a manifest of any format is made in this way.
+    # Check this first, before the format is read: manifests of every format are packed like this.
     if found != pack(content):
         raise Damaged(f"{MANIFEST}: its entries are not those that its own sha256 was taken of")
     return content
 
 
 def _check_names(files: Mapping[str, Any]) -> None:
-    """A manifest vouches for files beside it, and for at least one: anything else is not one of ours."""
+    """Check that all names are plain files in the folder and there is at least one; else it is not our manifest."""
     if not files:
         raise Damaged(f"{MANIFEST}: names no files")
     for name in files:

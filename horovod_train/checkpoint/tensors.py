@@ -1,6 +1,6 @@
 """One checkpoint: a folder with TensorFlow's checkpoint files and a manifest. Writes, verifies and loads it.
 
-Knows nothing of the checkpoints beside it; see folder. What a manifest vouches for: manifest.
+Does not know other checkpoints; see folder. See manifest for what the manifest proves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 
 PREFIX = "state"
-"""What the names of TensorFlow's files begin with: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
+"""Prefix of the names of TensorFlow's files: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
 
 
 _NEEDED = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
@@ -32,7 +32,7 @@ _NEEDED = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
 
 @dataclass(frozen=True)
 class Best:
-    """The best evaluation so far. Its checkpoint, where one was saved at that step, is never removed."""
+    """The best evaluation so far. If a checkpoint was saved at its step, it is never removed."""
 
     metric: str
     value: float
@@ -41,7 +41,7 @@ class Best:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint tells beside its arrays. `config` and `versions` hold what JSON can."""
+    """What a checkpoint records besides its arrays. `config` and `versions` contain only values that JSON can hold."""
 
     step: int
     epoch: int
@@ -51,12 +51,12 @@ class Facts:
     versions: Mapping[str, str]
     best: Best | None = None
     data: str = ""
-    """Fingerprint of the order and content of the training records; equal where `records` means the same records."""
+    """Fingerprint of the order and content of the training records; if equal, `records` has the same meaning."""
     data_files: str = ""
-    """Which files those were, as data.identity packs them; "" where an earlier version saved."""
+    """The training files, as data.identity packs them; "" if an earlier version saved."""
 
     def setting(self, path: str) -> Any:
-        """A setting of the run that wrote it, by its `section.key`; today's default where that version had none."""
+        """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""
         found: Any = self.config
         default: Any = as_dict(Config())
         for key in path.split("."):
@@ -67,20 +67,20 @@ class Facts:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was whole when it was looked at."""
+    """A checkpoint that was whole when it was read."""
 
     folder: Path
     facts: Facts
     written_at: str
-    """When, in ISO 8601, UTC."""
+    """Time in ISO 8601, UTC."""
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What it was written under."""
+        """The config under which it was written."""
         return self.facts.config
 
     def read(self) -> dict[str, np.ndarray]:
-        """All arrays by name. Raises Damaged where TensorFlow cannot read what the manifest vouched for."""
+        """Return all arrays by name. Raises Damaged if TensorFlow cannot read files that the manifest lists."""
         try:
             reader = tf.train.load_checkpoint(str(self.folder / PREFIX))
             return {name: np.asarray(reader.get_tensor(name)) for name in sorted(reader.get_variable_to_shape_map())}
@@ -88,7 +88,7 @@ class Checkpoint:
             raise Damaged(f"cannot be read: {reason(error)}") from error
 
     def names(self) -> set[str]:
-        """Of all arrays. Raises Damaged as `read` does."""
+        """Return the names of all arrays. Raises Damaged as `read` does."""
         try:
             return set(tf.train.load_checkpoint(str(self.folder / PREFIX)).get_variable_to_shape_map())
         except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
@@ -96,11 +96,11 @@ class Checkpoint:
 
 
 def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
-    """Makes `folder` with all that a checkpoint is, synced to the disk; the manifest comes last.
+    """Create `folder` with a complete checkpoint, synced to disk; the manifest comes last.
 
-    Raises OSError or tf.errors.OpError where the file system refuses, and leaves what it has written.
+    Raises OSError or tf.errors.OpError where the file system refuses; leaves partial files.
     """
-    folder.mkdir()  # SaveV2 would make the parents too, even where the disk that held them has gone.
+    folder.mkdir()  # SaveV2 would create the parents too, even on a disk that is gone
     with tf.device("CPU:0"):
         tf.raw_ops.SaveV2(
             prefix=str(folder / PREFIX),
@@ -124,7 +124,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """Reads every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
+    """Read every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
     content = manifest.verify(folder)
     for name in _NEEDED:
         if name not in content["files"]:
@@ -138,9 +138,9 @@ def verify(folder: Path) -> Checkpoint:
 
 
 def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    """Gives variables their saved values; returns the arrays that none of them asked for, `ranks/...` among them.
+    """Set variables to their saved values; return the arrays that no variable has, including `ranks/...`.
 
-    Raises UserError, before it has changed anything, where a variable was not saved or has another shape or dtype.
+    Raises UserError, before changing anything, if a variable was not saved or has another shape or dtype.
     """
     try:
         arrays = checkpoint.read()
@@ -161,7 +161,7 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
 
 
 def _otherwise(name: str, saved: Iterable[str]) -> str:
-    """What was other in a run whose checkpoints lack a variable, as the end of a sentence."""
+    """Return how the writing run differed, if a variable is missing, as the end of a sentence."""
     of_settings = {"ema/": "without train.ema_decay", "exchange/": "with another train.synchronization"}
     found = [
         other
@@ -172,12 +172,12 @@ def _otherwise(name: str, saved: Iterable[str]) -> str:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, would survive a power cut."""
+    """Sync a file, or the names in a folder, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot sync folders, and say so.
+        # Some network file systems cannot sync folders, and report that.
         if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
             raise
     finally:
