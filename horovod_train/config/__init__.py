@@ -1,1 +1,1 @@
-"""The settings of a run: types and defaults, rules between them, reading, names. Standard library and yaml only."""
+"""The settings of a run: types, defaults, rules between settings, reading, names. Standard library and yaml only."""

@@ -1,4 +1,4 @@
-"""A Config from YAML files and `section.key=value` overrides, and back to YAML. Knows where each value came from.
+"""Reads a Config from YAML files and `section.key=value` overrides, and writes YAML. Keeps the origin of each value.
 
 Does not know what the settings mean; see settings.
 """
@@ -24,15 +24,14 @@ from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError
 
 Origins = dict[str, str]
-"""Where each value came from: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
+"""Origin of each value: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
 
 
 def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, Origins]:
-    """Reads and checks a config: YAML files merged left to right, then `section.key=value` overrides.
+    """Read and check a config: YAML files merged left to right, then `section.key=value` overrides.
 
-    Mappings merge, but for one that gives another `name`: the options were those of the former. Anything else replaces
-    what an earlier file said.
-    Raises UserError with the file and line, or the override, of the first thing that is wrong.
+    Mappings merge, except if one sets another `name`: then the old options do not apply. Any other value replaces the
+    earlier one. Raises UserError with the file and line, or the override, of the first problem.
     """
     values: dict[str, Any] = {}
     origins: Origins = {}
@@ -47,7 +46,7 @@ def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, O
 
 
 def as_dict(config: Any) -> Any:
-    """The config as plain dicts, lists and scalars: what `load` reads back from YAML or JSON."""
+    """Return the config as plain dicts, lists and scalars: what `load` reads back from YAML or JSON."""
     if dataclasses.is_dataclass(config):
         return {f.name: as_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, Mapping):
@@ -58,7 +57,7 @@ def as_dict(config: Any) -> Any:
 
 
 def dump(config: Config, origins: Origins | None = None) -> str:
-    """The config as YAML that `load` takes back; with origins, each line says where its value came from."""
+    """Return the config as YAML for `load`; with origins, each line says where its value came from."""
     text = yaml.safe_dump(as_dict(config), sort_keys=False, default_flow_style=False, width=1000)
     if origins is None:
         return text
@@ -76,14 +75,14 @@ def dump(config: Config, origins: Origins | None = None) -> str:
 
 
 def remote_problem(text: str) -> str | None:
-    """What is wrong with a path if it is not one of a local file system; None if it may be one."""
+    """Return what is wrong with a path that is not on a local file system; None if it may be local."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return f"expected a local path; received {text}. Remote ones are not read: mount it, or copy it."
     return None
 
 
 def parse_seconds(text: str, where: str) -> float:
-    """Seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
+    """Parse seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
     try:
         return _seconds(text)
     except ValueError as error:
@@ -91,7 +90,7 @@ def parse_seconds(text: str, where: str) -> float:
 
 
 class _Located(dict[str, tuple[Any, str]]):
-    """A mapping whose values carry the place that they were read at."""
+    """A mapping whose values carry the place where they were read."""
 
 
 def _read_yaml(name: str) -> _Located:
@@ -137,7 +136,7 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
         if isinstance(value, _Located):
             old = values.get(key)
             if isinstance(old, str) and value.keys() <= {"name", "options"}:
-                old = {"name": old}  # `optimizer: sgd` here and its options there
+                old = {"name": old}  # `optimizer: sgd` here, and its options there
             if not isinstance(old, dict) or _names_another(value, old):
                 _forget(origins, path)
                 old = {}
@@ -158,7 +157,7 @@ def _forget(origins: Origins, path: str) -> None:
 
 
 _LARGEST_INT = 2**53
-"""Beyond this not every reader of JSON gets the same number."""
+"""Beyond this, some JSON readers return a different number."""
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
@@ -168,7 +167,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _origin(path: str, origins: Origins) -> str | None:
-    """Where the value at `path`, or the whole value that it is a part of, was given."""
+    """Return where the value at `path`, or a mapping that contains it, was set."""
     while path and path not in origins:
         path = path.rpartition(".")[0]
     return origins.get(path)
@@ -193,7 +192,7 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     for key, value in values.items():
         path, field = f"{prefix}{key}", fields[key]
         if isinstance(field.default, Spec) and isinstance(value, dict):
-            value = {"name": field.default.name} | value  # options alone are those of the default
+            value = {"name": field.default.name} | value  # options alone belong to the default name
         arguments[key] = converted = _convert(value, hints[key], path, origins)
         minimum = field.metadata.get("minimum")
         if minimum is not None and converted is not None and converted < minimum:
@@ -240,7 +239,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         if _is_number(value):
             return float(value)
         _fail(path, origins, f"expected a number; received {value!r}.")
-    # Every string, since most are paths, and none is an address.
+    # Every string: most strings are paths, and no setting is an address.
     if hint is str and isinstance(value, str) and (problem := remote_problem(value)):
         _fail(path, origins, problem)
     if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
@@ -260,7 +259,7 @@ def _seconds(value: Any) -> float:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is finite; also strings like "1e-3", which YAML 1.1 does not take for a number."""
+    """Whether it is a finite number; also strings like "1e-3", which YAML 1.1 does not read as a number."""
     try:
         return not isinstance(value, bool) and math.isfinite(float(value))
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Every setting with its type, default and meaning, taken from the dataclasses: for people, documents and editors."""
+"""Lists every setting with type, default and meaning, read from the dataclasses: for people, docs and editors."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _shape(hint: Any) -> dict[str, Any]:
         return {"anyOf": [_shape(argument) for argument in arguments]}
     if origin is Literal:
         return {"enum": list(arguments)}
-    if origin is tuple:  # a single value stands for a list of one
+    if origin is tuple:  # a single value means a list of one
         return {"anyOf": [{"type": "array", "items": _shape(arguments[0])}, _shape(arguments[0])]}
     if origin is dict:
         return {"type": ["object", "null"]}

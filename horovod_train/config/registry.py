@@ -1,4 +1,4 @@
-"""Finds a thing by the name a config gives it and calls it with its options. Knows no list of its own.
+"""Finds an object by the name in a config and calls it with its options. Contains no list of names.
 
 A wrong name or option is the user's mistake: one line with the nearest names, or with the signature.
 """
@@ -26,7 +26,7 @@ _USERS_OWN = re.compile(r"([\w.]+):\w+")
 
 
 def load_function(name: str, where: str) -> Any:
-    """What `package.module:function` names. `where` is the config key, for the error."""
+    """Import what `package.module:function` names. `where` is the config key, for the error."""
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -40,7 +40,7 @@ def load_function(name: str, where: str) -> Any:
 
 
 def import_extra(module: str, extra: str, where: str) -> ModuleType:
-    """Import what only an optional extra of the package installs; raise UserError with the command where it is missing.
+    """Import a module that only an optional extra installs; raise UserError with the command if it is missing.
 
     where: the command or setting that needs it, for the error.
     """
@@ -52,7 +52,7 @@ def import_extra(module: str, extra: str, where: str) -> ModuleType:
 
 
 def loaded_files(config: Any) -> dict[str, Path]:
-    """Module → its source file, of every `package.module:function` that a config names and that has been imported."""
+    """Map each imported module, of every `package.module:function` in a config, to its source file."""
     if isinstance(config, Mapping):
         config = list(config.values())
     if isinstance(config, list | tuple):
@@ -67,7 +67,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> Callable[..., Any]:
-    """One of `choices` by its name, or a user's own `package.module:function`."""
+    """Return one of `choices` by name, or a user's own `package.module:function`."""
     if ":" in name:
         return load_function(name, where)
     if name not in choices:
@@ -78,7 +78,7 @@ def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> 
 
 
 def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
-    """The public classes of a Keras module that derive from `base`, under their names in snake case too."""
+    """Return the public classes of a Keras module that derive from `base`, by their names and in snake case."""
     classes = {
         name: value for name, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)
     }
@@ -86,7 +86,7 @@ def keras_classes(module: ModuleType, base: type) -> dict[str, type]:
 
 
 def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Callable[..., Any]:
-    """A Keras class by name, written `SparseCategoricalCrossentropy` or `sparse_categorical_crossentropy`."""
+    """Return a Keras class by name, written `SparseCategoricalCrossentropy` or `sparse_categorical_crossentropy`."""
     if ":" in name:
         return load_function(name, where)
     classes = keras_classes(module, base)
@@ -98,7 +98,7 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
 
 
 def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:
-    """`function(**given, **spec.options)`; an option that it does not take is the user's error."""
+    """Call `function(**given, **spec.options)`; an unknown option is reported as the user's error."""
     try:
         inspect.signature(function).bind(**given, **spec.options)
     except TypeError as error:
@@ -113,7 +113,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> 
 
 
 def raised_at(error: BaseException) -> str:
-    """` (at FILE:LINE)`: the innermost line of the user's code that an error passed; empty where there is none."""
+    """Return ` (at FILE:LINE)` for the innermost line of the user's code in a traceback; "" if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_library(Path(frame.filename)):
             return f" (at {frame.filename}:{frame.lineno})"
@@ -128,12 +128,12 @@ def _is_library(file: Path) -> bool:
 
 
 def fold(name: str) -> str:
-    """Equal for `AdamW`, `adam_w` and `adamw`."""
+    """Return the same string for `AdamW`, `adam_w` and `adamw`."""
     return name.replace("_", "").lower()
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The names most like a wrong one, as the end of a sentence; the first of all where none is like it."""
+    """Return the known names most similar to a wrong one, as the end of a sentence; the first if none is similar."""
     by_fold = {fold(candidate): candidate for candidate in known}
     near = difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5)
     return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"

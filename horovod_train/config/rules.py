@@ -1,4 +1,4 @@
-"""The rules between settings that are right each by itself. Looks at nothing but the config."""
+"""Rules between settings that are each valid alone. Looks only at the config."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "watch.stop_after_s": ("watch.enabled: true",),
     "watch.first_step_after_s": ("watch.enabled: true",),
 }
-"""What a setting has no effect without; given in vain, it is refused. All of these must hold: `section.key` (given),
-`section.key: value` or `section.key: not value`, or one of several with ` or ` between them. What is not listed here is
-always used, or refused where its part is built. tests/unit/test_settings_are_used.py looks whether that is so."""
+"""For each setting, what it needs to have an effect; without that it is refused. All needs must hold: `section.key`
+(given), `section.key: value` or `section.key: not value`, or several alternatives with ` or `. Settings not listed here
+are always used, or refused where their part is built. tests/unit/test_settings_are_used.py checks that.
+"""
 
 
 def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
-    """What is wrong between values that are right each by itself: (key, problem). Looks at nothing but the config."""
+    """Yield what is wrong between values that are each valid alone: (key, problem). Looks only at the config."""
     data, train, schedule = config.data, config.train, config.lr_schedule
     if data.global_batch_size and data.batch_size_per_rank:
         yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
@@ -96,7 +97,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The settings that are not at their default and lack what they need: accepted, they would be ignored."""
+    """Yield settings that differ from their default but lack what they need: if accepted, they would be ignored."""
     for field in dataclasses.fields(section):
         key, value = f"{prefix}{field.name}", getattr(section, field.name)
         if dataclasses.is_dataclass(value):
@@ -116,17 +117,17 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
 
 
 def keys_of(need: str) -> list[str]:
-    """The settings that one of NEEDS is about."""
+    """Return the settings that one of NEEDS mentions."""
     return [term.partition(": ")[0] for term in need.split(" or ")]
 
 
 def lookup(config: Config, key: str) -> Any:
-    """The value of `section.key`."""
+    """Return the value of `section.key`."""
     return functools.reduce(getattr, key.split("."), config)
 
 
 def holds(need: str, config: Config) -> bool:
-    """Whether one of NEEDS does."""
+    """Return whether one of NEEDS is fulfilled."""
     return any(_is_true(term, config) for term in need.split(" or "))
 
 
@@ -141,10 +142,10 @@ def _is_true(term: str, config: Config) -> bool:
 
 
 def _is_given(value: Any) -> bool:
-    """Whether a value asks for anything."""
+    """Return whether a value requests anything."""
     return not (value is None or value is False or value in ((), {}))
 
 
 def _as_yaml(value: Any) -> str:
-    """A value as one would write it in a config."""
+    """Format a value as one would write it in a config."""
     return json.dumps(value).strip('"')

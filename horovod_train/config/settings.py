@@ -1,7 +1,7 @@
-"""The settings of a run: their types and their defaults. The rules between them are in rules.
+"""The settings of a run: types and defaults. rules has the rules between them.
 
-One YAML file is one run; loader reads and writes it. Does not look at the data, the model or the machine: the
-room that owns a thing checks it. Imports the standard library only, so that a bad config answers at once.
+One YAML file is one run; loader reads and writes it. Does not look at the data, the model or the machine: the package
+that uses a setting checks it. Imports the standard library only, so that a bad config fails quickly.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Literal, NewType
 from horovod_train.errors import UserError
 
 Seconds = NewType("Seconds", float)
-"""A length of time: in YAML a number of seconds, or a string as schedulers write it, [D-]HH:MM:SS."""
+"""A duration: in YAML a number of seconds, or a scheduler's string [D-]HH:MM:SS."""
 
 
 def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A dataclass field with the line that documents it and, for numbers, the least and greatest value allowed."""
+    """Return a dataclass field with its documentation line and, for numbers, the smallest and largest allowed value."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -26,7 +26,7 @@ def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: fl
 
 @dataclass(frozen=True)
 class Spec:
-    """A thing chosen by name, with its keyword arguments. In YAML a bare string is a name without options."""
+    """Something chosen by name, with its keyword arguments. In YAML a bare string is a name without options."""
 
     name: str
     options: dict[str, Any] = setting({}, "keyword arguments of the thing named")
@@ -34,7 +34,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class MetricSpec(Spec):
-    """A metric; of a model with several outputs it is told which of them it looks at."""
+    """A metric; for a model with several outputs, also the output and the target that it uses."""
 
     output: str | None = setting(None, "of several outputs, the one it looks at, by its name")
     target: str | None = setting(None, "of several targets, the one it compares with; default: as output")
@@ -102,7 +102,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class Watched:
-    """A value whose best is remembered."""
+    """A metric whose best value is tracked."""
 
     metric: str = setting("loss", "loss, or the name of one of metrics, over the evaluation records")
     mode: Literal["min", "max"] = setting("min", "whether less is better, or more")
@@ -194,9 +194,9 @@ class Config:
 
 
 def resolve(config: Config, size: int, batch_before: int | None = None) -> Config:
-    """The config as `size` ranks run it: the global batch size filled in.
+    """Return the config as `size` ranks run it: with the global batch size filled in.
 
-    batch_before: that of a run that goes on, which batch_size_per_rank does not change.
+    batch_before: the global batch size of a run that resumes; batch_size_per_rank does not change it.
     Raises UserError where some rank would have nothing to do.
     """
     data = config.data

@@ -1,4 +1,4 @@
-"""YAML documents as nodes that know their lines, of plain values only: those that JSON can hold too.
+"""Parses YAML documents into nodes with line numbers, restricted to values that JSON can hold.
 
 Does not know what they mean; see loader.
 """
@@ -17,7 +17,7 @@ _NOT_PLAIN = {"timestamp": "a date", "binary": "binary data"}
 
 
 def compose(text: str, name: str) -> yaml.Node | None:
-    """The one document in a text, or None. Raises UserError with `name` and the line of what is wrong."""
+    """Return the one document in a text, or None. Raises UserError with `name` and the line of the problem."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
@@ -31,7 +31,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen: set[yaml.Node]) -> None:
-    """Raises UserError for what JSON cannot hold, because checkpoints keep the config as JSON."""
+    """Raise UserError for values that JSON cannot hold, because checkpoints store the config as JSON."""
     where = f"{name}:{node.start_mark.line + 1}"
     if node in inside:
         raise UserError(f"{where}: expected values; received one that contains itself.")
@@ -53,14 +53,14 @@ def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen
     if isinstance(node, yaml.MappingNode):
         is_in_list = any(isinstance(outer, yaml.SequenceNode) for outer in inside)
         for key, value in node.value:
-            # Outside of lists a key becomes a string, whatever it looks like.
+            # Outside lists a key becomes a string, whatever it looks like.
             if not isinstance(key, yaml.ScalarNode) or (is_in_list and not key.tag.endswith((":str", ":merge"))):
                 raise UserError(f"{name}:{key.start_mark.line + 1}: expected a string as key; put it in quotes.")
             _check_plain(value, name, (*inside, node), seen)
 
 
 def plain_value(node: yaml.Node) -> Any:
-    """What a node stands for, in Python. Raises UserError for a tag that is not plain YAML."""
+    """Convert a node to Python. Raises UserError for a tag that is not plain YAML."""
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_document(node)
