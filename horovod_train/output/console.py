@@ -1,6 +1,6 @@
-"""Standard output and error, for a run that goes on when they take nothing: a full disk, a reader that has gone.
+"""Makes standard output and error never fail: a run continues if the disk is full or the reader has exited.
 
-What cannot be written is lost, since there is nobody to be told. The run's own files are not like that: see files.
+Text that cannot be written is lost, because there is no place to report it. For the run's own files see files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Unfailing:
 
 
 def unfailing(stream: TextIO) -> TextIO:
-    """The stream, but for writes and flushes that fail: they do nothing."""
+    """Return a stream whose failing writes and flushes do nothing."""
     return cast(TextIO, _Unfailing(stream))
 
 
@@ -42,9 +42,9 @@ def to_stderr(line: str) -> None:
 
 
 def let_go() -> None:
-    """Before the process ends: what the streams still hold is written or lost.
+    """Before the process ends: write or drop what the streams still buffer.
 
-    Python tries again in the end, and where it cannot write makes the exit code 120.
+    Otherwise Python tries again at exit and, if it cannot write, ends with exit code 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""Files that a run keeps writing to for days: whole or not at all, and later if the disk is full now."""
+"""Files that a run writes for days: atomically, and again later if the disk is full now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
 
 STOP_FILE = "STOP"
-"""In a run directory it asks the run to end."""
+"""A file of this name in a run directory asks the run to end."""
 
 MOST_HELD = 16_000_000
 """Bytes: tens of thousands of lines of metrics."""
@@ -20,8 +20,8 @@ MOST_HELD = 16_000_000
 def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it.
 
-    made: what an old one must be. sync: also after a power cut. Raises OSError; NotOurs where something else has the
-    name.
+    made: what an old file must be. sync: also survive a power cut. Raises OSError; NotOurs if the name is taken by
+    something else.
     """
     draft = draft_of(path)
     try:
@@ -38,10 +38,12 @@ def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None
 
 
 class Appender:
-    """A file that pieces are appended to. A piece that cannot be written is held and tried again with the next one.
+    """A file to which pieces are appended. A piece that cannot be written is kept in memory and tried with the next.
 
-    unit: what the pieces are called. say: told when writing fails, when it works again, and at the end what is missing.
-    at_once: so many bytes are gathered before they are written. most_held: the oldest pieces go where more are held.
+    unit: plural noun for pieces, in messages. say: called when writing fails, when it works again, and at the end with
+    what is missing.
+    at_once: bytes gathered before each write. most_held: bytes kept in memory; beyond them the oldest pieces are
+    dropped.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class Appender:
         self._size = self._lost = 0
         self._is_failing = False
         self._cut_at: int | None = None
-        """Where a write that failed began, until what it left there has been cut off."""
+        """Offset at which a failed write began, until its partial data has been cut off."""
 
     def add(self, piece: bytes) -> None:
         self._held.append(piece)
@@ -70,7 +72,7 @@ class Appender:
             self._lost += 1
 
     def flush(self, *, sync: bool = False) -> None:
-        """Writes what is held. sync: and returns when it would survive a power cut."""
+        """Write the pieces in memory. sync: return only when they would survive a power cut."""
         try:
             self._write(b"".join(self._held), sync)
         except OSError as error:
@@ -99,7 +101,7 @@ class Appender:
         if self._cut_at is not None:
             self._cut(self._cut_at)
         try:
-            # Without a buffer, which would try once more to write its rest when the file is closed.
+            # Unbuffered: a buffer would try again to write the rest when the file is closed.
             with self.path.open("ab", buffering=0) as file:
                 self._cut_at = file.tell()
                 while data:
@@ -107,7 +109,7 @@ class Appender:
                 if sync:
                     os.fsync(file.fileno())
         except OSError:
-            # Half a piece would spoil the next one, and a whole one would come twice.
+            # Half a piece would corrupt the next one, and a whole piece would appear twice.
             if self._cut_at is not None:
                 with contextlib.suppress(OSError):
                     self._cut(self._cut_at)
@@ -127,11 +129,11 @@ class Lines(Appender):
         self.add(f"{line}\n".encode())
 
     def read(self) -> list[str]:
-        """The lines in the file. Raises OSError."""
+        """Return the lines in the file. Raises OSError."""
         return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
 
     def keep(self, is_kept: Callable[[str], bool], made: Made) -> None:
-        """Takes back the lines that are not kept, of a file that is `made`. Raises OSError."""
+        """Remove the lines that are not kept, from a file that is `made`. Raises OSError."""
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

@@ -1,6 +1,6 @@
-"""One run per directory: `lease.json`, held and kept fresh while a run writes there.
+"""One run per directory: `lease.json`, kept fresh while a run writes there.
 
-Root alone has a lease. Does not stop a run that has lost its own: it says so in `lost`.
+Only root has a lease. It does not stop a run that loses its lease, but reports that in `lost`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _LEASE = Made("a run's lease", re.escape(NAME), is_ours=lambda path: _is_lease(p
 _PROBE = Made("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 REFRESH_S = 5.0
 STALE_S = 30.0
-"""A lease without a sign of life for this long is nobody's. Six missed signs; and ranks that wait for root to learn
-of it do not yet look stalled to Horovod, which warns after 60 s."""
+"""Leases not refreshed for this long are stale: six missed refreshes. It stays below the 60 s after which Horovod warns
+of a stall, because ranks wait for root to take the lease.
+"""
 POLL_S = 0.1
 SETTLE_S = 1.0
 
 
 class NullLease:
-    """What every rank but root has: nothing to hold, nothing to lose."""
+    """The lease of every rank except root: nothing to keep, nothing to lose."""
 
     lost: str | None = None
-    """Who has taken the directory from this run; None as long as nobody has."""
+    """Which run has taken the directory from this run; None if none has."""
 
     def is_ours(self) -> bool:
         return True
@@ -44,7 +45,7 @@ class NullLease:
 
 
 class Lease(NullLease):
-    """A lease that is held. A thread shows every REFRESH_S that its process lives, by the file's modification time."""
+    """A lease that this process has. A thread updates the file's modification time every REFRESH_S."""
 
     def __init__(self, path: Path, holder: Holder, refresh_s: float) -> None:
         self._path, self._holder, self._refresh_s = path, holder, refresh_s
@@ -53,13 +54,13 @@ class Lease(NullLease):
         self._thread.start()
 
     def is_ours(self) -> bool:
-        """Looks at the file, now: whether nobody has taken the directory. A file that cannot be read says nothing."""
+        """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
         with suppress(OSError):
             self._look(show_life=False)
         return self.lost is None
 
     def close(self) -> None:
-        """Ends the lease; the file goes, unless it is another's by now."""
+        """End the lease; remove the file, unless another run owns it by now."""
         self._released.set()
         self._thread.join(self._refresh_s)
         with suppress(OSError), _opened(self._path) as descriptor, _alone(self._path, descriptor) as is_alone:
@@ -69,7 +70,7 @@ class Lease(NullLease):
 
     def _keep_fresh(self) -> None:
         while self.lost is None and not self._released.wait(self._refresh_s):
-            # A full or vanished disk takes nothing from the run: checkpoints say what is wrong with it.
+            # A full or vanished disk does not end the run here: checkpoints report the problem.
             with suppress(OSError):
                 try:
                     self._look(show_life=True)
@@ -82,7 +83,7 @@ class Lease(NullLease):
             if holder is not None and holder.token != self._holder.token:
                 self.lost = str(holder)
             elif show_life:
-                os.utime(lease)  # of the file just read, even if another lies at the path by now
+                os.utime(lease)  # the file just read, even if another is at the path by now
 
 
 def open_lease(
@@ -93,13 +94,13 @@ def open_lease(
     refresh_s: float = REFRESH_S,
     stale_s: float = STALE_S,
 ) -> NullLease:
-    """Takes the lease of a run directory, which must exist; without one (not root) a lease of nothing.
+    """Take the lease of a run directory, which must exist; without one (not root) return a lease of nothing.
 
-    A lease that is stale, or whose process has died, is taken over, and said. One that may be a live run's on another
-    host is watched until it shows life or is stale: for two refreshes at least, however old it looks, and for stale_s
-    at most. job: the scheduler's name for this job.
+    A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host may be of
+    a live run. It is watched until it is refreshed or stale: for at least two refreshes, however old it looks, and at
+    most stale_s. job: the scheduler's name for this job.
 
-    Raises UserError where another run holds the directory or the lease cannot be written.
+    Raises UserError if another run has the directory or the lease cannot be written.
     """
     if directory is None:
         return NullLease()
@@ -122,7 +123,7 @@ def open_lease(
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     """Return who holds a run directory, when its lease was last refreshed, and whether the holder's process lives.
 
-    None: of a holder that the file does not name, and of a process on another machine. Raises OSError.
+    Holder None: the file names none. Process None: it is on another machine. Raises OSError.
     """
     descriptor = os.open(directory / NAME, os.O_RDONLY)
     try:
@@ -136,9 +137,10 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
 def _acquire(
     path: Path, probe: Path, mine: Holder, say: Callable[[str], None], stale_s: float, refresh_s: float
 ) -> None:
-    """probe: a file of our own, stamped as the lease is: by one clock under NFS, by each client's under Lustre or FUSE.
+    """Wait until the lease is free or stale, then write ours. Raises UserError if another run keeps it.
 
-    So a lease of another host is replaced only after it has been seen unchanged for two refreshes.
+    probe: a file of our own, stamped like the lease: by one clock under NFS, by each client's under Lustre or FUSE. So
+    a lease of another host is replaced only after two refresh intervals without a change.
     """
     watched: tuple[Holder | None, int] | None = None
     began = time.monotonic()
@@ -146,10 +148,10 @@ def _acquire(
         probe.touch()
         with suppress(FileExistsError):
             return _create(path, mine)
-        with suppress(FileNotFoundError), _opened(path) as lease:  # It may be released at any moment.
+        with suppress(FileNotFoundError), _opened(path) as lease:  # may be released at any moment
             other, sign_ns = _read(lease), os.fstat(lease).st_mtime_ns
             waited_s = time.monotonic() - began
-            # Also what we have seen ourselves: after a clock was put right, the last sign may lie in the future.
+            # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
             silent_s = max((probe.stat().st_mtime_ns - sign_ns) / 1e9, waited_s if watched else 0)
             name = "a process that has not said its name" if other is None else str(other)
             is_here = other is not None and other.machine == mine.machine
@@ -174,7 +176,7 @@ def _acquire(
 
 
 def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) -> bool:
-    """Puts ours in the place of the stale lease that is open, unless that has changed or gone; whether it did."""
+    """Replace the open stale lease by ours, unless it has changed or gone; return whether it was replaced."""
     with _alone(path, lease) as is_alone:
         if is_alone and os.fstat(lease).st_mtime_ns == sign_ns:
             remove(probe, _PROBE)
@@ -187,10 +189,10 @@ def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) ->
 
 @contextmanager
 def _alone(path: Path, lease: int) -> Iterator[bool]:
-    """Whether the lease that is open still lies at `path`, and no other process is replacing or removing it.
+    """Lock the open lease; yield whether it is still at `path` and no other process is replacing or removing it.
 
-    By a lock on the file itself, which the kernel drops when its holder dies. File systems without locks: the last of
-    those who replace it at the same time has it, and the others see that after a while.
+    The lock is on the file itself; the kernel drops it when the process dies. On file systems without locks, the last
+    of several concurrent replacers wins, and the others see that after a while.
     """
     has_locks = True
     try:
@@ -208,8 +210,8 @@ def _alone(path: Path, lease: int) -> Iterator[bool]:
 
 
 def _remove_old_probes(path: Path, stale_s: float) -> None:
-    """Those of processes that were killed while they waited."""
-    with suppress(OSError):  # They only take room.
+    """Remove probes of processes that were killed while they waited."""
+    with suppress(OSError):  # probes only use space
         now = path.stat().st_mtime
         for probe in path.parent.glob(f".{path.name}.*"):
             if now - probe.stat().st_mtime > stale_s:
@@ -217,7 +219,7 @@ def _remove_old_probes(path: Path, stale_s: float) -> None:
 
 
 def _create(path: Path, holder: Holder) -> None:
-    """Writes a new file; of several processes one succeeds, the others get FileExistsError."""
+    """Create the file; if several processes try, one succeeds and the others get FileExistsError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
@@ -230,7 +232,7 @@ def _create(path: Path, holder: Holder) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    # Opening makes NFS ask the server how the file is now; for writing, because it locks no file opened to be read.
+    # Opening makes NFS ask the server for the file's current state; for writing, because NFS locks no read-only files.
     descriptor = os.open(path, os.O_RDWR)
     try:
         yield descriptor
@@ -239,11 +241,11 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """The holder named in a lease; None where it holds anything else, as in the instant after it was made."""
+    """Return the holder named in a lease; None for any other content, as in the instant after its creation."""
     return parse(os.pread(descriptor, 1 << 16, 0))
 
 
 def _is_lease(content: bytes) -> bool:
-    """Whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
+    """Return whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
     head = b'{\n  "host": '
     return content.startswith(head) or head.startswith(content) or parse(content) is not None

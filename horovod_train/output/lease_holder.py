@@ -1,6 +1,6 @@
-"""Who holds a lease: a process, told from a later one that comes to have its host name and its number.
+"""The process that holds a lease, distinguishable from a later process with the same host name and pid.
 
-How a lease is taken and kept: lease.
+lease takes and refreshes leases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease. machine and started tell processes apart that come to have the same host name and pid."""
+    """The process that holds a lease. machine and started distinguish processes with the same host name and pid."""
 
     host: str
     pid: int
@@ -40,7 +40,7 @@ def describe_me(job: str) -> Holder:
         pid=pid,
         job=job,
         since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # Containers on one host count their processes apart.
+        # Containers on one host number their processes separately.
         machine=f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
         started=start_time(pid) or "",
         token=secrets.token_hex(8),
@@ -48,7 +48,7 @@ def describe_me(job: str) -> Holder:
 
 
 def is_alive(holder: Holder) -> bool:
-    """Return whether the process of a holder on this machine lives; where it cannot be seen, yes."""
+    """Return whether the process of a holder on this machine lives; True if it cannot be checked."""
     try:
         os.kill(holder.pid, 0)
         return start_time(holder.pid) == holder.started
@@ -59,16 +59,16 @@ def is_alive(holder: Holder) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; None for one that has ended and waits for its parent.
+    """Return when a process started, in clock ticks since boot; None for one that has ended (also a zombie).
 
-    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may hold any.
+    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may itself contain any.
     """
     fields_from_3 = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return None if fields_from_3[0] in "ZX" else fields_from_3[19]
 
 
 def parse(text: bytes) -> Holder | None:
-    """Return the holder that a lease names; None where it holds anything else."""
+    """Return the holder that a lease names; None for any other content."""
     try:
         content = json.loads(text)
         return Holder(**{field.name: content[field.name] for field in fields(Holder)})

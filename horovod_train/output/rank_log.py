@@ -1,7 +1,7 @@
-"""What each rank has to say, in the run directory: `logs/rank-N.log` for people, `rank-N.end.json` for programs.
+"""Logs of each rank in the run directory: `logs/rank-N.log` for people, `rank-N.end.json` for programs.
 
-A line is `TIME KIND TEXT`; text that goes on is indented. Best effort: a rank whose host cannot write there goes on
-without. Does not decide what is worth a line.
+A line is `TIME KIND TEXT`; continuation lines are indented. Best effort: a rank whose host cannot write there continues
+without a log. Does not decide what is worth a line.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ _END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
 class NullRankLog:
-    """For a rank without a run directory: every word is lost, but stacks go to standard error."""
+    """For a rank without a run directory: drops all lines, but writes stacks to standard error."""
 
     name = ""
-    """The file as a reader of the run directory finds it; empty without one."""
+    """Path of the file in the run directory; empty without one."""
 
     def write(self, kind: str, text: str) -> None:
-        """Adds a line at once. kind: one word: start, phase, warning, slow, stall, cause, lost, failed, stacks, end."""
+        """Add a line immediately. kind: start, phase, warning, slow, stall, cause, lost, failed, stacks, end."""
 
     def write_stacks(self, why: str) -> None:
-        """Adds the stacks of all threads of this process."""
+        """Add the stacks of all threads of this process."""
         faulthandler.dump_traceback(file=self._stacks_file(), all_threads=True)
 
     def end_process_after(self, seconds: float) -> None:
-        """Ends this process then, with exit code 1 and its stacks here, even while Python itself is shutting down."""
+        """End this process after `seconds`, with exit code 1 and its stacks here, even while Python shuts down."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks_file())
 
     def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
         self.write(kind, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
-        """Leaves how this rank ended, for programs: said again, the last word counts.
+        """Write for programs how this rank ended; a later call replaces the earlier result.
 
-        ended: done, failed, followed (another rank's end), stalled, stopped. facts: what JSON can hold.
+        ended: done, failed, followed (another rank's end), stalled, stopped. facts: JSON values.
         """
 
     def _stacks_file(self) -> TextIO:
@@ -65,7 +65,7 @@ class RankLog(NullRankLog):
         self._lock = threading.Lock()
         remove(self._end, _END)
         self._lines = Lines(log_file(folder, rank), to_stderr)
-        # Stacks are written by C, when there may be no time left to open a file.
+        # C code writes stacks, when there may be no time left to open a file.
         self._stacks = self._lines.path.open("a", encoding="utf-8")
 
     def write(self, kind: str, text: str) -> None:
@@ -93,7 +93,7 @@ class RankLog(NullRankLog):
 
 
 def make_folder(run_dir: Path | None) -> None:
-    """On root (elsewhere None), before the others open theirs: the folder, without the ends of an earlier start."""
+    """On root (None elsewhere), before other ranks open logs: create the folder, without ends of an earlier start."""
     if run_dir is None:
         return
     with contextlib.suppress(OSError):
@@ -103,9 +103,9 @@ def make_folder(run_dir: Path | None) -> None:
 
 
 def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NullRankLog:
-    """After root's make_folder. said: see `introduction`.
+    """Open the log of a rank; call after root's make_folder. said: see `introduction`.
 
-    Does not make the folder: where a host does not see root's, one of its own would only mislead.
+    Does not create the folder: on a host that does not see root's, another folder would only mislead.
     """
     try:
         log = RankLog(Path(run_dir) / FOLDER, rank, host)
@@ -118,7 +118,7 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> Nu
 
 
 def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
-    """A log's first words on each start, which rank_log_reader reads. about: what else is to be known of this rank."""
+    """Return the first text of a log on each start, which rank_log_reader reads. about: more facts about this rank."""
     said = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
     return f"{said}; {about}" if about else said
 

@@ -1,6 +1,6 @@
-"""What each rank left of its last start: the log from there on, and its end. Reads what rank_log has written.
+"""Reads what each rank left of its last start: its log from there on, and its end. rank_log writes them.
 
-Does not judge what happened; see tools/explain.
+Does not judge what happened; see commands/explain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of a rank's log, with those that go on from it. time: as datetime.fromisoformat takes it."""
+    """A line of a rank's log, with its continuation lines. time: in the format of datetime.fromisoformat."""
 
     time: str
     kind: str
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RankStory:
-    """end: what `rank-N.end.json` holds, see RankLog.end; None where the process could not leave it."""
+    """end: the content of `rank-N.end.json`, see RankLog.end; None if the process could not write it."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class RankStory:
 
 
 def read_stories(run_dir: Path) -> dict[int, RankStory]:
-    """By rank, for the ranks of the last start. A line that a kill cut short is read as far as it goes."""
+    """Return the stories of the last start's ranks, by rank. Lines cut short by a kill are read as far as possible."""
     found = [_read_story(path) for path in (run_dir / FOLDER).glob("rank-*.log")]
     stories = {story.rank: story for story in found if story is not None}
     # An earlier start may have had more ranks.
@@ -56,7 +56,7 @@ def _read_story(path: Path) -> RankStory | None:
     entries: list[Entry] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         time, kind, text = (*line.split(" ", 2), "", "")[:3]
-        if not _TIME.fullmatch(time):  # goes on from the line above
+        if not _TIME.fullmatch(time):  # continues the line above
             entries[-1:] = [replace(entry, text=f"{entry.text}\n{line}") for entry in entries[-1:]]
         elif kind == "start":
             entries = [Entry(time, kind, text)]

@@ -1,7 +1,7 @@
-"""The one module that removes and renames: files, links and folders that this package has made, and nothing else.
+"""Removes and renames files, links and folders that this package has made, and nothing else. No other module does.
 
-What may go is described by a `Made`: how it is called, what kind of thing it is and what may lie in it. Whatever does
-not fit stays where it is, and NotOurs says why. Does not decide what is no longer needed.
+A `Made` describes what may be removed: its name, its kind and its content. Anything else stays, and NotOurs says why.
+Does not decide what is no longer needed.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Literal
 
 
 class NotOurs(OSError):
-    """Something in the way was not made by this package; `strerror` says what."""
+    """Something in the way was not made by this package; `strerror` describes it."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """What this package makes: `what` in words, and patterns that whole names must match."""
+    """Something this package makes: `what` in words, and patterns that whole names must match."""
 
     what: str
     name: str
     kind: Literal["file", "link", "folder"] = "file"
     inside: tuple[str, ...] = ()
-    """Of a folder, patterns of all paths in it, `/` between names, folders too."""
+    """For a folder: patterns of all paths in it, folders too, `/` between names."""
     is_ours: Callable[[Path], bool] = lambda path: True
-    """Looks into what a name alone does not prove. May raise OSError."""
+    """Checks the content where the name alone is no proof. May raise OSError."""
 
 
 DRAFT = Made("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
 
 
 def draft_of(path: Path) -> Path:
-    """Return a free, hidden name beside `path`, for a file or folder that is renamed to it once it is whole."""
+    """Return a free, hidden path next to `path`, for a file or folder that is renamed to `path` once it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
 def check(path: Path, made: Made) -> list[Path]:
-    """Return a path and all that lies under it, parents first; nothing where nothing is there.
+    """Return a path and everything under it, parents first; nothing if it does not exist.
 
-    Raises NotOurs for anything that does not fit `made`.
+    Raises NotOurs for anything that does not match `made`.
     """
     if not os.path.lexists(path):
         return []
@@ -58,12 +58,12 @@ def check(path: Path, made: Made) -> list[Path]:
 
 
 def remove(path: Path, made: Made) -> None:
-    """Remove what fits `made`, if it is there. Raises NotOurs, before anything has gone, for what does not.
+    """Remove what matches `made`, if it exists. Raises NotOurs, before removing anything, if something does not match.
 
-    Goes name by name, so a file that somebody adds meanwhile stays, with its folder.
+    Removes name by name, so a file added meanwhile stays, with its folder.
     """
     for entry in reversed(check(path, made)):
-        with suppress(FileNotFoundError):  # several ranks may tidy up together
+        with suppress(FileNotFoundError):  # several ranks may clean up at the same time
             if entry.is_dir() and not entry.is_symlink():
                 entry.rmdir()
             else:
@@ -71,9 +71,9 @@ def remove(path: Path, made: Made) -> None:
 
 
 def replace(draft: Path, path: Path, made: Made) -> None:
-    """Rename a draft to `path`, in the place of what fits `made`. Raises NotOurs, before any change, for other things.
+    """Rename a draft to `path`, replacing what matches `made`. Raises NotOurs, before any change, for anything else.
 
-    A folder goes only after its successor has its name, and comes back where that fails.
+    An old folder is removed only after the draft has its name, and is restored if that fails.
     """
     there = check(path, made)
     if not there or made.kind != "folder":
@@ -90,7 +90,7 @@ def replace(draft: Path, path: Path, made: Made) -> None:
 
 
 def rename(path: Path, to: Path) -> Path:
-    """Rename to a name that must be free; returns it. Raises FileExistsError."""
+    """Rename to a name that must be free; return it. Raises FileExistsError."""
     if os.path.lexists(to):
         raise FileExistsError(None, "exists already", str(to))
     return path.rename(to)

@@ -1,6 +1,6 @@
-"""The run directory and what a person sees of the run: RunOutput on root, NullOutput elsewhere, the same methods.
+"""The run directory and what a person sees of the run: RunOutput on root, NullOutput elsewhere, with the same methods.
 
-Decides once, when it is opened, who writes. Does not decide when, and does not write checkpoints.
+Decides once, when opened, who writes. Does not decide when, and does not write checkpoints.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SETTINGS_IN_ORDER = re.compile(rb"output_dir: [^\n]+\nseed: \d+\nprecision: \w+
 def _begins(path: Path, head: str) -> bool:
     with path.open("rb") as file:
         found = file.read(len(head))
-    return head.encode().startswith(found)  # also the beginning, which a kill may leave
+    return head.encode().startswith(found)  # also a partial head, which a kill may leave
 
 
 def _is_resolved_config(path: Path) -> bool:
-    """Also of a version that wrote no head: all settings are there, in the order of the dataclasses."""
+    """Return whether a file is a resolved config, also one that a version without heads wrote: it has all settings."""
     return _begins(path, _CONFIG_HEAD) or bool(_SETTINGS_IN_ORDER.match(path.read_bytes()))
 
 
@@ -49,9 +49,9 @@ _FILES = {"config.yaml": _CONFIG, "metrics.jsonl": _METRICS, "parameters.jsonl":
 
 
 def check_writable(directory: str) -> Path:
-    """The run directory, made if need be.
+    """Return the run directory, created if needed.
 
-    Raises UserError where files cannot be written there, or would take the place of files that no run has written.
+    Raises UserError if files cannot be written there, or would replace files that no run has written.
     """
     path = Path(directory)
     try:
@@ -74,7 +74,7 @@ def check_writable(directory: str) -> Path:
 
 @contextmanager
 def _needed(path: Path) -> Iterator[Path]:
-    """The block writes this file. Raises UserError where it cannot."""
+    """Run a block that must be able to write this file. Raises UserError if it cannot."""
     try:
         yield path
     except OSError as error:
@@ -82,11 +82,11 @@ def _needed(path: Path) -> Iterator[Path]:
 
 
 _ABOUT = ("step", "epoch", "split", "seconds")
-"""What a line of metrics begins with: where it is from."""
+"""First entries of a line of metrics: where it comes from."""
 
 
 class NullOutput:
-    """What every rank but root has: nothing is written, nothing is shown."""
+    """The output of every rank except root: writes nothing, shows nothing."""
 
     directory: Path | None = None
 
@@ -113,7 +113,7 @@ class NullOutput:
     def stop_profile(self, step: int) -> None: ...
 
     def last_metrics(self, split: str) -> Mapping[str, float]:
-        """The values of the last line of metrics of a split, also from before a resume; empty where there is none."""
+        """Return the values of a split's last line of metrics, also from before a resume; empty if there is none."""
         return {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None: ...
@@ -122,8 +122,9 @@ class NullOutput:
 
 
 class RunOutput(NullOutput):
-    """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, where there is something for it,
-    parameters.jsonl; shows lines and a progress bar.
+    """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, if there are values, parameters.jsonl.
+
+    Shows lines and a progress bar.
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
@@ -138,7 +139,7 @@ class RunOutput(NullOutput):
         self._task: Any = None
 
     def write_config(self, text: str) -> None:
-        """Raises UserError, as `rewind` does: a run that cannot write down what it does must not begin."""
+        """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
         with _needed(self._path("config.yaml")) as path:
             write_whole(path, _CONFIG_HEAD + text, _CONFIG)
 
@@ -149,7 +150,7 @@ class RunOutput(NullOutput):
             self._console.print(line, markup=False)
 
     def rewind(self, step: int) -> None:
-        """Takes back the metrics after `step`: the run goes on from there and will write them anew."""
+        """Remove the metrics after `step`: the run resumes there and will write them again."""
         for lines, made in ((self._metrics, _METRICS), (self._lines("parameters.jsonl"), _PARAMETERS)):
             with _needed(lines.path):
                 lines.keep(lambda line: _step_of(line) <= step, made)
@@ -171,7 +172,7 @@ class RunOutput(NullOutput):
             self._bar.update(self._task, completed=step)
 
     def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Adds one line of metrics, a point to each TensorBoard curve and a line on the screen."""
+        """Add one line of metrics, a point to each TensorBoard curve and a line on the screen."""
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
         self._metrics.append(_json(row))
@@ -182,7 +183,7 @@ class RunOutput(NullOutput):
         self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Adds one line on what each rank alone did to each parameter: path → figure → by rank."""
+        """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
         self._parameters = self._parameters or self._lines("parameters.jsonl")
         self._parameters.append(_json({"step": step, "parameters": moves}))
         if self._tensorboard is not None:
@@ -190,17 +191,17 @@ class RunOutput(NullOutput):
             self._tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
 
     def append_histograms(self, step: int, values: Mapping[str, Any]) -> None:
-        """values: tensors or variables by name. Nothing is written without TensorBoard, here and below."""
+        """values: tensors or variables by name. Without TensorBoard, this and the methods below write nothing."""
         if self._tensorboard is not None:
             self._tensorboard.add_histograms(step, values)
 
     def write_graph(self, draw: Callable[[], Any]) -> None:
-        """draw: makes the GraphDef; called where it is written."""
+        """draw: builds the GraphDef; called only if it will be written."""
         if self._tensorboard is not None:
             self._tensorboard.add_graph(draw())
 
     def start_profile(self, step: int) -> None:
-        """Before `step`: begins to note the time and memory of every op."""
+        """Before `step`: start recording the time and memory of every op."""
         if self._tensorboard is not None:
             self._tensorboard.start_profile(step)
 
@@ -209,7 +210,7 @@ class RunOutput(NullOutput):
             self._tensorboard.stop_profile(step)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Raises RunError: a run whose end is not written down has not ended well."""
+        """Write summary.json. Raises RunError: a run whose end is not recorded has not ended well."""
         try:
             write_whole(self._path("summary.json"), _json(summary, indent=2) + "\n", _SUMMARY)
         except OSError as error:
@@ -240,10 +241,10 @@ def open_output(
     progress: Literal["auto", "bar", "plain"],
     launched: bool,
 ) -> NullOutput:
-    """The run directory on root; nothing elsewhere. Raises UserError where it cannot be written.
+    """Open the run directory on root; do nothing elsewhere. Raises UserError if it cannot be written.
 
-    progress: a bar is for eyes, so "auto" draws one on a terminal only; not under a launcher (`launched`), since
-    mpirun gives its ranks a terminal of its own and passes on what they print there.
+    progress: "auto" draws a bar only on a terminal, and never under a launcher (`launched`), because mpirun gives its
+    ranks a terminal and forwards what they print there.
     """
     if not is_root:
         return NullOutput()
@@ -257,7 +258,7 @@ def _build_bar(console: Console) -> Progress:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """JSON has no NaN and no infinity; both become null."""
+    """Return JSON text; NaN and infinity, which JSON lacks, become null."""
 
     def known(part: Any) -> Any:
         if isinstance(part, Mapping):
@@ -270,7 +271,7 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics; a line that a kill cut short counts as later than any step."""
+    """Return the step of a line of metrics; a line cut short by a kill counts as later than any step."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

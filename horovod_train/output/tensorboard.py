@@ -1,6 +1,6 @@
 """TensorBoard's files of a run, on root: scalars, histograms, the graph, profiles. Does not compute what it writes.
 
-A disk that is full or gone costs charts, not the run: it is said once, and training goes on.
+A disk that is full or gone costs charts, not the run: one warning, and training continues.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from horovod_train.tfrecord_framing import frame
 
 _GATHERED = 1 << 20
 BUCKETS = 30
-"""As tf.summary.histogram has them, whose many small operations take ten times as long."""
+"""As in tf.summary.histogram, whose many small operations take ten times as long."""
 
 
 class Events(Appender):
-    """An event file, as TensorBoard reads them: a TFRecord file whose records are Event messages.
+    """An event file in TensorBoard's format: a TFRecord file whose records are Event messages.
 
-    TensorFlow's own writer ignores it when a record cannot be written, and leaves half of it in the file.
+    TensorFlow's own writer ignores records that cannot be written, and leaves half of one in the file.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        # The form of the name that TensorBoard looks for; a file of its own for each start.
+        # TensorBoard looks for names of this form; each start has a separate file.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
         super().__init__(folder / name, say, unit="events", at_once=_GATHERED)
         self._add(file_version="brain.Event:2")
@@ -50,13 +50,13 @@ class Events(Appender):
     def _write(self, data: bytes, sync: bool) -> None:
         folder = self.path.parent
         if not folder.is_dir():
-            folder.parent.mkdir(exist_ok=True)  # Not its parents: where the run directory has gone, so has its disk.
+            folder.parent.mkdir(exist_ok=True)  # no parents: if the run directory is gone, so is its disk
             folder.mkdir(exist_ok=True)
         super()._write(data, sync)
 
 
 class TensorBoardWriter:
-    """One event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks for them.
+    """Writes an event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks.
 
     say: shows a line.
     """
@@ -65,7 +65,7 @@ class TensorBoardWriter:
         self._directory, self._say = directory, say
         self._events: dict[str, Events] = {}
         self._profiled: Any = None
-        """The step under way, while it is profiled."""
+        """The current step, while it is profiled."""
 
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -76,7 +76,7 @@ class TensorBoardWriter:
         events.flush()
 
     def add_histograms(self, step: int, values: Mapping[str, Any]) -> None:
-        """values: floating tensors or variables of any shape, by name; numbers that are not finite are left out."""
+        """values: floating tensors or variables of any shape, by name; non-finite numbers are left out."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.histogram.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto
@@ -95,17 +95,17 @@ class TensorBoardWriter:
         events.flush()
 
     def start_profile(self, step: int) -> None:
-        """From now on every op is timed, until `stop_profile`: that is called when `step` is done."""
+        """Time every op from now on, until `stop_profile`, which is called when `step` is done."""
         from tensorflow.profiler import experimental as profiler
 
-        # 2: also the ops on the host, and what they allocate.
+        # Level 2 also records the ops on the host, and what they allocate.
         with self._failure_is_said():
             profiler.start(str(self._directory), profiler.ProfilerOptions(host_tracer_level=2))
             self._profiled = profiler.Trace("train", step_num=step, _r=1)
             self._profiled.__enter__()
 
     def stop_profile(self, step: int) -> None:
-        """Writes what was seen to `plugins/profile/step-N`, or `step-N-2`, … where that is taken."""
+        """Write the profile to `plugins/profile/step-N`, or `step-N-2`, … if that exists."""
         from tensorflow.profiler import experimental as profiler
 
         if self._profiled is None:
@@ -118,13 +118,13 @@ class TensorBoardWriter:
             profiler.stop()
             for made in set(folder.glob("*")) - before:
                 place, number = folder / f"step-{step:09d}", 1
-                while place.exists():  # of a course that the run left
+                while place.exists():  # from before the run was resumed
                     number += 1
                     place = folder / f"step-{step:09d}-{number}"
                 rename(made, place)
 
     def close(self) -> None:
-        if self._profiled is not None:  # the run left before that step
+        if self._profiled is not None:  # the run ended before that step
             from tensorflow.profiler import experimental as profiler
 
             self._profiled.__exit__(None, None, None)
@@ -148,7 +148,7 @@ class TensorBoardWriter:
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:
-    """Left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros where there are no numbers."""
+    """Return left edge, right edge and count of each bucket, float64 [BUCKETS, 3]; zeros without numbers."""
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
     if not finite.size:
         return np.zeros((BUCKETS, 3))

@@ -1,4 +1,4 @@
-"""Loads TensorFlow and Keras without what no rank needs: lines that every start prints, and two libraries."""
+"""Loads TensorFlow and Keras without what no rank needs: lines printed at every start, and two libraries."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from horovod_train.output.console import unfailing
 
 _NOISE = re.compile(r"WARNING: All log messages before absl|I0000 |To enable the following instructions")
 _SPARED = ("sklearn", "matplotlib")
-"""What Keras imports where it finds it, for wrappers and plots of its own alone: a third of a rank's start."""
+"""Libraries that Keras imports if installed, only for wrappers and plots: a third of the start time of a rank."""
 _NO_DRIVER = re.compile(r".*failed call to cuInit")
 
 
 def load_tensorflow() -> None:
-    """Imports TensorFlow and Keras and lets TensorFlow look for GPUs, which is when it prints."""
+    """Import TensorFlow and Keras and let TensorFlow look for GPUs, which is when it prints."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _without_noise(), _without(_SPARED), _without_collecting_garbage():
         import tensorflow as tf
@@ -32,7 +32,7 @@ def load_tensorflow() -> None:
 
 @contextmanager
 def _without(names: Iterable[str]) -> Iterator[None]:
-    """Imports of these fail. Whoever imports them afterwards gets them."""
+    """Make these modules unimportable inside the block."""
     absent = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: an import of it fails
     try:
@@ -44,7 +44,7 @@ def _without(names: Iterable[str]) -> Iterator[None]:
 
 @contextmanager
 def _without_collecting_garbage() -> Iterator[None]:
-    """What an import makes stays: looking through it for garbage, again and again, is a fifth of the time it takes."""
+    """Disable garbage collection inside the block: searching imported objects takes a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,7 +57,7 @@ def _without_collecting_garbage() -> Iterator[None]:
 
 @contextmanager
 def _without_noise() -> Iterator[None]:
-    """Holds back what C++ writes to file descriptor 2, and then passes on all of it that is not noise."""
+    """Hold back what C++ writes to file descriptor 2; then forward everything but noise."""
     stderr = unfailing(sys.stderr)
     stderr.flush()
     kept = os.dup(2)
@@ -75,6 +75,6 @@ def _without_noise() -> Iterator[None]:
 
 
 def _is_noise(line: str) -> bool:
-    # Without a device file there is no GPU to miss; with one, a driver that fails is what the user must know.
+    # Without a device file there is no GPU; with one, the user must see a driver that fails.
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
     return bool(_NOISE.match(line) or (_NO_DRIVER.match(line) and not has_gpu))
