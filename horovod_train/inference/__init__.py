@@ -1,1 +1,1 @@
-"""A trained model: evaluate, predict, export."""
+"""Uses a trained model: evaluate, predict, export."""

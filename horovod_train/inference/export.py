@@ -1,6 +1,6 @@
-"""Writes a model for those who have TensorFlow alone: a Keras file or a SavedModel, tried by loading it back.
+"""Writes a model for use with TensorFlow alone, as a Keras file or a SavedModel, and checks it by loading it back.
 
-Knows no checkpoints and no command line; see tools/export.
+Knows no checkpoints and no command line; see commands/export.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tensorflow as tf
 from horovod_train.errors import RunError, UserError
 
 _UNKNOWN_SIZE = 32
-"""In the place of sizes that a model leaves open, when it is tried."""
+"""Replaces sizes that a model leaves open in the test input."""
 
 
 def write_model(model: keras.Model, path: Path) -> None:
-    """Writes to `path`, which must not exist: a Keras file where it ends in .keras, else a SavedModel's folder.
+    """Write to `path`, which must not exist: a Keras file if it ends in .keras, else a SavedModel folder.
 
-    Raises UserError where the model is compiled, since an optimizer has no place in the file, and where Keras cannot
-    write it, or cannot read back what it wrote; RunError where that computes something else; OSError as the disk does.
+    Raises UserError if the model is compiled, since the file must not contain an optimizer, or if Keras cannot write
+    the model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
     """
     if model.compiled:
         raise UserError(f"export: {model.name} is compiled, but the file is to hold no optimizer. Leave compile() out.")
@@ -33,7 +33,7 @@ def write_model(model: keras.Model, path: Path) -> None:
             serve = keras.saving.load_model(path, compile=False)
         else:
             model.export(path, format="tf_saved_model", verbose=False)
-            loaded = tf.saved_model.load(str(path))  # kept: it owns the variables of what it serves
+            loaded = tf.saved_model.load(str(path))  # keep the reference: it owns the variables that `serve` uses
             serve = loaded.serve
     except (NotImplementedError, TypeError, ValueError) as error:
         kind = "Keras file" if is_keras else "SavedModel"
@@ -46,12 +46,12 @@ def write_model(model: keras.Model, path: Path) -> None:
     try:
         expected = model(sample, training=False)
     except tf.errors.InvalidArgumentError:
-        return  # a model of narrow tastes, such as one that looks up its input in a table
+        return  # no suitable input can be made up, such as for a table lookup
     _compare(expected, serve(sample))
 
 
 def _sample(model: keras.Model) -> Any:
-    """Two made-up records of the model's inputs; None where a subclassed model does not say what they are."""
+    """Return two made-up records of the model's inputs; None if a subclassed model does not declare them."""
     if not getattr(model, "inputs", None):
         return None
     rng = np.random.default_rng(0)
@@ -61,7 +61,7 @@ def _sample(model: keras.Model) -> Any:
         is_float = tf.as_dtype(spec.dtype).is_floating
         return tf.cast(rng.uniform(-0.5, 0.5, shape) if is_float else np.ones(shape), spec.dtype)
 
-    # A Sequential model has no structure of inputs, and one of them.
+    # A Sequential model has exactly one input and no input structure.
     return (
         values(model.inputs[0])
         if isinstance(model, keras.Sequential)

@@ -1,6 +1,6 @@
-"""What the commands make under names that their users choose, so that one may replace the work of another run of it.
+"""What the commands write to paths that users choose, so that a later run of a command may replace it.
 
-Tells our own by its content. Neither writes nor removes; see removal.
+Recognises our own files by content. Does not write or remove them; see removal.
 """
 
 from __future__ import annotations

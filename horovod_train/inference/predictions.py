@@ -1,4 +1,4 @@
-"""A model's outputs for each record, in the order of the records, as npz or csv. Only root has a file.
+"""Writes a model's outputs for each record, in the order of the records, as npz or csv. Only root has a file.
 
 Rows may come in any order, with padding between them. Does not know where they come from.
 """
@@ -27,19 +27,19 @@ Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
 """Name of an output → shape and dtype of one row."""
 
 _MOST_BYTES = 16 << 20
-"""Of outputs that one rank holds before it hands them to root."""
+"""Bytes of outputs that one rank keeps before sending them to root."""
 _ROWS = 4096
-"""Written to csv at a time."""
+"""Rows written to csv at a time."""
 
 
 class Outputs:
-    """Computes a model's outputs, by name: keys of a dict, names of the layers of a list, or "output" for a single one.
+    """Computes a model's outputs by name: keys of a dict, layer names for a list, or "output" for a single one.
 
-    bfloat16, which numpy does not have, becomes float32.
+    bfloat16, which numpy lacks, becomes float32.
     """
 
     def __init__(self, model: keras.Model, batch: Batch, where: str) -> None:
-        """batch: its tf.TensorSpecs. Raises UserError where the model does not take it or gives no row a record."""
+        """batch: its tf.TensorSpecs. Raises UserError if the model rejects it or does not return one row a record."""
         self._model = model
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
@@ -61,7 +61,7 @@ class Outputs:
         self.steps_at_once = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
 
     def compute(self, batches: Iterator[Batch], steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Ids, int64 [rows], -1 for padding, and the outputs [rows, ...] of the next `steps` batches."""
+        """Compute the next `steps` batches. Return ids, int64 [rows], -1 for padding, and the outputs [rows, ...]."""
         ids, found = self._run(batches, tf.constant(steps, tf.int32))
         return ids.numpy(), {name: values.numpy() for name, values in found.items()}
 
@@ -83,13 +83,13 @@ class Outputs:
 
 
 class NoPredictions:
-    """What every rank but root has: nothing is written. As a context manager it removes what is not finished."""
+    """Used by every rank except root: writes nothing. As a context manager, a subclass removes unfinished files."""
 
     def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
-        """Takes rows [n, ...] of every output, and the numbers of their records, int64 [n], -1 for padding."""
+        """Take rows [n, ...] of every output, and the numbers of their records, int64 [n], -1 for padding."""
 
     def finish(self) -> int:
-        """Writes the file whole; returns the records in it. Raises RunError."""
+        """Write the complete file; return the number of records in it. Raises RunError."""
         return 0
 
     def __enter__(self) -> NoPredictions:
@@ -100,7 +100,7 @@ class NoPredictions:
 
 
 class Predictions(NoPredictions):
-    """Collects rows in files beside the final one, so that memory does not grow with the number of records."""
+    """Collects rows in files next to the final one, so that memory does not grow with the number of records."""
 
     def __init__(self, path: Path, specs: Specs, num_records: int) -> None:
         self._path, self._records = path, num_records
@@ -142,7 +142,8 @@ class Predictions(NoPredictions):
     def _open(self, name: str, spec: tuple[tuple[int, ...], np.dtype]) -> np.ndarray:
         shape, dtype = (self._records, *spec[0]), np.dtype(spec[1])
         with (self._folder / name).open("xb") as file:
-            # Takes the room now: a mapped file on a disk that is full later would end the process without a word.
+            # Reserve the space now: a mapped file on a disk that fills up later would kill the process without a
+            # message.
             os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
         return np.memmap(self._folder / name, dtype, "r+", shape=shape)
 
@@ -150,7 +151,7 @@ class Predictions(NoPredictions):
         record = np.flatnonzero(self._is_there)
         with zipfile.ZipFile(draft, "x", allowZip64=True) as archive:
             for name, array in [("record", record), *self._arrays.items()]:
-                values = array if len(array) == len(record) else array[record]  # all but those left out
+                values = array if len(array) == len(record) else array[record]  # without records that were left out
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, values, allow_pickle=False)
 
@@ -169,7 +170,7 @@ class Predictions(NoPredictions):
 
 
 def open_predictions(out: str, specs: Specs, num_records: int, *, is_root: bool) -> NoPredictions:
-    """The file to be, on root; nothing elsewhere. Raises UserError where it cannot be written."""
+    """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written."""
     return Predictions(Path(out), specs, num_records) if is_root else NoPredictions()
 
 

@@ -1,4 +1,4 @@
-"""A model with the weights of a checkpoint, and nothing of how it was trained. Does not know ranks: root reads."""
+"""Builds a model with the weights of a checkpoint, without any training state. Does not know ranks: root reads."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from horovod_train.models import build_model
 from horovod_train.training.state import weights_by_name
 
 Weights = Literal["auto", "trained", "ema"]
-"""Those of the last update, or their moving averages. auto: the averages where there are any, as a run evaluates."""
+"""Weights of the last update, or their moving averages. auto: the averages if there are any, as in evaluation."""
 
 
 def build_bare_model(config: Config) -> keras.Model:
-    """The config's model under its precision, with initial weights and no optimizer. Raises UserError."""
+    """Build the config's model under its precision, with initial weights and no optimizer. Raises UserError."""
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
     return build_model(config.model)
 
 
 def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Weights:
-    """Gives a model the weights of a checkpoint, trained ones or their moving averages; returns which.
+    """Load trained weights or their moving averages from a checkpoint into a model; return which.
 
-    Statistics such as BatchNorm's are the mean over ranks, which the checkpoint holds. Raises UserError where it is
-    another model's, or has no moving averages.
+    Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
+    checkpoint is of another model, or has no moving averages.
     """
     has_averages = any(name.startswith("ema/") for name in found.names())
     if weights == "ema" and not has_averages:

@@ -1,6 +1,6 @@
-"""Evaluating and predicting with a trained model, from beginning to end. Every rank runs every line, as in train.
+"""Evaluates and predicts with a trained model, from start to end. Every rank runs every line, as in training.run.
 
-Reads checkpoints and leaves the run directory as it is. Exporting needs no ranks; see tools/export.
+Reads checkpoints and does not change the run directory. Exporting needs no ranks; see commands/export.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Trained:
 
 
 def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, float | int | str] | None:
-    """Collective: loss and metrics over data.eval, each record once whatever the number of ranks; None but on root.
+    """Collective: return loss and metrics over data.eval, each record once at any number of ranks; None except on root.
 
-    Raises UserError for what the user must mend.
+    Raises UserError for what the user must fix.
     """
     with _restored(config, checkpoint, weights) as trained:
         group = trained.group
@@ -66,10 +66,10 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
 
 
 def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[str], out: str) -> int:
-    """Collective: writes the model's outputs for each record once, in the order of the records, to a file.
+    """Collective: write the model's outputs for each record once, in the order of the records, to a file.
 
-    paths: the records, in the forms of data.eval; they need not hold targets. Returns the number of records
-    written, on every rank. Raises UserError for what the user must mend.
+    paths: the records, in the forms of data.eval; they need no targets. Returns the number of records written, on every
+    rank. Raises UserError for what the user must fix.
     """
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
@@ -96,7 +96,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 
 @contextmanager
 def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Trained]:
-    """The ranks, each with the model and the weights that root has read. Shows what fails, as a run does."""
+    """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
     limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
     environment = stall_environment(limits) if config.watch.enabled else None
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
@@ -119,19 +119,19 @@ def _say_on(group: WorkerGroup) -> Callable[[str], None]:
 
 
 def _with_batch(config: Config, size: int) -> Config:
-    """The config with a global batch size, which an evaluation only takes its own default from."""
+    """Return the config with a global batch size, which an evaluation uses only for its default."""
     data = config.data
     batch = data.global_batch_size or (data.batch_size_per_rank or 0) * size
     return dataclasses.replace(config, data=dataclasses.replace(data, global_batch_size=batch))
 
 
 def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Iterator[Batch], int], None]) -> None:
-    """Calls act(batches, steps), with at most so many steps each time, until every record has been taken once."""
+    """Call act(batches, steps), with at most `most` steps each time, until every record has been used once."""
     batches = iter(pipeline.batches(epoch=0, epochs=1))
     left = pipeline.steps_per_epoch
     with pipeline.explaining():
         while left:
             steps = min(left, most)
-            group.heartbeat.phase("evaluate")  # each call is progress
+            group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
             act(batches, steps)
             left -= steps
