@@ -1,7 +1,7 @@
-"""The models that a config can name: MODELS = {name: build}. A build function takes its options and returns a model.
+"""The models that a config can name: MODELS = {name: build}. A build function takes options and returns a model.
 
-To add one: write `build(**options) -> keras.Model` in a file here and a line below; or leave it in a package of your
-own and name it `package.module:function`.
+To add one: write `build(**options) -> keras.Model` in a file here and a line below. Or leave it in another package and
+name it `package.module:function`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 
 
 NEVER_CALLED = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
-"""Methods of a Keras model that `fit`, `evaluate` and `predict` call and the trainer does not: it calls the model."""
+"""Methods of a Keras model that `fit`, `evaluate` and `predict` call but this trainer does not: it calls the model."""
 
 
 def build_model(spec: Spec) -> keras.Model:
-    """The model that `spec` names, with its variables made. Raises UserError for a wrong name, option or result."""
+    """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
     model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name: {spec.name} must return a keras.Model; it returned {type(model).__name__}.")
@@ -42,7 +42,7 @@ def build_model(spec: Spec) -> keras.Model:
 
 
 def _refuse_ignored(model: keras.Model, name: str) -> None:
-    """Raises UserError for what a model brings along that would be left out silently."""
+    """Raise UserError for parts of a model that would be ignored silently."""
     kind = type(model).__name__
     own = [method for method in NEVER_CALLED if _function(model, method) is not getattr(keras.Model, method)]
     if own:

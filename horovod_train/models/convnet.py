@@ -7,10 +7,10 @@ from keras import layers
 
 
 def build(classes: int = 10, image_size: int = 28, dropout: float = 0.0) -> keras.Model:
-    """Two convolutions and three dense layers: float32 [batch, size, size, 1] → logits [batch, classes].
+    """Build two convolutions and three dense layers: float32 [batch, size, size, 1] → logits [batch, classes].
 
-    System S6: 5×5 kernels, 2×2 max-pooling, 1024 hidden units; truncated normal weights with the write-up's own
-    deviations. 3.3 million weights. dropout: rate after the hidden units; the write-up has none.
+    System S6: 5×5 kernels, 2×2 max-pooling, 1024 hidden units; truncated normal weights with the standard deviations of
+    the write-up. 3.3 million weights. dropout: rate after the hidden units; the write-up has none.
     """
 
     def truncated(stddev: float) -> keras.initializers.Initializer:
@@ -46,6 +46,6 @@ def build(classes: int = 10, image_size: int = 28, dropout: float = 0.0) -> kera
     if dropout:
         x = layers.Dropout(dropout, name="dropout")(x)
     x = dense(classes, name="dense2")(x)
-    # Float32 whatever the precision: softmax over half-precision logits loses accuracy.
+    # Float32 at any precision: softmax over half-precision logits loses accuracy.
     logits = layers.Dense(classes, kernel_initializer=truncated(1 / 192), dtype="float32", name="logits")(x)
     return keras.Model(image, logits, name="convnet")

@@ -9,10 +9,10 @@ from keras import layers
 def build(
     image_size: int = 28, hidden: int = 500, classes: int = 10, stddev: float = 0.1, bias: float = 0.1
 ) -> keras.Model:
-    """One hidden layer with ReLU: float32 [batch, size, size, 1] → logits [batch, classes].
+    """Build one hidden layer with ReLU: float32 [batch, size, size, 1] → logits [batch, classes].
 
-    System S5: 784 → 500 → 10, layers named layer1 and layer2. Weights are drawn from a normal distribution truncated
-    at two deviations, biases start at `bias`.
+    System S5: 784 → 500 → 10, layers named layer1 and layer2. Weights come from a normal distribution truncated at two
+    standard deviations, biases start at `bias`.
     """
 
     def dense(units: int, name: str, **options: str) -> keras.Layer:
@@ -26,5 +26,5 @@ def build(
 
     image = keras.Input((image_size, image_size, 1), name="input")
     x = dense(hidden, "layer1", activation="relu")(layers.Flatten(name="flatten")(image))
-    # Float32 whatever the precision: softmax over half-precision logits loses accuracy.
+    # Float32 at any precision: softmax over half-precision logits loses accuracy.
     return keras.Model(image, dense(classes, "layer2", dtype="float32")(x), name="image_mlp")

@@ -15,10 +15,10 @@ def build(
     seed: int = 0,
     weight_name: str = "kernel",
 ) -> keras.Model:
-    """One hidden layer with ReLU: float32 [batch, inputs] → logits [batch, outputs].
+    """Build one hidden layer with ReLU: float32 [batch, inputs] → logits [batch, outputs].
 
-    System S1: weights and biases drawn from N(0, stddev²), seeded. weight_name: what the matrices are called, in
-    checkpoints too: `hidden1/kernel` as in Keras, or `hidden1/weight` (system S4).
+    System S1: weights and biases from N(0, stddev²), seeded. weight_name: the name of the matrices, in checkpoints too:
+    `hidden1/kernel` as in Keras, or `hidden1/weight` (system S4).
     """
     Dense = _dense_with(weight_name)
     draws = iter(range(seed, seed + 4))
@@ -37,7 +37,7 @@ def build(
 
 
 def _dense_with(weight_name: str) -> type[keras.layers.Dense]:
-    """keras.layers.Dense with another name for its matrix; saved, it is a plain keras.layers.Dense."""
+    """Return keras.layers.Dense with another name for its matrix; it is saved as a plain keras.layers.Dense."""
     if weight_name == "kernel":
         return keras.layers.Dense
 
@@ -45,7 +45,7 @@ def _dense_with(weight_name: str) -> type[keras.layers.Dense]:
         def add_weight(self, *args: Any, name: str | None = None, **options: Any) -> Any:
             return super().add_weight(*args, name=weight_name if name == "kernel" else name, **options)
 
-    # An exported model must load where there is only Keras.
+    # An exported model must load where only Keras is installed.
     plain = keras.layers.Dense
     Named.__name__, Named.__qualname__, Named.__module__ = plain.__name__, plain.__qualname__, plain.__module__
     return Named

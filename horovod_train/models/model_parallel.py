@@ -1,7 +1,7 @@
 """Cuts a model into stages on several devices of one process: model parallelism. Does not choose the devices.
 
-A stage is a run of layers in the model's own order. Its weights lie on its device, and so does what is computed from
-them: forward, backward and update. Activations and their gradients cross between stages, each once.
+A stage is a run of layers in the model's own order. Its weights are on its device, and so is everything computed from
+them: forward, backward and update. Activations and their gradients cross between stages once each.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from horovod_train.errors import UserError
 
 
 def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:
-    """A model of the same weights, names and function, whose stages lie on `devices`.
+    """Return a model with the same weights, names and function, whose stages are on `devices`.
 
     cut_before: the names of the layers with which the second, third, … stage begins, in the model's order.
     devices: TensorFlow's names of them, such as "CPU:1"; one more than cuts. A layer that is itself a model is not cut.
 
-    The layers are called what they were, so that checkpoints and saved models are those of the uncut model.
-    Raises UserError for a model or a cut that this is not possible with.
+    Layers keep their names, so that checkpoints and saved models are those of the uncut model. Raises UserError for a
+    model or a cut for which this is impossible.
     """
     if not cut_before:
         return model
@@ -42,14 +42,14 @@ def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequ
         return _place(copy, f"/device:{devices[stage_of[operation.name]]}")
 
     cut = keras.models.clone_model(model, clone_function=clone)
-    # Of `variables`, unlike `weights`, the seeds of dropout are a part.
+    # `variables`, unlike `weights`, includes the seeds of dropout.
     for variable, original in zip(cut.variables, model.variables, strict=True):
         variable.assign(original)
     return cut
 
 
 def stage_lines(model: keras.Model) -> list[str]:
-    """For each device that holds weights of the model, a line with the layers that do: as it is, not as planned."""
+    """Return a line for each device that holds weights of the model, with its layers: as placed, not as planned."""
     layers: dict[str, list[str]] = {}
     for weight in model.weights:
         name = tf.DeviceSpec.from_string(weight.value.device)
@@ -65,22 +65,22 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def follow_inputs() -> AbstractContextManager[Any]:
-    """Inside a tf.function: what is made without a device of its own goes where all its inputs are.
+    """Inside a tf.function: place operations without a device on the device of their inputs, if all inputs share one.
 
-    Needed because a gradient tape makes its operations outside the device scopes of the forward pass, and TensorFlow
-    would put them all on the first device; and the optimizer's arithmetic likewise.
+    Needed because a gradient tape creates operations outside the device scopes of the forward pass, and TensorFlow
+    would put them all on the first device; the same holds for the optimizer's arithmetic.
     """
     return tf.compat.v1.device(lambda operation: operation.device or _device_of_inputs(operation))
 
 
 def variable_beside(weight: keras.Variable, value: Any) -> tf.Variable:
-    """A variable that is not trained and begins with `value`, on the device of `weight`."""
+    """Return an untrained variable that starts with `value`, on the device of `weight`."""
     with tf.device(weight.value.device):
         return tf.Variable(value, trainable=False)
 
 
 def _stages(model: keras.Model, cut_before: Sequence[str]) -> dict[str, int]:
-    """Name of each layer, or operation between layers → the number of its stage."""
+    """Map each layer, or operation between layers, to the number of its stage."""
     if isinstance(model, keras.Sequential):
         names = [layer.name for layer in model.layers]
     elif hasattr(model, "operations"):
@@ -103,7 +103,7 @@ def _stages(model: keras.Model, cut_before: Sequence[str]) -> dict[str, int]:
 
 
 def _place(operation: Any, device: str) -> Any:
-    """Makes a layer, or an operation between layers, build and run on `device`; the same object is returned."""
+    """Make a layer, or an operation between layers, build and run on `device`; return the same object."""
     base = type(operation)
 
     class Placed(base):  # type: ignore[misc, valid-type]
@@ -112,11 +112,11 @@ def _place(operation: Any, device: str) -> Any:
                 return super().__call__(*args, **kwargs)
 
         def call(self, *args: Any, **kwargs: Any) -> Any:
-            # Not sooner: masks hang on the tensors that are handed to `__call__`.
+            # Not sooner: masks are attached to the tensors passed to `__call__`.
             args, kwargs = keras.tree.map_structure(lambda value: _bring(value, device), (args, kwargs))
             return super().call(*args, **kwargs)
 
-    # Saved and cloned, it is the plain one.
+    # So that the saved or cloned class is the plain one.
     Placed.__name__, Placed.__qualname__ = base.__name__, base.__qualname__
     Placed.__module__, Placed.__doc__ = base.__module__, base.__doc__
     operation.__class__ = Placed
@@ -124,7 +124,7 @@ def _place(operation: Any, device: str) -> Any:
 
 
 def _bring(value: Any, device: str) -> Any:
-    """A tensor of another stage as one of this stage; its gradient is brought back to where it came from."""
+    """Copy a tensor to this stage's device; its gradient is copied back."""
     if not isinstance(value, tf.Tensor) or not value.device or value.device == device:
         return value
 
@@ -141,21 +141,21 @@ def _bring(value: Any, device: str) -> Any:
 
 
 def _device_of_inputs(operation: tf.Operation) -> str:
-    """The one device of all inputs that have one; of a variable, if one is read or written. "" where they differ."""
+    """Return the one device of all inputs that have one, of a variable if one is read or written. "" if they differ."""
     variables = {_device_of_variable(tensor) for tensor in operation.inputs if tensor.dtype == tf.resource} - {""}
-    # Scalars, such as the learning rate, go where they are needed.
+    # Scalars, such as the learning rate, are copied where they are needed.
     found = variables or {_device_of(tensor) for tensor in operation.inputs if tensor.shape.rank != 0} - {""}
     return found.pop() if len(found) == 1 else ""
 
 
 def _device_of(tensor: tf.Tensor) -> str:
-    # TensorFlow makes reads of variables outside all device scopes.
+    # TensorFlow places reads of variables outside all device scopes.
     is_read = not tensor.device and tensor.op.type == "ReadVariableOp"
     return _device_of_variable(tensor.op.inputs[0]) if is_read else tensor.device
 
 
 def _device_of_variable(handle: tf.Tensor) -> str:
-    """Where a variable lies whose handle was captured by the function under construction, or by those around it."""
+    """Return the device of a variable whose handle was captured by the current function or by those around it."""
     graph = handle.graph
     while graph is not None and not hasattr(handle, "numpy"):
         outside = {id(inner): outer for outer, inner in _captures(graph)}

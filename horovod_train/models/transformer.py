@@ -15,11 +15,11 @@ def build(
     blocks: int = 2,
     dropout: float = 0.1,
 ) -> keras.Model:
-    """Encoder with a classifier: int64 [batch, length ≤ max_length] → logits [batch, classes].
+    """Build an encoder with a classifier: int64 [batch, length ≤ max_length] → logits [batch, classes].
 
-    Token 0 is padding: nobody attends to it and it has no part in the mean that is classified. Blocks of attention
-    and a dense layer of 4 · width (Vaswani et al. 2017), each normalised before, not after (Xiong et al. 2020).
-    Learned positions. Made of Keras' own layers, so that a Keras file of it needs no code to load.
+    Token 0 is padding: attention and the mean that is classified ignore it. Blocks of attention and a dense layer of 4
+    · width (Vaswani et al. 2017), each normalised before, not after (Xiong et al. 2020). Learned positions. Uses Keras'
+    own layers, so that its Keras file loads without code.
     """
     if width % heads:
         raise ValueError(f"width must be divisible by heads; received {width} and {heads}")
@@ -35,7 +35,7 @@ def build(
     x = layers.LayerNormalization(name="norm")(x)
     weights = ops.expand_dims(ops.cast(is_token, x.dtype), -1)
     mean = ops.sum(x * weights, axis=1) / ops.maximum(ops.sum(weights, axis=1), 1)
-    # Float32 whatever the precision: softmax over half-precision logits loses accuracy.
+    # Float32 at any precision: softmax over half-precision logits loses accuracy.
     return keras.Model(tokens, layers.Dense(classes, dtype="float32", name="logits")(mean), name="transformer")
 
 
