@@ -21,11 +21,11 @@ class LARS(keras.optimizers.Optimizer):
         v ← μ v + learning_rate · local · (g + λ w)
         w ← w − v
 
-    Where ‖w‖ or ‖g‖ + λ ‖w‖ is 0, local is 1, so that weights that begin at 0 can leave it. Norms are taken in float32
+    If ‖w‖ or ‖g‖ + λ ‖w‖ is 0, local is 1, so that weights that start at 0 can change. Norms are taken in float32
     at least. Defaults: μ and λ are those of AlexNet (Krizhevsky et al. 2012), η that of TensorFlow 1's LARSOptimizer.
 
     Excluded variables are updated with local = 1 and λ = 0, as momentum SGD would: biases and the scales and offsets
-    of norms, that is, variables of fewer than two axes, or else what `exclude_from_weight_decay` is told.
+    of norms, that is, variables with fewer than two axes; or, if called, those that `exclude_from_weight_decay` names.
     Sparse gradients are made dense. Other arguments are those of keras.optimizers.Optimizer.
     """
 
@@ -38,8 +38,8 @@ class LARS(keras.optimizers.Optimizer):
         name: str = "lars",
         **options: Any,
     ) -> None:
-        """Raises ValueError for a momentum outside [0, 1), weight_decay < 0 and trust_coefficient <= 0."""
-        # Not given to Keras, which would take it off the weights besides.
+        """Raise ValueError for a momentum outside [0, 1), weight_decay < 0 or trust_coefficient <= 0."""
+        # weight_decay is not passed to Keras, which would subtract it from the weights as well.
         super().__init__(learning_rate=learning_rate, name=name, **options)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1; received {momentum}")
@@ -54,9 +54,10 @@ class LARS(keras.optimizers.Optimizer):
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """The variables that are neither scaled nor decayed, in place of those of fewer than two axes.
+        """Set the variables that are neither scaled nor decayed, instead of those with fewer than two axes.
 
-        Before `build`. var_names: as in Keras, regular expressions for their names. Raises ValueError once built.
+        Call it before `build`. var_names: as in Keras, regular expressions for their names. Raises ValueError once
+        built.
         """
         super().exclude_from_weight_decay(var_list, var_names)
         self.excluded_ids = [id(variable) for variable in var_list or ()]
@@ -87,7 +88,7 @@ class LARS(keras.optimizers.Optimizer):
         self.assign_sub(variable, velocity)
 
     def _trust_ratio(self, weight: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-        """The paper's local rate, a scalar of the weight's dtype."""
+        """Return the paper's local rate, a scalar of the weight's dtype."""
         wide = tf.float64 if weight.dtype == tf.float64 else tf.float32
         weight_norm, gradient_norm = (tf.norm(tf.cast(tensor, wide)) for tensor in (weight, gradient))
         below = gradient_norm + self.decay * weight_norm

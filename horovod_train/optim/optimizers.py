@@ -1,4 +1,4 @@
-"""Optimizers by name, on their learning-rate schedule. Does not exchange gradients; see distributed.optimizer."""
+"""Builds optimizers by name, with their learning-rate schedule. For gradient exchange see distributed.optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Schedule = Any
 
 @keras.saving.register_keras_serializable("horovod_train")
 class ByFormula(keras_schedules.LearningRateSchedule):
-    """A formula of `schedules` on Keras' operations, in float32. Takes the settings as plain dicts, to be saved."""
+    """A formula of `schedules` with Keras' operations, in float32. Its settings are plain dicts, for serialisation."""
 
     def __init__(self, lr_schedule: dict[str, Any], horizon: dict[str, int]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ByFormula(keras_schedules.LearningRateSchedule):
 
 @keras.saving.register_keras_serializable("horovod_train")
 class WarmUp(keras_schedules.LearningRateSchedule):
-    """Warm-up before a schedule of the user's own."""
+    """Warm-up before a user's schedule."""
 
     def __init__(self, after: Schedule, warmup_steps: int) -> None:
         super().__init__()
@@ -58,17 +58,17 @@ class WarmUp(keras_schedules.LearningRateSchedule):
 
 
 OPTIMIZERS: dict[str, Callable[..., keras.optimizers.Optimizer]] = {"lars": LARS}
-"""Those that a config can name besides Keras' own."""
+"""Optimizers that a config can name besides Keras' own."""
 
 
 def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
-    """step → learning rate: scaling, decay and warm-up in one. Raises UserError for a wrong name or option.
+    """Return step → learning rate: scaling, decay and warm-up in one. Raises UserError for a wrong name or option.
 
-    A decay of the user's own is a function (lr, horizon, **options) → Schedule, where lr is the scaled rate.
+    A user's decay is a function (lr, horizon, **options) → Schedule, where lr is the scaled rate.
     """
     decay, where = config.decay, "lr_schedule.decay"
     if ":" not in decay.name:
-        build_formula(config, horizon)  # before Keras: what is wrong is said as it is
+        build_formula(config, horizon)  # checks first, so that errors are not reworded by Keras
         if decay.name == "constant" and not config.warmup_epochs:
             return scaled_lr(config, horizon.global_batch_size)
         return ByFormula(dataclasses.asdict(config), dataclasses.asdict(horizon))
@@ -78,9 +78,9 @@ def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
 
 
 def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimizer:
-    """The optimizer that the config names, on its schedule; under mixed_float16 inside a LossScaleOptimizer.
+    """Build the config's optimizer with its schedule; under mixed_float16 inside a LossScaleOptimizer.
 
-    A LossScaleOptimizer of the user's own is left as it is.
+    A user's LossScaleOptimizer stays as it is.
     """
     spec = config.optimizer
     given: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
@@ -103,7 +103,7 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
 
 def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Config) -> None:
     if isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
-        # The outer one alone multiplies the loss, and both divide the gradients.
+        # Only the outer one would multiply the loss, but both would divide the gradients.
         raise UserError(f"optimizer.name: {config.optimizer.name} scales the loss twice; expected one loss scale.")
     if config.train.synchronization != "every_step":
         raise UserError(
@@ -115,15 +115,15 @@ def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Co
 def limit_weight_decay(
     optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: Config
 ) -> None:
-    """Keeps weight decay from what it is not meant for: by default from variables of one axis or none.
+    """Exclude variables from weight decay: by default those with one axis or none.
 
-    Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1;
-    Jia et al. 2018). LARS leaves them out of its scaling too. An optimizer of the user's own is left as it is. Before
-    the optimizer is built. Raises UserError for a pattern that is none or matches nothing, and where there is no
-    weight decay that it could keep away.
+    Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1; Jia
+    et al. 2018). LARS also does not scale them. A user's optimizer stays as it is. Call it before the optimizer is
+    built. Raises UserError for an invalid pattern, for one that matches nothing, or if there is no weight decay to
+    exclude from.
     """
     decaying = getattr(optimizer, "inner_optimizer", optimizer)
-    # Told once more what to exclude, an optimizer would forget what the user's function has excluded.
+    # Excluding again would drop the variables that the user's function has excluded.
     is_own = ":" in config.optimizer.name
     decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
     if decays and not is_own:

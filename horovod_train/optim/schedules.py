@@ -1,7 +1,7 @@
 """The learning rate as a function of the step: scaling, warm-up and decay. Formulas only, without TensorFlow.
 
-A formula is written once, for whatever array library it is given: Keras' operations inside a compiled step (see
-optim), NumPy where somebody wants to see a whole run's rates before it starts.
+Each formula is written once for any array library: Keras' operations inside a compiled step (see optimizers), NumPy to
+show the rates of a whole run before it starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_train.config.settings import LrScheduleConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Horizon:
-    """What turns epochs into steps."""
+    """Converts epochs to steps."""
 
     global_batch_size: int
     steps_per_epoch: int
@@ -28,11 +28,11 @@ class Horizon:
 
 
 Formula = Callable[[Any, Any], Any]
-"""(step, ops) → rate. step: floating-point array of any shape. ops: numpy or keras.ops, which name things alike."""
+"""(step, ops) → rate. step: floating-point array of any shape. ops: numpy or keras.ops, which share function names."""
 
 
 def build_horizon(config: TrainConfig, global_batch_size: int, steps_per_epoch: int) -> Horizon:
-    """How long a run is: train.epochs or train.max_steps, whichever comes first."""
+    """Return how long a run is: train.epochs or train.max_steps, whichever ends first."""
     in_epochs = (config.epochs or math.inf) * steps_per_epoch
     return Horizon(global_batch_size, steps_per_epoch, int(min(in_epochs, config.max_steps or math.inf)))
 
@@ -42,7 +42,7 @@ def constant(lr: float, horizon: Horizon) -> Formula:
 
 
 def piecewise(lr: float, horizon: Horizon, boundaries_epochs: list[float], factors: list[float]) -> Formula:
-    """Before the first boundary lr; after boundary i, lr · factors[i]."""
+    """Return lr before the first boundary; after boundary i, lr · factors[i]."""
     if len(boundaries_epochs) != len(factors):
         lengths = f"{len(boundaries_epochs)} and {len(factors)}"
         raise ValueError(f"boundaries_epochs and factors must be of one length; received {lengths}")
@@ -60,7 +60,7 @@ def piecewise(lr: float, horizon: Horizon, boundaries_epochs: list[float], facto
 
 
 def exponential(lr: float, horizon: Horizon, rate: float, every_epochs: float = 1.0, staircase: bool = True) -> Formula:
-    """lr · rate^(epochs / every_epochs); with staircase, of the whole part of the exponent."""
+    """Return lr · rate^(epochs / every_epochs); with staircase, use the whole part of the exponent."""
     steps = horizon.steps(every_epochs)
 
     def at(step: Any, ops: Any) -> Any:
@@ -71,7 +71,7 @@ def exponential(lr: float, horizon: Horizon, rate: float, every_epochs: float = 
 
 
 def cosine(lr: float, horizon: Horizon, epochs: float | None = None, final_factor: float = 0.0) -> Formula:
-    """Half a cosine from lr to lr · final_factor (Loshchilov & Hutter 2017), over `epochs`, default the whole run."""
+    """Return half a cosine, lr to lr · final_factor (Loshchilov & Hutter 2017), over `epochs`; default: whole run."""
     steps = horizon.steps(epochs) if epochs else horizon.total_steps
 
     def at(step: Any, ops: Any) -> Any:
@@ -84,7 +84,7 @@ def cosine(lr: float, horizon: Horizon, epochs: float | None = None, final_facto
 def polynomial(
     lr: float, horizon: Horizon, epochs: float | None = None, power: float = 1.0, final_factor: float = 0.0
 ) -> Formula:
-    """From lr to lr · final_factor as (1 − t)^power, over `epochs`, default the whole run."""
+    """Return a decay from lr to lr · final_factor as (1 − t)^power, over `epochs`, default the whole run."""
     steps = horizon.steps(epochs) if epochs else horizon.total_steps
     final = lr * final_factor
     return lambda step, ops: (lr - final) * ops.power(1.0 - ops.minimum(step / steps, 1.0), power) + final
@@ -100,12 +100,12 @@ DECAYS: dict[str, Callable[..., Formula]] = {
 
 
 def warm_up(rate: Any, step: Any, warmup_steps: int, ops: Any) -> Any:
-    """rate · min(1, (step + 1) / warmup_steps): from zero, per step (gradual warm-up of Goyal et al. 2017, 2.2)."""
+    """Return rate · min(1, (step + 1) / warmup_steps): from 0, per step (gradual warm-up, Goyal et al. 2017, 2.2)."""
     return rate * ops.minimum((step + 1.0) / warmup_steps, 1.0)
 
 
 def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
-    """base_lr for the global batch: times k (linear, Goyal et al. 2017) or √k (Krizhevsky 2014), k = batch / base."""
+    """Scale base_lr to the global batch: · k (linear, Goyal et al. 2017) or · √k (Krizhevsky 2014), k = batch/base."""
     if config.scaling == "none":
         return config.base_lr
     assert config.base_batch_size is not None
@@ -114,7 +114,7 @@ def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
 
 
 def build_formula(config: LrScheduleConfig, horizon: Horizon) -> Formula:
-    """Scaling, warm-up and decay in one, for a decay of ours. Raises UserError for a wrong name or option."""
+    """Build scaling, warm-up and decay as one formula, for our decays. Raises UserError for a wrong name or option."""
     lr = scaled_lr(config, horizon.global_batch_size)
     where = "lr_schedule.decay"
     decay: Formula = call(
