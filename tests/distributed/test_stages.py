@@ -1,4 +1,4 @@
-"""S3: stages of a model on several devices of each rank, and several ranks. Placement is looked up, not assumed."""
+"""Stages of a model on several devices of each rank, and several ranks. Placement is looked up, not assumed."""
 
 from __future__ import annotations
 
@@ -84,38 +84,38 @@ print(*model.predict(np.ones((2, 6), np.float32), verbose=0).ravel())
     assert [float(word) for word in finished.stdout.split()] == pytest.approx(expected, rel=1e-5)
 
 
-S3 = ["--config", PROJECT / "configs" / "s3_model_parallel.yaml"]
+MLP = ["--config", PROJECT / "configs" / "mlp_model_parallel.yaml"]
 UNCUT = ["device.per_rank=1", "device.cut_before=[]"]
 
 
 @pytest.fixture(scope="session")
 def mlp_samples(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Where the samples of S1 to S4 lie, as overrides of a config."""
+    """Where the samples of the configs mlp_* lie, as overrides of a config."""
     folder = tmp_path_factory.mktemp("data") / "mlp"
     prepared = train(["prepare", "mlp-samples", "--out", folder])
     assert prepared.returncode == 0, prepared.text
     return [f"data.train={folder / 'train'}", f"data.eval={folder / 'eval'}"]
 
 
-def run_s3(
+def run_mlp(
     run_dir: Path, overrides: list[str], *, launcher: str = "none", np: int = 1, max_steps: int = 120
 ) -> tuple[Finished, Path]:
-    arguments = [*S3, *overrides, f"train.max_steps={max_steps}", "log.every_steps=10", "--output-dir", run_dir]
+    arguments = [*MLP, *overrides, f"train.max_steps={max_steps}", "log.every_steps=10", "--output-dir", run_dir]
     return train(arguments, launcher=launcher, np=np), run_dir
 
 
 @pytest.fixture(scope="session")
 def cut_run(mlp_samples: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    """S3 on two ranks, with the device of every operation."""
-    run_dir = tmp_path_factory.mktemp("s3") / "cut"
-    return run_s3(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="horovodrun", np=2)
+    """mlp_model_parallel on two ranks, with the device of every operation."""
+    run_dir = tmp_path_factory.mktemp("mlp_model_parallel") / "cut"
+    return run_mlp(run_dir, [*mlp_samples, "device.log_placement=true"], launcher="horovodrun", np=2)
 
 
 @pytest.fixture(scope="session")
 def uncut_run(mlp_samples: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """The same model whole, on one rank that takes the batches of both."""
     overrides = [*mlp_samples, *UNCUT, "device.log_placement=true", "data.batch_size_per_rank=200"]
-    return run_s3(tmp_path_factory.mktemp("s3") / "uncut", overrides)
+    return run_mlp(tmp_path_factory.mktemp("mlp_model_parallel") / "uncut", overrides)
 
 
 def products(stdout: str) -> set[tuple[str, str]]:
@@ -168,14 +168,14 @@ def test_a_checkpoint_of_stages_goes_on_uncut_on_one_rank(
 ) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(cut_run[1], run_dir)
-    finished, _ = run_s3(run_dir, [*mlp_samples, *UNCUT, "data.batch_size_per_rank=200"], max_steps=130)
+    finished, _ = run_mlp(run_dir, [*mlp_samples, *UNCUT, "data.batch_size_per_rank=200"], max_steps=130)
     assert finished.returncode == 0, finished.text
     assert "at step 120" in finished.stdout
     assert summary_of(run_dir)["steps"] == 130
 
 
 def test_devices_without_a_stage_are_refused_before_training(mlp_samples: list[str], tmp_path: Path) -> None:
-    finished, run_dir = run_s3(tmp_path / "run", [*mlp_samples, "device.cut_before=[]"])
+    finished, run_dir = run_mlp(tmp_path / "run", [*mlp_samples, "device.cut_before=[]"])
     assert finished.returncode == 2, finished.text
     assert "device.per_rank: 2 devices, but the model has weights on CPU:0: hidden1, out_layer. Cut" in finished.stderr
     assert not (run_dir / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run on two ranks: system S4, chosen steps, and that the run is the same without it."""
+"""What TensorBoard shows of a run on two ranks; the run is the same without it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ log: {{every_steps: 1}}
 
 
 @pytest.fixture(scope="session")
-def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """System S4 on two ranks, shorter, with two steps profiled."""
-    folder = tmp_path_factory.mktemp("s4")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """mlp_tensorboard on two ranks, shorter, with two steps profiled."""
+    folder = tmp_path_factory.mktemp("mlp_tensorboard")
     assert train(["prepare", "mlp-samples", "--records", "2000", "--out", folder / "mlp"]).returncode == 0
-    configs = [CONFIGS / "s1_mlp.yaml", CONFIGS / "s4_namespaces.yaml"]
+    configs = [CONFIGS / "mlp_synchronous.yaml", CONFIGS / "mlp_tensorboard.yaml"]
     data = [f"data.train={folder / 'mlp' / 'train'}", f"data.eval={folder / 'mlp' / 'eval'}"]
     shorter = [*data, "train.epochs=10", "log.histograms_every_steps=25"]
     arguments = ["--config", *configs, *shorter, f"log.profile_at_steps={PROFILED}", "--output-dir", folder / "run"]
@@ -74,15 +74,15 @@ def ops_of(profile: Path) -> list[str]:
     return [plane.event_metadata[event.metadata_id].name for line in plane.lines for event in line.events]
 
 
-def test_histograms_of_weights_outputs_and_gradients_come_at_their_interval(s4: Path) -> None:
-    found = histograms(s4)
+def test_histograms_of_weights_outputs_and_gradients_come_at_their_interval(run_dir: Path) -> None:
+    found = histograms(run_dir)
     assert {*found} == {*WEIGHTS, "y_hidden", *(f"gradients/{name}" for name in WEIGHTS)}
     for by_step in found.values():
         assert [*by_step] == [25, 50, 75, 100]
 
 
-def test_histograms_count_every_number(s4: Path) -> None:
-    found = histograms(s4)
+def test_histograms_count_every_number(run_dir: Path) -> None:
+    found = histograms(run_dir)
     sizes = {"hidden1/weight": 50, "hidden1/bias": 10, "out_layer/weight": 10, "out_layer/bias": 1}
     for name, size in sizes.items():
         assert found[name][100][:, 2].sum() == size
@@ -92,17 +92,17 @@ def test_histograms_count_every_number(s4: Path) -> None:
     assert found["gradients/hidden1/weight"][100][:, 0].min() < 0
 
 
-def test_weights_move_from_one_histogram_to_the_next(s4: Path) -> None:
-    by_step = histograms(s4)["out_layer/bias"]
+def test_weights_move_from_one_histogram_to_the_next(run_dir: Path) -> None:
+    by_step = histograms(run_dir)["out_layer/bias"]
     assert len({float(buckets[:, 0].min()) for buckets in by_step.values()}) == 4
 
 
-def test_scalar_loss_is_there(s4: Path) -> None:
-    assert "loss" in {value.tag for event in events(s4) for value in event.summary.value}
+def test_scalar_loss_is_there(run_dir: Path) -> None:
+    assert "loss" in {value.tag for event in events(run_dir) for value in event.summary.value}
 
 
-def test_graph_folds_into_its_namespaces(s4: Path) -> None:
-    names = node_names(s4)
+def test_graph_folds_into_its_namespaces(run_dir: Path) -> None:
+    names = node_names(run_dir)
     assert {name.split("/")[0] for name in names if "/" in name} >= {
         *("input_data", "rank_0", "exchange", "update_parameters", "hidden1", "out_layer")
     }
@@ -114,7 +114,7 @@ def test_graph_folds_into_its_namespaces(s4: Path) -> None:
 
 
 def test_s5_folds_its_graph_as_it_says_and_profiles(digits: Path, tmp_path: Path) -> None:
-    configs = [CONFIGS / "s5_mnist_mlp.yaml", CONFIGS / "s5_digits.yaml"]
+    configs = [CONFIGS / "mnist_mlp.yaml", CONFIGS / "digits_mlp.yaml"]
     shorter = [f"data.train={digits / 'train'}", f"data.eval={digits / 'eval'}", "train.max_steps=3"]
     arguments = ["--config", *configs, *shorter, "log.profile_at_steps=[3]", "--output-dir", tmp_path / "run"]
     finished = train(arguments)
@@ -129,19 +129,19 @@ def test_s5_folds_its_graph_as_it_says_and_profiles(digits: Path, tmp_path: Path
     assert any(re.search("layer1_1/.*MatMul", name) for name in ops)
 
 
-def test_profile_of_a_step_holds_its_ops_and_their_memory(s4: Path) -> None:
+def test_profile_of_a_step_holds_its_ops_and_their_memory(run_dir: Path) -> None:
     for step in PROFILED:
-        names = ops_of(s4 / "tensorboard" / "plugins" / "profile" / f"step-{step:09d}")
+        names = ops_of(run_dir / "tensorboard" / "plugins" / "profile" / f"step-{step:09d}")
         assert len([name for name in names if re.search(r"gradient_tape/.*hidden1_1/MatMul", name)]) == 1
         assert len([name for name in names if "AssignSubVariableOp" in name]) == 4  # one step, not several
         assert names.count("MemoryAllocation") > 10
 
 
-def test_profiles_of_other_steps_and_ranks_are_not_there(s4: Path) -> None:
-    profiles = s4 / "tensorboard" / "plugins" / "profile"
+def test_profiles_of_other_steps_and_ranks_are_not_there(run_dir: Path) -> None:
+    profiles = run_dir / "tensorboard" / "plugins" / "profile"
     assert sorted(path.name for path in profiles.iterdir()) == [f"step-{step:09d}" for step in PROFILED]
     assert [len([*path.glob("*.xplane.pb")]) for path in profiles.iterdir()] == [1, 1]
-    written = [path.parent.name for path in (s4 / "tensorboard").rglob("*tfevents*")]
+    written = [path.parent.name for path in (run_dir / "tensorboard").rglob("*tfevents*")]
     assert sorted(written) == ["eval", "train"]  # one file each, of root
 
 
@@ -177,13 +177,13 @@ def test_nothing_is_written_when_it_is_off(with_and_without: tuple[Path, Path]) 
 
 
 @pytest.fixture(scope="module")
-def address(s4: Path) -> Iterator[str]:
+def address(run_dir: Path) -> Iterator[str]:
     """A real TensorBoard server on the run."""
-    command = [str(BIN / "tensorboard"), "--logdir", str(s4 / "tensorboard"), "--host", "127.0.0.1", "--port", "0"]
-    with (s4.parent / "tensorboard.log").open("w+") as log:
+    command = [str(BIN / "tensorboard"), "--logdir", str(run_dir / "tensorboard"), "--host", "127.0.0.1", "--port", "0"]
+    with (run_dir.parent / "tensorboard.log").open("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=rank_environment())
         try:
-            yield _wait_for_address(server, s4.parent / "tensorboard.log")
+            yield _wait_for_address(server, run_dir.parent / "tensorboard.log")
         finally:
             server.terminate()
             server.wait(30)

@@ -52,7 +52,7 @@ def write_file(path: Path, records: Sequence[bytes]) -> Path:
 
 
 def make_images(folder: Path, shards: Sequence[int] = (40, 7, 23)) -> Path:
-    """A split of S6-format records, numbered through its files; dataset.json lies above it."""
+    """A split of records as `prepare idx` writes them, numbered through its files; dataset.json lies above it."""
     first = 0
     for shard, records in enumerate(shards):
         write_file(folder / f"{shard}.tfrecord", [image_record(first + number) for number in range(records)])

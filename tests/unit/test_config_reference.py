@@ -14,7 +14,8 @@ from horovod_train.config.reference import entries, json_schema, markdown
 from horovod_train.config.settings import Config
 from horovod_train.main import main
 
-CONFIGS = sorted((PROJECT / "configs").glob("*.yaml"))
+# Links are the old names of configs.
+CONFIGS = sorted(path for path in (PROJECT / "configs").glob("*.yaml") if not path.is_symlink())
 
 
 def errors(values: object) -> list[str]:

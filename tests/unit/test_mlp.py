@@ -1,4 +1,4 @@
-"""System S4's names, and that a model with them is an ordinary one."""
+"""An MLP whose matrices are called weight: its names, and that it is otherwise an ordinary model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configs of the systems S1 to S6, run on two ranks as their heads say; shorter, on the same kinds of records."""
+"""The example configs, run on two ranks as their heads say; shorter, on the same kinds of records."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _events(path: Path) -> list[Any]:
     return [tf.compat.v1.Event.FromString(record) for record in records]
 
 
-def test_s1_logs_steps_speed_and_devices_and_learns(start: Start, samples: Path) -> None:
-    run_dir, finished = start(samples, "s1_mlp", "train.epochs=50", "device.log_placement=true")
+def test_mlp_synchronous_logs_steps_speed_and_devices_and_learns(start: Start, samples: Path) -> None:
+    run_dir, finished = start(samples, "mlp_synchronous", "train.epochs=50", "device.log_placement=true")
     rows = metrics_of(run_dir, "train")
     assert [row["step"] for row in rows] == [100, 200, 300, 400, 500]
     assert {"loss", "examples_per_s", "s_per_step"} <= {*rows[-1]}
@@ -69,8 +69,8 @@ def test_s1_logs_steps_speed_and_devices_and_learns(start: Start, samples: Path)
     assert "device:CPU:0" in finished.stdout + finished.stderr  # where each op was placed
 
 
-def test_s2_ranks_part_between_averages_and_learn(start: Start, samples: Path) -> None:
-    run_dir, _ = start(samples, "s1_mlp s2_async_mlp", "train.epochs=50")
+def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, samples: Path) -> None:
+    run_dir, _ = start(samples, "mlp_synchronous mlp_asynchronous", "train.epochs=50")
     rows = metrics_of(run_dir, "train")
     assert all(row["ranks_apart"] > 0 for row in rows)
     assert all(row["unchanged_parameters"] == 0 for row in rows)
@@ -86,28 +86,37 @@ def test_s2_ranks_part_between_averages_and_learn(start: Start, samples: Path) -
     assert {f"apart/{path}" for path in tables[0]["parameters"]} <= scalars(run_dir, "train")
     assert rows[-1]["loss"] < rows[0]["loss"]
     stale, _ = start(
-        samples, "s1_mlp", "train.epochs=50", "train.synchronization=stale", "checkpoint.every_epochs=10", name="stale"
+        samples,
+        "mlp_synchronous",
+        "train.epochs=50",
+        "train.synchronization=stale",
+        "checkpoint.every_epochs=10",
+        name="stale",
     )
     assert metrics_of(stale, "train")[-1]["loss"] < metrics_of(stale, "train")[0]["loss"]
     assert np.any(checkpoint(stale)["exchange/pending/hidden1/kernel"])
 
 
-def test_s5_decays_in_stairs_and_evaluates_moving_averages_which_are_better(start: Start, digits: Path) -> None:
+def test_digits_mlp_decays_in_stairs_and_evaluates_moving_averages_which_are_better(start: Start, digits: Path) -> None:
     """With ten records a step, so that the weights are noisy: 96.9 % instead of 93.9 % at step 400."""
     noisy = ["data.global_batch_size=10", "train.max_steps=400", "eval.every_steps=200", "checkpoint.every_steps=400"]
-    run_dir, _ = start(digits, "s5_mnist_mlp s5_digits", *noisy)
+    run_dir, _ = start(digits, "mnist_mlp digits_mlp", *noisy)
     rows = metrics_of(run_dir, "train")
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.2 * 0.99**epoch for epoch in (0, 1, 2, 2)])
     assert all(row["penalty"] > 0 for row in rows)
-    plain, _ = start(digits, "s5_mnist_mlp s5_digits", *noisy, "train.ema_decay=null", name="plain")
+    plain, _ = start(digits, "mnist_mlp digits_mlp", *noisy, "train.ema_decay=null", name="plain")
     assert summary_of(plain)["weights_sha256"] == summary_of(run_dir)["weights_sha256"]
     assert metrics_of(run_dir, "eval")[-1]["loss"] < 0.8 * metrics_of(plain, "eval")[-1]["loss"]
     saved = checkpoint(run_dir)
     assert np.abs(saved["ema/layer1/kernel"] - saved["model/layer1/kernel"]).max() > 1e-3
 
 
-def test_s6_ends_with_its_epochs_and_charts_the_loss_and_its_average(start: Start, digits: Path) -> None:
-    run_dir, finished = start(digits, "s6_convnet", "train.epochs=2", "log.every_steps=23", "eval.every_epochs=1")
+def test_digits_convnet_plain_ends_with_its_epochs_and_charts_the_loss_and_its_average(
+    start: Start, digits: Path
+) -> None:
+    run_dir, finished = start(
+        digits, "digits_convnet_plain", "train.epochs=2", "log.every_steps=23", "eval.every_epochs=1"
+    )
     assert finished.stdout.count("Done training for 2 epochs, 46 steps") == 1
     assert {"loss", "loss_average", "examples_per_s", "s_per_step"} <= scalars(run_dir, "train")
     rows = metrics_of(run_dir, "train")
