@@ -9,8 +9,8 @@ from keras import layers
 def build(classes: int = 10, image_size: int = 28, dropout: float = 0.0) -> keras.Model:
     """Build two convolutions and three dense layers: float32 [batch, size, size, 1] → logits [batch, classes].
 
-    System S6: 5×5 kernels, 2×2 max-pooling, 1024 hidden units; truncated normal weights with the standard deviations of
-    the write-up. 3.3 million weights. dropout: rate after the hidden units; the write-up has none.
+    5×5 kernels, 2×2 max-pooling, 1024 hidden units, weights from truncated normal distributions; 3.3 million weights.
+    dropout: rate after the hidden units.
     """
 
     def truncated(stddev: float) -> keras.initializers.Initializer:

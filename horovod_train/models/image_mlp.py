@@ -11,8 +11,8 @@ def build(
 ) -> keras.Model:
     """Build one hidden layer with ReLU: float32 [batch, size, size, 1] → logits [batch, classes].
 
-    System S5: 784 → 500 → 10, layers named layer1 and layer2. Weights come from a normal distribution truncated at two
-    standard deviations, biases start at `bias`.
+    By default 784 → 500 → 10, with layers named layer1 and layer2. Weights are drawn from a normal distribution
+    truncated at two deviations; biases start at `bias`.
     """
 
     def dense(units: int, name: str, **options: str) -> keras.Layer:

@@ -17,8 +17,8 @@ def build(
 ) -> keras.Model:
     """Build one hidden layer with ReLU: float32 [batch, inputs] → logits [batch, outputs].
 
-    System S1: weights and biases from N(0, stddev²), seeded. weight_name: the name of the matrices, in checkpoints too:
-    `hidden1/kernel` as in Keras, or `hidden1/weight` (system S4).
+    Weights and biases are drawn from N(0, stddev²), seeded. weight_name: the name of the matrices, in checkpoints
+    too: `hidden1/kernel` as in Keras, or `hidden1/weight`.
     """
     Dense = _dense_with(weight_name)
     draws = iter(range(seed, seed + 4))
