@@ -1,6 +1,6 @@
-"""The only folder that imports horovod or mpi4py. What users of plain `model.fit` need is named here.
+"""The only package that imports horovod or mpi4py. It exports what users of plain `model.fit` need.
 
-Names load on first use, so that `distributed.launch` stays free of TensorFlow.
+Names load on first use, so that importing `distributed.launch` does not import TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sums over the ranks, by Horovod's allreduce or put together here: each rank adds up one slice and sends it round.
+"""Sum tensors over the ranks: by Horovod's allreduce, or by slices, where each rank adds up one slice and sends it on.
 
-The latter are the two halves of a ring-allreduce (Patarasuk & Yuan 2009), so at the same number of bytes:
-2 (n - 1) / n of the tensor for each of n ranks.
+The sum by slices consists of the two halves of a ring allreduce (Patarasuk & Yuan 2009). It therefore moves the same
+number of bytes: 2 (n - 1) / n of the tensor for each of n ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import tensorflow as tf
 from horovod_train.errors import UserError
 
 _names: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
-"""How often each name has been given to an exchange of a graph."""
+"""How often each name has been used for an exchange in a graph."""
 
 
 def exchange_name(name: str) -> str:
-    """`name`, numbered from its second exchange in one graph on; for a Horovod operation with ignore_name_scope.
+    """Return `name`, numbered from its second exchange in a graph on; for Horovod operations with ignore_name_scope.
 
-    So the name says the same on all ranks, however their graphs are arranged, and exchanges under way differ in it.
-    Raises UserError in a graph that XLA is to compile, which cannot hold an exchange.
+    The name is then the same on all ranks, however their graphs are arranged, and differs between exchanges under way.
+    Raises UserError in a graph that XLA is to compile, because XLA cannot compile an exchange.
     """
     if tf.executing_eagerly():
         return name
@@ -40,7 +40,8 @@ def exchange_name(name: str) -> str:
 
 
 def _is_for_xla(graph: Any) -> bool:
-    # TensorFlow has no public way to ask. Where this one goes, its own error remains, at the first step.
+    # TensorFlow has no public way to ask. If this private one disappears, TensorFlow raises its own error at the first
+    # step.
     while graph is not None:
         context = getattr(graph, "_get_control_flow_context", lambda: None)()
         if context is not None and context.IsXLAContext():
@@ -50,9 +51,9 @@ def _is_for_xla(graph: Any) -> bool:
 
 
 def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.Tensor:
-    """Collective: the sum, of the same shape and dtype. deterministic: as sum_in_order adds, not as Horovod does.
+    """Collective: return the sum over the ranks, of the same shape and dtype. deterministic: add as sum_in_order does.
 
-    name: as exchange_name gives it, where two exchanges of one name could be under way.
+    name: from exchange_name, if two exchanges with one name could be under way.
     """
     if deterministic:
         return sum_in_order(values, name)
@@ -60,18 +61,18 @@ def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.T
 
 
 def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.global_process_set) -> tf.Tensor:
-    """Collective: the sum over the ranks, of the same shape and dtype; to the same bits over gloo and MPI.
+    """Collective: return the sum over the ranks, of the same shape and dtype, with the same bits over gloo and MPI.
 
-    What an allreduce gives depends from three ranks on on the order in which the library adds, and that on what else
-    it exchanges at the time. name: unique among the exchanges under way.
+    From three ranks on, the result of an allreduce depends on the order in which the library adds. That order depends
+    on what else the library exchanges at that time. name: unique among the exchanges under way.
     """
     return values if ranks.size() == 1 else _by_slices(values, _add, name, ranks)
 
 
 def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: int) -> tf.Tensor:
-    """Collective: the sum over the ranks / divisor, with bfloat16 on the wire and float32 additions.
+    """Collective: return the sum over the ranks / divisor; values are sent as bfloat16 and added as float32.
 
-    values: float32 or float64. Horovod 0.28.1 cannot add bfloat16; 16-bit words it can carry.
+    values: float32 or float64. Horovod 0.28.1 cannot add bfloat16, but it can send 16-bit words.
     """
 
     def add(words: tf.Tensor) -> tf.Tensor:
@@ -83,9 +84,9 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
 
 
 def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The same gradient with each row once: rows of one index are added up.
+    """Return the same gradient with each row index once: rows with the same index are added up.
 
-    A square or a norm over rows that repeat is not that of the gradient: Adam and clipping would take it for one.
+    Squares and norms over repeated rows are not those of the gradient, so Adam and clipping would compute wrong values.
     On a GPU the order of additions may change from call to call, and with it the last bit.
     """
     indices, places = tf.unique(gradient.indices)
@@ -94,10 +95,10 @@ def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def add_up_rows_in_order(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """As add_up_rows, with rows of one index added in the order in which they stand; for few rows of one index.
+    """Do as add_up_rows, but add rows with the same index in the order in which they stand. For few rows per index.
 
-    The bits are the same on all ranks that hold the same rows, on GPUs too: no operation here adds two numbers to one
-    place, which GPUs do in any order.
+    Ranks with the same rows get the same bits, on GPUs too: no operation here adds two numbers into one element, which
+    GPUs do in any order.
     """
     indices, places, counts = tf.unique_with_counts(gradient.indices)
     by_place = tf.argsort(places, stable=True)
@@ -120,7 +121,7 @@ def _add(slices: tf.Tensor) -> tf.Tensor:
 
 
 def _by_slices(values: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
-    """add: what all ranks hold of one slice, [size, n] → [n], of the same dtype."""
+    """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype."""
     size = ranks.size()
     length = tf.size(values)
     slice_length = -(-length // size)

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same weights, settings and code? Finds the first thing that differs and says where.
+"""Check that all ranks have the same weights, settings and code; report the first difference and its ranks.
 
 Does not repair anything: ranks that disagree have already computed something wrong.
 """
@@ -19,7 +19,7 @@ def digest(data: bytes) -> str:
 
 
 def code_digest() -> str:
-    """SHA-256 over this package's source files: two hosts with different checkouts differ here."""
+    """Return the SHA-256 of this package's source files; it differs between hosts with different checkouts."""
     root = Path(__file__).parent.parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -29,12 +29,12 @@ def code_digest() -> str:
 
 
 def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[RanksDisagree] = RanksDisagree) -> None:
-    """Collective: raises `error` on every rank if any fact differs between ranks.
+    """Collective: raise `error` on every rank if any fact differs between ranks.
 
-    facts: name of a thing → its digest or its short text; the first name that differs is reported, with the ranks
-    that are not with the majority. when: for the message, such as "at step 300".
+    facts: name → digest or short text. The error names the first fact that differs and the ranks that do not agree with
+    the majority. when: for the message, such as "at step 300".
     """
-    # One digest from each rank first: the names of all weights from all ranks are megabytes at some hundred ranks.
+    # Gather one digest per rank first: with hundreds of ranks the names of all weights are megabytes.
     if len(set(group.gather(digest(repr(sorted(facts.items())).encode())))) == 1:
         return
     all_facts = group.gather(dict(facts))
@@ -46,7 +46,7 @@ def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[R
 
 
 def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:
-    # Of two values held equally often, root's counts as the common one.
+    # If two values are equally frequent, root's value counts as the common one.
     common = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
     others = [rank for rank, value in enumerate(values) if value != common]
     shown = ", ".join(f"{group.name(rank)} has {_short(values[rank])}" for rank in others[:4])

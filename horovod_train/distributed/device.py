@@ -1,4 +1,4 @@
-"""Pins this process to its devices before TensorFlow starts: one GPU or several, or its share of the host's cores.
+"""Pin this process to its devices before TensorFlow starts: one GPU or several, or its share of the host's cores.
 
 Does not start TensorFlow's runtime: everything here must happen before the first op.
 """
@@ -17,21 +17,22 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    """What this rank computes on, in words and in TensorFlow's name."""
+    """The devices that this rank computes on, in words and in TensorFlow's names."""
 
     name: str
     found: str
     gpu_keys: tuple[str, ...]
-    """The host's names of its GPUs: two ranks of a host that share one have one in common. None on CPU."""
+    """The host's names of this rank's GPUs; two ranks of a host that share a GPU have a name in common. Empty on CPU.
+    """
     logical: tuple[str, ...]
     """TensorFlow's names in this process of the devices it computes on: "GPU:0", … or "CPU:0", …"""
 
 
 def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int = 1) -> range:
-    """Indices of this rank's GPUs among those its process sees; none where it sees none.
+    """Return the indices of this rank's GPUs among those its process sees; none if it sees none.
 
-    A scheduler that binds GPUs shows each process its own only: then it is those, whatever the local rank.
-    Raises UserError where the GPUs that the host's ranks all see are too few for them.
+    A scheduler that binds GPUs shows each process only its own GPUs; all of these are chosen, whatever the local rank.
+    Raises UserError if all ranks of the host see the same GPUs and these are too few.
     """
     if gpu_count in (0, per_rank):
         return range(gpu_count)
@@ -50,12 +51,12 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
 
 
 def share_of_cores(cores: int, local_size: int) -> int:
-    """Threads for one of `local_size` ranks that share `cores`: at least one."""
+    """Return the number of threads for one of `local_size` ranks that share `cores`: at least one."""
     return max(1, cores // local_size)
 
 
 def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int) -> Device:
-    """Makes the devices of this rank the only ones that TensorFlow will use, and sets its threads.
+    """Make this rank's devices the only ones that TensorFlow uses, and set its numbers of threads.
 
     host_cores: cores that the ranks of this host may use together.
     """
@@ -85,9 +86,9 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
 
 
 def traced_memory_environment() -> dict[str, str]:
-    """What makes TensorFlow trace each allocation on the CPU, as it does on a GPU; to be set before the first op.
+    """Return variables that make TensorFlow trace each CPU allocation, as on a GPU. Set them before the first op.
 
-    Its BFC allocator traces, the system's does not. Its limit is a number; without one it would be 64 GiB.
+    TensorFlow's BFC allocator traces allocations, the system's does not. The limit must be a number; default: 64 GiB.
     """
     mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     return {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(mib)}

@@ -1,6 +1,6 @@
-"""The host's names for GPUs: which one is behind the number that a process calls it by.
+"""Find the host's name for a GPU from the number by which a process calls it.
 
-Does not choose any; see device.
+Does not choose GPUs; see device.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 def host_keys(
     mine: Sequence[int], seen: int, local_rank: int, visible: str | None, listed: Sequence[str]
 ) -> tuple[str, ...]:
-    """Names of the GPUs that this process calls `mine`: two ranks of a host that share one have one in common.
+    """Return names of the GPUs that this process calls `mine`; ranks of a host that share a GPU get a common name.
 
-    seen: how many GPUs the process sees. visible: its CUDA_VISIBLE_DEVICES. listed: as list_gpus.
-    By UUID where there is one. Numbers say nothing in a process that sees its own GPUs only: a scheduler that hides
-    the others (SLURM's ConstrainDevices) has every task count from 0. There they are told apart by local_rank.
+    seen: how many GPUs the process sees. visible: its CUDA_VISIBLE_DEVICES. listed: from list_gpus. The name is the
+    UUID if there is one. A number is ambiguous if the process sees only its own GPUs: when the scheduler hides the
+    others (SLURM's ConstrainDevices), every task counts from 0. The name then contains local_rank.
     """
     names = [name.strip() for name in visible.split(",")] if visible else []
     keys = []
@@ -29,7 +29,7 @@ def host_keys(
 
 
 def find_uuid(name: str, listed: Sequence[str]) -> str | None:
-    """The UUID behind an index, a UUID or the beginning of one; None where the driver lists none such."""
+    """Return the UUID for an index, a UUID or the beginning of one; None if the driver lists no such GPU."""
     if name.isdigit():
         return listed[int(name)] if int(name) < len(listed) else None
     full = [uuid for uuid in listed if uuid.startswith(name)]
@@ -37,7 +37,7 @@ def find_uuid(name: str, listed: Sequence[str]) -> str | None:
 
 
 def list_gpus() -> list[str]:
-    """UUIDs of the host's GPUs that this process may use, in the driver's order; none where nvidia-smi does not say."""
+    """Return the UUIDs of the host's GPUs that this process may use, in the driver's order; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
@@ -49,6 +49,6 @@ def list_gpus() -> list[str]:
 
 
 def parse_gpus(text: str) -> list[str]:
-    """nvidia-smi's lines `0, GPU-5a…` → UUIDs by index."""
+    """Parse nvidia-smi's lines `0, GPU-5a…` into UUIDs by index."""
     rows = [line.split(",") for line in text.splitlines() if line.count(",") == 1]
     return [uuid.strip() for _, uuid in sorted(rows, key=lambda row: int(row[0]))]

@@ -1,6 +1,6 @@
-"""The ranks that train together: start(), and the only methods at which all of them meet.
+"""The ranks that train together: start(), and the methods in which all ranks take part.
 
-Every method whose docstring begins "Collective:" must be called by all ranks, in the same order. Does not exchange
+All ranks must call every method whose docstring begins with "Collective:", in the same order. Does not exchange
 gradients (see optimizer) and does not decide anything.
 """
 
@@ -28,13 +28,13 @@ from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
 
-# The last three are what the libraries say under Horovod: gloo names its source file.
+# The last three are the libraries' own errors below Horovod: gloo names its source file.
 _CONNECTION_LOSS = re.compile(r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed")
 
 
 @dataclass(frozen=True)
 class WorkerGroup:
-    """This process among its peers. `hosts` and `devices` are indexed by rank."""
+    """This process and the other ranks. `hosts` and `devices` are indexed by rank."""
 
     rank: int
     size: int
@@ -45,24 +45,24 @@ class WorkerGroup:
     hosts: tuple[str, ...]
     devices: tuple[device.Device, ...]
     settings: tuple[tuning.Setting, ...] = ()
-    """What Horovod and MPI found in this rank's environment."""
+    """The settings that Horovod and MPI found in this rank's environment."""
     deterministic: bool = False
-    """Whether sums over ranks are the same to the bit in each run, over gloo and over MPI."""
+    """Whether sums over ranks have the same bits in each run, over gloo and over MPI."""
     heartbeat: Heartbeat = dataclasses.field(default_factory=Heartbeat, compare=False, repr=False)
-    """What this rank is doing, for those who watch over it; all meetings here are its phase `exchange`."""
+    """What this rank is doing, for the watchdog; all collectives here run in its phase `exchange`."""
 
     @property
     def is_root(self) -> bool:
         return self.rank == 0
 
     def sum(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-        """Collective: element-wise sums over all ranks, in float64.
+        """Collective: return element-wise sums over all ranks, in float64.
 
         arrays: numbers or arrays of any shape; the same shapes on every rank.
         """
         parts = [np.asarray(array, dtype=np.float64) for array in arrays]
         packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
-        # At least one element: an empty exchange would be no meeting.
+        # At least one element: an empty exchange would not synchronise the ranks.
         with self.heartbeat.phase("exchange"):
             total = self.sum_in_step(tf.constant(np.append(packed, 0.0)), "group.sum").numpy()
         ends = np.cumsum([part.size for part in parts])
@@ -70,34 +70,34 @@ class WorkerGroup:
         return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
     def sum_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Collective: the sum over all ranks, inside a compiled step. name: unique among the exchanges under way."""
+        """Collective: return the sum over all ranks, in a compiled step. name: unique among the exchanges under way."""
         return sum_over_ranks(value, name, deterministic=self.deterministic)
 
     def average_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
-        """Collective: the mean over all ranks, as `sum_in_step`."""
+        """Collective: return the mean over all ranks, in a compiled step. name: as in `sum_in_step`."""
         return self.sum_in_step(tf.convert_to_tensor(value), name) / self.size
 
     def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
-        """Collective: element-wise means over all ranks, in float64. Shapes as in `sum`."""
+        """Collective: return element-wise means over all ranks, in float64. Shapes as in `sum`."""
         return [total / self.size for total in self.sum(arrays)]
 
     def broadcast(self, variables: Sequence[Any]) -> None:
-        """Collective: gives every rank root's values. variables: tf or Keras variables, the same on every rank."""
+        """Collective: set the variables on every rank to root's. variables: tf or Keras ones, the same on each rank."""
         with self.heartbeat.phase("exchange"):
             broadcast_variables(variables, root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
-        """Collective: root's value, on every rank. Small ones, of the kinds that serialize.dump takes."""
+        """Collective: return root's value on every rank. For small values of the types that serialize.dump takes."""
         with self.heartbeat.phase("exchange"):
             return cast(T, objects.broadcast(value, "group.broadcast_object"))
 
     def gather(self, value: T) -> list[T]:
-        """Collective: the values of all ranks, by rank, on every rank. Small ones, as in `broadcast_object`."""
+        """Collective: return the values of all ranks, by rank, on every rank. For small ones, see `broadcast_object`"""
         with self.heartbeat.phase("exchange"):
             return cast(list[T], objects.gather(value, "group.gather"))
 
     def to_root(self, rows: np.ndarray) -> np.ndarray:
-        """Collective: on root the rows of all ranks, rank after rank; elsewhere none.
+        """Collective: return on root the rows of all ranks, in the order of the ranks; elsewhere no rows.
 
         rows: [n, ...] of any dtype of fixed size, n at least 1; the same dtype and row shape on every rank.
         """
@@ -108,27 +108,27 @@ class WorkerGroup:
         return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def share(self, *arrays: Any) -> tuple[Any, ...]:
-        """This rank's rows of each array: every size-th, as many on each rank, so that ranks take the same steps.
+        """Return this rank's rows of each array: every size-th row. All ranks get equally many and so take equal steps.
 
-        Where the number of rows is not a multiple of the ranks, the last ones (fewer than ranks) go to no rank.
+        If the number of rows is not a multiple of the ranks, the last rows (fewer than ranks) are dropped.
         """
         shares = (array[self.rank : len(array) // self.size * self.size : self.size] for array in arrays)
         return tuple(shares)
 
     def barrier(self) -> None:
-        """Collective: returns when every rank has come here."""
+        """Collective: return when every rank has called it."""
         self.sum([])
 
     def name(self, rank: int) -> str:
-        """A rank for the reader of a message: "rank 3 (node12)"."""
+        """Return a rank's name for messages: "rank 3 (node12)"."""
         return f"rank {rank} ({self.hosts[rank]})"
 
     @contextmanager
     def raise_together(self) -> Iterator[None]:
-        """Collective: what one rank cannot do, none goes on from.
+        """Collective: if the block fails on one rank, raise on all ranks.
 
-        The block itself must not meet. If it raises a RunError on some ranks, all leave with an error: the first
-        such rank with its own, the others with FailedElsewhere, so that one line is said.
+        The block must not contain collectives. If it raises a RunError on some ranks, all ranks raise: the first such
+        rank its own error, the others FailedElsewhere, so that one line is shown.
         """
         failure: RunError | None = None
         try:
@@ -149,7 +149,7 @@ class WorkerGroup:
         raise elsewhere
 
     def close(self) -> None:
-        """Collective: the last meeting."""
+        """Collective: synchronise for the last time."""
         self.barrier()
         hvd.shutdown()
 
@@ -161,12 +161,12 @@ def start(
     deterministic: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> WorkerGroup:
-    """Collective: brings Horovod up, pins this process to its device and learns who the others are.
+    """Collective: initialise Horovod, pin this process to its device and learn which ranks there are.
 
-    horovod, devices: default: as a config that says nothing of them.
-    environment: what Horovod and TensorFlow are to find where the user's says nothing, such as stall limits.
+    horovod, devices: None means the defaults of the config. environment: variables for Horovod and TensorFlow, such as
+    stall limits; those that the user has set win.
 
-    Raises UserError where the processes would not find each other, or ranks of one host would share a GPU.
+    Raises UserError if the processes would not find each other, or if ranks of one host would share a GPU.
     """
     started_by = launcher.detect()
     started_by.check()
@@ -206,22 +206,22 @@ def start(
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:
-    """The tf.Variable behind a Keras 3 variable; a tf.Variable itself as it is.
+    """Return the tf.Variable behind a Keras 3 variable, or a tf.Variable unchanged.
 
-    Under mixed precision a Keras variable's `.value` is a cast view (AutoCastVariable's reading), so the value is
-    taken outside any autocast scope, where it is the variable.
+    Under mixed precision `.value` of a Keras variable is a view that casts (AutoCastVariable). `.value` is therefore
+    read outside any autocast scope, where it is the variable itself.
     """
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Collective: gives every rank the values of one. Raises UserError for a variable that Horovod cannot send."""
+    """Collective: set the variables on every rank to one rank's. Raises UserError for one that Horovod cannot send."""
     check_sendable(variables)
     hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=root_rank)
 
 
 def check_sendable(variables: Sequence[Any]) -> None:
-    """Raises UserError for a variable whose numbers Horovod cannot send, nor add up: bfloat16 and narrower."""
+    """Raise UserError for a variable of a dtype that Horovod can neither send nor add up: bfloat16 and narrower."""
     for variable in variables:
         own = as_tf_variable(variable)
         if own.dtype.is_floating and own.dtype not in (tf.float16, tf.float32, tf.float64):
@@ -232,13 +232,13 @@ def check_sendable(variables: Sequence[Any]) -> None:
 
 
 def is_connection_loss(error: BaseException) -> bool:
-    """Whether the error only says that another rank has gone: Horovod shuts down, the cause is elsewhere."""
+    """Return whether the error only says that another rank has gone: Horovod shuts down; the cause is elsewhere."""
     is_horovods = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
     return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
 
 
 def check_devices(group: WorkerGroup) -> None:
-    """Raises UserError where ranks of one host have a GPU in common."""
+    """Raise UserError if ranks of one host have a GPU in common."""
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
         for key in found.gpu_keys:

@@ -1,4 +1,4 @@
-"""What Horovod, MPI and the scheduler say of themselves, and how fast an exchange is. For `doctor`; judges nothing."""
+"""What Horovod, MPI and the scheduler report about themselves, and how fast an exchange is. doctor judges it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Build(NamedTuple):
     built: tuple[str, ...]
     controller: str
     exchange: str
-    """Between the devices that this process computes on."""
+    """The library that exchanges between this process's devices and those of the others."""
 
 
 class Speed(NamedTuple):
-    """One allreduce of `bytes` of float32: its median time in seconds; `mpi_s` by MPI alone, where MPI runs."""
+    """One allreduce of `bytes` of float32: its median time in seconds. `mpi_s`: by MPI alone, if MPI runs."""
 
     bytes: int
     seconds: float
@@ -51,9 +51,9 @@ def horovod_build(group: WorkerGroup) -> Build:
 
 
 def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
-    """Rank, size and library as MPI itself has them; None where the ranks exchange over gloo.
+    """Return rank, size and library as MPI reports them; None if the ranks exchange over gloo.
 
-    Under gloo every process would be an MPI world of its own, so MPI is not asked there.
+    Under gloo MPI would see every process as a separate world of one, so it is not asked.
     """
     if not hvd.mpi_enabled() or group.launcher == "none":
         return None
@@ -64,7 +64,7 @@ def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
 
 
 def scheduler_tasks(environment: Mapping[str, str] = os.environ) -> tuple[str, int] | None:
-    """The scheduler and the number of tasks that it has given the job or step; None where it says nothing."""
+    """Return the scheduler and the number of tasks in its job or step; None if the environment does not say."""
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         if environment.get(name, "").isdigit():
             return "SLURM", int(environment[name])
@@ -74,14 +74,14 @@ def scheduler_tasks(environment: Mapping[str, str] = os.environ) -> tuple[str, i
 
 
 def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The network interfaces that the ranks were told to exchange over."""
+    """Return the network interfaces that the ranks were told to use for exchanges."""
     return environment.get("HOROVOD_GLOO_IFACE") or environment.get("NCCL_SOCKET_IFNAME")
 
 
 def measure_allreduce(group: WorkerGroup, sizes: Sequence[int], seconds: float) -> list[Speed]:
-    """Collective: how long an allreduce takes, by bytes; on the device that the rank computes on.
+    """Collective: return the time of an allreduce by bytes, on the device that the rank computes on.
 
-    Each size is repeated for about its part of `seconds`, as often on every rank.
+    Each size is repeated for about its part of `seconds`, equally often on every rank.
     """
     return [_measure(group, size, seconds / len(sizes)) for size in sizes]
 
@@ -100,7 +100,7 @@ def _measure(group: WorkerGroup, size: int, seconds: float) -> Speed:
 
 
 def _median_seconds(group: WorkerGroup, exchange: Callable[[], object], seconds: float) -> float:
-    """Collective: of root's times; each begins when all ranks are there, as after a backward pass."""
+    """Collective: return the median of root's times. Each starts when all ranks are ready, as after a backward pass."""
     exchange()
     began = time.perf_counter()
     exchange()
@@ -115,9 +115,9 @@ def _median_seconds(group: WorkerGroup, exchange: Callable[[], object], seconds:
 
 
 def clock_offsets_s(group: WorkerGroup, rounds: int = 5) -> list[float]:
-    """Collective: each rank's clock less root's, in seconds. The meeting's own time is in it: about a millisecond.
+    """Collective: return each rank's clock minus root's, in seconds. The exchange itself adds about a millisecond.
 
-    Of several meetings the one in which the ranks came closest counts.
+    Of several rounds, the one in which the ranks' times are closest is used.
     """
     closest: list[float] = []
     for _ in range(rounds):

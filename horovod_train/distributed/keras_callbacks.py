@@ -1,4 +1,4 @@
-"""For `model.fit` with the DistributedOptimizer: ranks that start alike and stay in step; means over ranks in logs."""
+"""Callbacks for `model.fit` with DistributedOptimizer: equal initial values, equal steps, means over ranks in logs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
 
 _UNKNOWN, _NONE_MORE = -1, -2
-"""In place of the number of batches in an epoch."""
+"""These replace the number of batches in an epoch."""
 _STOPPED_WITHIN_S = 30.0
-"""Ranks that stop in the same batch come to the end of their epoch within one step of each other."""
+"""Ranks that stop in the same batch reach the end of their epoch within one step of each other."""
 
 
 class BroadcastVariables(keras.callbacks.Callback):
-    """Gives every rank root's weights and optimizer state before the first step, and keeps the ranks in step.
+    """Broadcast root's weights and optimizer state before the first step, and keep the ranks at the same step.
 
-    The optimizer's slots are built first, so that they are broadcast too. Seeds of dropout are not: masks are to
-    differ by rank.
+    The optimizer's slots are built first, so that they are broadcast too. Seeds of dropout are not broadcast, because
+    masks must differ by rank.
 
-    XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default where there is a GPU,
-    is trained without it, and root says so.
+    XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default if there is a GPU, is
+    trained without it, and root reports this.
 
-    Ranks that take different numbers of steps would wait for each other forever. So all raise UserError, with ranks
-    and numbers, before an epoch in which that would happen; and a rank whose data ends early raises it. The number of
+    Ranks that take different numbers of steps would wait for each other forever. Before an epoch in which this would
+    happen, all ranks raise UserError with ranks and numbers; a rank whose data ends early raises it too. The number of
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
     """
 
@@ -40,7 +40,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         self.root_rank = root_rank
         self._epoch, self._batches_done = 0, 0
         self._planned: int | None = None
-        """Batches of the epoch that is under way."""
+        """Number of batches in the current epoch."""
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.model.jit_compile:
@@ -49,7 +49,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             if hvd.rank() == self.root_rank:
                 to_stderr("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
         variables, optimizer = list(self.model.weights), self.model.optimizer
-        if optimizer is not None:  # a model of several optimizers keeps them itself
+        if optimizer is not None:  # a model with several optimizers stores them itself
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             variables += optimizer.variables
@@ -69,7 +69,7 @@ class BroadcastVariables(keras.callbacks.Callback):
         self._batches_done = batch + 1
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._check_whole()  # before the evaluation, which the others do not wait for
+        self._check_whole()  # before the evaluation, because the other ranks do not wait for it
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()
@@ -79,23 +79,23 @@ class BroadcastVariables(keras.callbacks.Callback):
         _agree(self._epoch, _NONE_MORE)
 
     def _check_whole(self) -> None:
-        """Raises UserError where this rank ends its epoch and the others wait for it in the next exchange."""
+        """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""
         done, planned = self._batches_done, self._planned
         if hvd.size() == 1 or planned is None or done >= planned:
             return
         story = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
         if not self.model.stop_training:
             raise UserError(f"{story}: its data ended, and the other ranks wait for it. Give it data.repeat().")
-        # A callback has stopped it, and may have stopped all the others at the same batch.
+        # A callback has stopped this rank, and may have stopped all the others at the same batch.
         if not _all_come_within(_STOPPED_WITHIN_S):
             raise UserError(f"{story}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
 
 
 class AverageMetrics(keras.callbacks.Callback):
-    """Replaces each logged value at the end of an epoch by its mean over ranks.
+    """Replace each logged value at the end of an epoch by its mean over ranks.
 
-    A mean of means: exact where every rank has seen the same number of records. Put it before callbacks that read
-    the logs, so that all ranks decide alike.
+    The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
+    those that read the logs, so that all ranks decide alike.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -107,7 +107,7 @@ class AverageMetrics(keras.callbacks.Callback):
 
 
 def _agree(epoch: int, batches: int) -> None:
-    """Collective: raises UserError on all ranks where they are not about to do the same. batches: or _UNKNOWN, …"""
+    """Collective: raise UserError on all ranks if their numbers of batches differ. batches: may be _UNKNOWN, …"""
     ranks: dict[tuple[int, int], list[int]] = {}
     plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
     for rank, (theirs, planned) in enumerate(plans):
@@ -132,7 +132,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _all_come_within(seconds: float) -> bool:
-    """Collective: whether all ranks have called this in that time."""
+    """Collective: return whether all ranks have called this within that time."""
     come: Future[None] = Future()
 
     def meet() -> None:

@@ -1,6 +1,6 @@
-"""Small objects from rank to rank, as bytes over Horovod's exchanges of tensors. What an object may be: see serialize.
+"""Send small objects between ranks, as bytes over Horovod's exchanges of tensors. serialize says which objects.
 
-Horovod's own broadcast_object and allgather_object unpickle, which runs whatever code the other end has chosen.
+Horovod's own broadcast_object and allgather_object unpickle, so the sender could make the receiver run any code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_BYTES = 2**31 - 1
 
 
 def broadcast(value: Any, name: str) -> Any:
-    """Collective: root's value, on every rank."""
+    """Collective: return root's value on every rank."""
     is_root = hvd.rank() == 0
     own = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
     size = int(hvd.broadcast(tf.constant([own.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
@@ -29,7 +29,7 @@ def broadcast(value: Any, name: str) -> Any:
 
 
 def gather(value: Any, name: str) -> list[Any]:
-    """Collective: the values of all ranks, by rank, on every rank."""
+    """Collective: return the values of all ranks, by rank, on every rank."""
     own = _as_tensor(serialize.dump(value))
     sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
     _check_size(int(sizes.sum()), name)
@@ -49,6 +49,6 @@ def _load(data: np.ndarray, rank: int) -> Any:
 
 
 def _check_size(size: int, name: str) -> None:
-    """On all ranks alike, since all know the sizes."""
+    """Raise the same error on all ranks, because all know the sizes."""
     if size > MOST_BYTES:
         raise RunError(f"{name}: an exchange carries at most {MOST_BYTES} bytes over all ranks; received {size}.")

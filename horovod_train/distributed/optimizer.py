@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer it is given, made to average gradients over all ranks inside `apply`.
+"""DistributedOptimizer: makes a given optimizer average gradients over all ranks inside `apply`.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
 `train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see keras_callbacks and group.
@@ -27,7 +27,7 @@ Exchange = Callable[[tf.Tensor, str], tf.Tensor]
 
 
 class _Distributed:
-    """Marks the classes made here."""
+    """Marks the subclasses that DistributedOptimizer makes."""
 
     name: str
 
@@ -42,29 +42,30 @@ def DistributedOptimizer(
     predivide: float = 1.0,
     deterministic: bool = False,
 ) -> keras.optimizers.Optimizer:
-    """Makes `optimizer` combine its gradients over all ranks before it does anything else with them.
+    """Make `optimizer` combine its gradients over all ranks before it does anything else with them.
 
-    The same object is returned: its class becomes a subclass with the same name, so that its config, its state and a
-    model saved with it are those of the plain optimizer, and load where there is no Horovod. Clipping, weight decay,
-    loss-scale checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
+    Returns the same object: its class becomes a subclass with the same name. Its config, its state and a model saved
+    with it are therefore those of the plain optimizer, and load without Horovod. Clipping, weight decay, loss-scale
+    checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
     `gradient_accumulation_steps` every micro-step is exchanged.
 
-    op: "average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a power of two of ranks).
-    compression: form in which dense floating-point gradients travel: "none", "fp16" or "bf16".
-    process_set: the ranks that combine theirs; default all.
-    sparse_as_dense: exchange IndexedSlices as dense tensors rather than gather their rows.
-    predivide: with op "average", what dense gradients are divided by before they are added up; the sum is divided by
-    size / predivide. So that half-precision sums over many ranks neither overflow nor vanish.
-    deterministic: dense gradients are added in an order of our own, which gives the same bits in each run, over
-    gloo and over MPI; needs an exchange more for each. op "adasum" has its own order, rows have that of the ranks.
+    op: "average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a number of ranks that is a power of two).
+    compression: format in which dense floating-point gradients are sent: "none", "fp16" or "bf16".
+    process_set: the ranks that combine their gradients; default all.
+    sparse_as_dense: exchange IndexedSlices as dense tensors instead of gathering their rows.
+    predivide: with op "average", dense gradients are divided by this before the addition, and the sum by
+      size / predivide. Half-precision sums over many ranks then neither overflow nor vanish.
+    deterministic: add dense gradients in a fixed order, which gives the same bits in each run, over gloo and over MPI;
+      needs one more exchange per gradient. op "adasum" has its own order, rows are in the order of the ranks.
 
-    Each gradient is exchanged on its own, as soon as it is computed, so that exchange overlaps with the rest of the
+    Each gradient is exchanged separately, as soon as it is computed, so that exchanges overlap with the rest of the
     backward pass. A gradient that is None must be None on every rank. XLA cannot compile the exchange: in `model.fit`
-    the callback BroadcastVariables switches it off, elsewhere UserError is raised when the step is traced.
+    the callback BroadcastVariables switches XLA off, elsewhere UserError is raised when the step is traced.
 
-    Raises UserError for an unknown op or compression, an optimizer that is distributed already, and under the
-    mixed_float16 policy for an optimizer that is not a LossScaleOptimizer: Keras would wrap it in one that asks each
-    rank whether *its* gradients are finite, and ranks that answer differently would wait for each other forever.
+    Raises UserError for an unknown op or compression, for an optimizer that is already distributed, and under the
+    mixed_float16 policy for an optimizer that is not a LossScaleOptimizer. Keras would wrap that one in a
+    LossScaleOptimizer that checks on each rank whether *its* gradients are finite; ranks with different answers would
+    wait for each other forever.
     """
     if isinstance(optimizer, _Distributed):
         raise UserError(f"DistributedOptimizer: {optimizer.name} is distributed already; wrap it once.")
@@ -79,7 +80,7 @@ def DistributedOptimizer(
 
     class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
         def combine(self, grads: Sequence[Any]) -> list[Any]:
-            """The gradients combined over the ranks, for a caller who wants to look at them before `apply_combined`."""
+            """Return the gradients combined over the ranks, for callers that use them before `apply_combined`."""
             return [
                 None if grad is None else exchange(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
             ]
@@ -92,7 +93,8 @@ def DistributedOptimizer(
 
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
-    # Not a copy by from_config: that would lose slots already built, and optimizers whose config does not round-trip.
+    # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
+    # config.
     optimizer.__class__ = Distributed
     return optimizer
 
@@ -105,10 +107,11 @@ def build_exchange(
     predivide: float = 1.0,
     deterministic: bool = False,
 ) -> Exchange:
-    """A function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
+    """Return a function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
 
-    gradient: a dense floating-point tensor or IndexedSlices, of which each row comes back once. name: equal on all
-    ranks; what exchange_name makes of it keeps those under way apart. Raises UserError for what Horovod cannot do here.
+    gradient: a dense floating-point tensor or IndexedSlices; of the latter each row comes back once. name: equal on all
+    ranks; exchange_name makes it unique among the exchanges under way. Raises UserError for an exchange that Horovod
+    cannot do here.
     """
     ranks = process_set or hvd.global_process_set
     if op not in OPS:
@@ -158,7 +161,7 @@ def build_exchange(
 
 
 def _check_adasum(compression: str) -> None:
-    if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs meets the other hosts over MPI
+    if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs reaches the other hosts over MPI
         raise UserError("horovod.op: adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
     if hvd.size() & (hvd.size() - 1):
         raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {hvd.size()}.")

@@ -1,7 +1,7 @@
-"""Turn a small object into bytes and back: JSON, and beside it the bytes of arrays. Reading runs no code.
+"""Turn a small object into bytes and back: JSON, followed by the bytes of arrays. Loading runs no code.
 
-Comes back as it was: None, bool, int, float, str, bytes, list, tuple, dict with str keys, and NumPy numbers and
-arrays of them. Anything else is refused, so that an object of a class is spelled out by its owner. Does not send; see
+Values of these types are restored exactly: None, bool, int, float, str, bytes, list, tuple, dict with str keys, NumPy
+numbers and arrays of them. Anything else is refused; convert objects of other classes first. Does not send; see
 objects.
 """
 
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def dump(value: Any) -> bytes:
-    """Return the bytes of a value. Raises TypeError, naming the place inside it, for what cannot be carried."""
+    """Return the bytes of a value. Raises TypeError, with the place inside the value, for an unsupported type."""
     blobs: list[bytes] = []
     text = json.dumps(_encode(value, "value", blobs)).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *blobs])
 
 
 def load(data: bytes) -> Any:
-    """Return the value that `dump` was given. Raises ValueError where the bytes are not of its making."""
+    """Return the value that `dump` was given. Raises ValueError if `dump` did not make the bytes."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         start = _LENGTH.size + length
@@ -40,7 +40,7 @@ def load(data: bytes) -> Any:
 
 
 def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
-    """A value as JSON holds it: what JSON lacks is an object of one key, its kind."""
+    """Return a value as JSON stores it. A type that JSON lacks becomes an object with one key, the name of the type."""
     if type(value) in _PLAIN:
         return value
     if type(value) is list:
@@ -66,7 +66,7 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
 
 
 def _decode(encoded: Any, data: bytes, at: int) -> tuple[Any, int]:
-    """The value, and where in `data` the bytes of the next array begin."""
+    """Return the value, and the offset in `data` where the bytes of the next array begin."""
     if type(encoded) in _PLAIN:
         return encoded, at
     if isinstance(encoded, list):
@@ -104,7 +104,7 @@ def _cut(data: bytes, at: int, size: int) -> bytes:
 
 
 def _is_numeric(dtype: np.dtype) -> bool:
-    """Numbers of this machine's byte order that NumPy knows by name; bfloat16 too once TensorFlow is imported."""
+    """Accept numbers in this machine's byte order that NumPy knows by name; bfloat16 too if TensorFlow is imported."""
     try:
         return not dtype.hasobject and dtype.kind in "biufcV" and np.dtype(dtype.name) == dtype
     except TypeError:

@@ -1,6 +1,7 @@
-"""BatchNormalization over the batch of all ranks: what one process would compute on all their records.
+"""BatchNormalization over the batch of all ranks: computes what one process would compute on all their records.
 
-Keras' own `synchronized=True` knows only tf.distribute and does nothing here. Does not touch evaluation and inference.
+Keras' own `synchronized=True` works only with tf.distribute and does nothing here. Does not change evaluation and
+inference.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=N
 
 
 class _Synchronised:
-    """Marks the classes made here."""
+    """Marks the subclasses that synchronise_batch_norm makes."""
 
 
 def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -> keras.Model:
-    """Makes the BatchNormalization layers of a built model normalise over the batch of all ranks in training.
+    """Make the BatchNormalization layers of a built model normalise over the batch of all ranks in training.
 
-    The same model is returned, with the same weights: the class of the layers becomes a subclass with the same name,
-    so that the model is saved as a plain one and loads where there is no Horovod. Their moving statistics are equal on
-    all ranks. Every rank must call the model in training as often as the others, and not under jit_compile: XLA cannot
-    compile the exchange, and tracing it raises UserError. deterministic: as in DistributedOptimizer.
+    Returns the same model with the same weights. The class of each such layer becomes a subclass with the same name, so
+    the model is saved as a plain one and loads without Horovod. The moving statistics are equal on all ranks. Every
+    rank must call the model in training equally often, and without jit_compile: XLA cannot compile the exchange, and
+    tracing it raises UserError. deterministic: as in DistributedOptimizer.
 
-    Raises UserError where there is no such layer, or one that cannot be synchronised.
+    Raises UserError if there is no such layer, or one that cannot be synchronised.
     """
     layers = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
     if not layers:
@@ -46,9 +47,10 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
 
 @contextmanager
 def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
-    """Inside, only rows of a batch that weigh 1 take part in synchronised statistics. weights: float32 [rows], 0 or 1.
+    """Let only rows of a batch with weight 1 enter synchronised statistics, inside this block.
 
-    Rows that weigh 0 fill up a rank's last batch; they are normalised like the others.
+    weights: float32 [rows], 0 or 1. Rows with weight 0 fill up a rank's last batch; they are normalised like the
+    others.
     """
     token = _row_weights.set(weights)
     try:
@@ -58,7 +60,7 @@ def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
 
 
 def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[keras.Layer]:
-    """A layer and those inside it, each once, in the order in which they were attached. seen: ids to leave out."""
+    """Yield a layer and the layers inside it, each once, in the order of their attachment. seen: ids to skip."""
     seen = set() if seen is None else seen
     if id(layer) in seen:
         return
@@ -74,7 +76,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
-    renorm = getattr(layer, "renorm", False)  # Keras 3.12, the last for Python 3.10, has none
+    renorm = getattr(layer, "renorm", False)  # Keras 3.12, the last for Python 3.10, has no renorm
     if base.call is not keras.layers.BatchNormalization.call or renorm:
         reason = "renorm=True" if renorm else f"a call() of its own ({base.__name__})"
         raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
@@ -108,7 +110,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
 
 
 def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tensor:
-    """1 for the positions of x that take part in the statistics, 0 for the others; broadcasts against x."""
+    """Return 1 for the positions of x that enter the statistics and 0 for the others; broadcasts against x."""
     weights = tf.ones([1] * len(x.shape), x.dtype)
     rows = _row_weights.get()
     if rows is not None:
@@ -126,11 +128,11 @@ def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tenso
 def _normalise(
     x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, total_over_ranks: SumOverRanks
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """(x − mean) / √(variance + epsilon), mean, variance; both of all ranks' positions that weigh 1, biased.
+    """Return (x − mean) / √(variance + epsilon), mean and variance (biased) over all ranks' positions with weight 1.
 
-    x: float [...]; weights broadcast against it; the statistics are [1, …, channels, …, 1]. One exchange forward and
-    one backward (Ioffe & Szegedy 2015, section 3, with sums over all ranks). Sums of squares cancel, so what travels
-    forward is float64.
+    x: float [...]; weights broadcast against it; the statistics are [1, …, channels, …, 1]. There is one exchange
+    forward and one backward (Ioffe & Szegedy 2015, section 3, with sums over all ranks). Sums of squares cancel, so the
+    forward exchange is in float64.
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
 
@@ -149,7 +151,7 @@ def _normalise(
         packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
         packed = total_over_ranks(packed, f"{name}.forward")
         count, first, second = tf.split(packed, [1, channels, channels])
-        count = tf.maximum(count[0], 1.0)  # a mask may leave nothing
+        count = tf.maximum(count[0], 1.0)  # a mask may exclude every position
         wide_mean = first / count
         wide_variance = tf.maximum(second / count - wide_mean**2, 0.0)
         mean, variance = (tf.reshape(tf.cast(values, x.dtype), own_mean.shape) for values in (wide_mean, wide_variance))
@@ -158,7 +160,7 @@ def _normalise(
         normal = (x - mean) * inverse
 
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
-            """The statistics only feed moving averages, so no gradient comes from them."""
+            """Ignore gradients of the statistics, because they only feed moving averages."""
             sums = tf.stack([total(upstream), total(upstream * normal)])
             along_mean, along_variance = tf.unstack(total_over_ranks(sums, f"{name}.backward"))
             return inverse * (upstream - weights / count * (along_mean + normal * along_variance))
