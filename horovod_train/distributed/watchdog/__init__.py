@@ -1,1 +1,1 @@
-"""Ranks watch each other: heartbeats, stall detection, who failed first."""
+"""Ranks watch each other: heartbeats, stall detection, and which rank failed first."""

@@ -1,7 +1,7 @@
-"""Root's watch: hears all ranks, judges, and passes on to all what one of them says.
+"""Root's watchdog: hears all ranks, detects stalls, and passes each rank's messages on to all.
 
-A stalled run ends in two turns: root says `stop`, the ranks write their stacks and answer `ready`, root says `leave`.
-A launcher kills all ranks when the first has gone, so none goes before all have written.
+A stalled run ends in two turns: root sends `stop`, the ranks write their stacks and answer `ready`, root sends `leave`.
+A launcher kills all ranks when the first has ended, so no rank ends before all have written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog
 
-if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
+if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 

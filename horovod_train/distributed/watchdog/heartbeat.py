@@ -1,7 +1,7 @@
-"""What this rank is doing: its phase, the step, and a word on details. Does not send it anywhere; see watchdog.
+"""What this rank is doing: its phase, its step, and a detail. Does not send it anywhere; see watchdog.
 
-Python does not run inside a compiled call, so there a probe answers: it reads the TensorFlow variables in which the
-call itself notes where it is.
+Python does not run inside a compiled call. There a probe answers: it reads the TensorFlow variables in which the call
+itself records its phase.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 TRAIN = "train"
-"""The phase of the compiled training call, in whose place the probe's phase is shown: input, compute, exchange."""
+"""The phase of the compiled training call. The probe's phase is shown instead: input, compute, exchange."""
 
 FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
@@ -30,13 +30,13 @@ Probe = Callable[[], tuple[int, str | None, str]]
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is: how long in this phase at this step with this detail."""
+    """A rank's phase, step and detail, and for how long they have been so."""
 
     phase: str
     step: int | None
     detail: str
     moves: int
-    """times that the main thread has entered a phase: progress, even where it comes back to the same"""
+    """how often the main thread has entered a phase: counts as progress, even if it returns to the same phase"""
     seconds: float
 
     def is_where(self, other: Beat) -> bool:
@@ -44,10 +44,10 @@ class Beat:
 
 
 class Heartbeat:
-    """Set by the main thread, read by the watch. Setting a phase costs a microsecond.
+    """Written by the main thread, read by the watchdog. Setting a phase costs a microsecond.
 
-    probe: may be given once the variables exist that it reads. tell: gets a word on its kind, and what a log should
-    say: each new coarse phase, and a probe that fails.
+    probe: may be set later, when the variables that it reads exist. tell: called with a kind and a text for the log,
+    for each new coarse phase and for a probe that fails.
     """
 
     def __init__(self, probe: Probe | None = None, tell: Callable[[str, str], None] | None = None) -> None:
@@ -59,7 +59,7 @@ class Heartbeat:
         self._lock = threading.Lock()
 
     def phase(self, name: str, detail: str = "") -> _Phase:
-        """Enters a phase, at once. As a context manager it goes back to the one before at the end.
+        """Enter a phase immediately. As a context manager it returns to the previous phase at the end.
 
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
         """
@@ -73,7 +73,7 @@ class Heartbeat:
         return self._place[0]
 
     def look(self) -> Beat:
-        """Reads the probe, which may take long where a device is stuck; returns what it found."""
+        """Read the probe, which may take long if a device is stuck; return what it found."""
         step, inner, detail = self._ask_probe()
         name, own_detail, moves = self._place
         now = time.monotonic()
@@ -85,7 +85,7 @@ class Heartbeat:
         return self.last()
 
     def last(self) -> Beat:
-        """What `look` found last, and for how long it has been so."""
+        """Return what `look` found last, and for how long it has been so."""
         with self._lock:
             return dataclasses.replace(self._beat, seconds=time.monotonic() - self._since)
 
@@ -103,7 +103,7 @@ class Heartbeat:
         try:
             return self.probe()
         except Exception as error:
-            # The main thread still counts as moving whenever it enters a phase.
+            # Phases that the main thread enters still count as progress.
             self.probe = None
             if self.tell is not None:
                 self.tell("warning", f"steps and the phases in them are not seen any more: {error}")
@@ -117,15 +117,15 @@ class _Phase:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # After a failure the phase in which it happened is what is asked for.
+        # After a failure, keep the phase in which it happened, for the report.
         if error is None:
             self._leave()
 
 
 def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: int = 3) -> str:
-    """The files with such names that this process holds open at this moment, as "reading train-00031.tfrecord".
+    """Return the files with such suffixes that this process has open now, as "reading train-00031.tfrecord".
 
-    For a probe: asks the kernel (Linux; "" elsewhere), so it also sees what a thread is stuck in.
+    For a probe: it asks the kernel (Linux; "" elsewhere), so it also sees the file that blocks a thread.
     """
     folder = Path("/proc/self/fd")
     names: set[str] = set()

@@ -1,8 +1,8 @@
-"""The port at which ranks come to root, and the connections there that have not shown to be of a rank.
+"""The port where ranks connect to root, and the connections there that have not yet identified themselves as a rank.
 
-Such a connection is a stranger: HELLO.size bytes are read from it and no more, they are compared and not parsed, and it
-is dropped when it is late or when others come and there are too many. So strangers cost root a bounded number of
-descriptors and bytes, whatever they send. Does not talk with ranks; see transport.
+Such a connection is a stranger. At most HELLO.size bytes are read from it, compared and not parsed. It is closed if it
+is late, or if too many others connect. Strangers therefore cost root a bounded number of descriptors and bytes,
+whatever they send. Does not talk with ranks; see transport.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import NamedTuple
 HELLO = struct.Struct("!32sI")
 """What a rank sends first: the token and its number."""
 ADMITTED = b"+"
-"""What root answers. Until then a rank does not count as connected."""
+"""What root answers. A rank counts as connected only after this."""
 
 HELLO_WITHIN_S = 10.0
 SPARE_STRANGERS = 32
-"""Beside one for each rank, since all may come at the same moment."""
+"""In addition to one for each rank, because all may connect at the same moment."""
 _ACCEPTS_AT_ONCE = 64
 _REST_S = 1.0
 
 
 class Address(NamedTuple):
-    """Where root listens, and the secret that shows who is a rank."""
+    """Root's address, and the secret that identifies a rank."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 
 class Listener:
-    """Registers with `selector` its port and its strangers, without data: whose is ready goes to `serve`."""
+    """Registers its port and its strangers with `selector`, without data. Pass a socket that is ready to `serve`."""
 
     def __init__(self, host: str, size: int, selector: selectors.BaseSelector) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -46,12 +46,12 @@ class Listener:
         self._size, self._selector = size, selector
         self._selector.register(self._port, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, tuple[bytes, float]] = {}
-        """What each has sent and until when it may send more; the oldest first."""
+        """What each stranger has sent, and until when it may send more; the oldest first."""
         self._admitted: set[int] = set()
         self._rests_until = 0.0
 
     def serve(self, ready: object) -> tuple[int, socket.socket] | None:
-        """Accept or hear the one that is ready; return (rank, its connection) once that has shown to be of a rank."""
+        """Accept or read from the socket that is ready; return (rank, its connection) once it has identified itself."""
         if ready is self._port:
             self._accept()
         elif isinstance(ready, socket.socket) and ready in self._strangers:
@@ -62,7 +62,7 @@ class Listener:
         return None
 
     def tick(self) -> None:
-        """Drop those that are late, and accept again after a rest. To be called about once a second, or more often."""
+        """Drop strangers that are late, and accept again after a pause. Call this at least about once a second."""
         now = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers.items())))[1][1] <= now:
             self._drop(oldest[0])
@@ -82,7 +82,7 @@ class Listener:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError:
-                # No descriptors left, mostly. The port would stay ready, and accepting it again and again fail.
+                # Usually no descriptors are left. The port would stay ready, and each accept would fail again.
                 self._selector.unregister(self._port)
                 self._rests_until = time.monotonic() + _REST_S
                 self._drop_oldest()

@@ -1,4 +1,4 @@
-"""Where inside a compiled step this rank is, in variables that the watch reads while the step runs."""
+"""Records the phase of a compiled step in variables that the watchdog reads while the step runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Place:
 
     def __init__(self, step: tf.Variable) -> None:
         self._step = step
-        # On the host: a device that is stuck could not be asked.
+        # On the host, because a device that is stuck could not be read.
         with tf.device("CPU:0"):
             self._phase = tf.Variable(0, dtype=tf.int32, trainable=False)
 
     def enter(self, phase: str, after: Any = ()) -> tf.Operation:
-        """Inside the step: notes that it is in `phase` ("input", "compute" or "exchange") from now on.
+        """Record inside the step that it is in `phase` ("input", "compute" or "exchange") from now on.
 
-        after: tensors, in any structure, that must be there before. An operation that is to run only then needs a
-        control dependency on what this returns: TensorFlow keeps no order between different resources.
+        after: tensors, in any structure, that must exist before. An operation that must run after this needs a control
+        dependency on the returned operation: TensorFlow keeps no order between different resources.
         """
         tensors = [tensor for tensor in tf.nest.flatten(after, expand_composites=True) if tensor is not None]
         with tf.name_scope("watch"), tf.control_dependencies(tensors):

@@ -1,6 +1,6 @@
-"""The thread that watches, on every rank: sends signs of life, hears the others, ends the process when it must.
+"""The watchdog's thread on every rank: sends heartbeats, hears the other ranks, and ends the process if it must.
 
-What root and the other ranks do differently is in coordinator and worker; what the main thread asks, in watch.
+What differs between root and the other ranks is in coordinator and worker; what the main thread calls, in watchdog.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr
 from horovod_train.output.rank_log import NullRankLog
 
-if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
+if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 LEAVE_WITHIN_S = 4.0
-"""How long a process may take to end once its run has failed; then it is ended."""
+"""How long a process may take to end once its run has failed; then the watchdog ends it."""
 
 ANSWER_WITHIN_S = 3.0
 _AWAY_AFTER_S = 2.0
@@ -37,7 +37,7 @@ DISAPPEARED = "disappeared: killed or out of memory?"
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a run ends before its time: what happened to a rank, as a sentence goes on after its name."""
+    """Why a run ends early: what happened to a rank. `what` continues a sentence that begins with the rank's name."""
 
     rank: int
     what: str
@@ -58,7 +58,7 @@ class Role:
         self.cause: Cause | None = None
         self.is_closed = False
         self.away_until = 0.0
-        """While this is to come, the process has just been frozen, or starved."""
+        """Until then this process counts as just having been frozen, or short of CPU."""
         self._ends_since: float | None = None
         self._exit_code = 1
         self._said = False
@@ -70,10 +70,10 @@ class Role:
         for target in (self._watch, self._look):
             threading.Thread(target=target, name=f"watch{target.__name__}", daemon=True).start()
 
-    # For root and the others to fill in; called under `changed`, but for poll.
+    # Coordinator and Worker implement these; called under `changed`, except poll.
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:
-        """Waits for messages: (rank, message)."""
+        """Wait for messages: (rank, message)."""
         raise NotImplementedError
 
     def receive(self, rank: int, message: Message, now: float) -> None:
@@ -83,19 +83,19 @@ class Role:
         raise NotImplementedError
 
     def beat(self, beat: Beat, now: float) -> None:
-        """Gives a sign of life."""
+        """Send a heartbeat."""
         raise NotImplementedError
 
     def decide(self, now: float) -> None:
-        """Says or does what the silence or the standstill of others calls for."""
+        """React if other ranks are silent or make no progress."""
         raise NotImplementedError
 
     def claim(self) -> None:
-        """Asks to be the rank that shows its exception; `speaker` is the answer."""
+        """Ask to be the rank that shows its exception; `speaker` is the answer."""
         raise NotImplementedError
 
     def tell(self, cause: Cause) -> None:
-        """Lets all ranks know."""
+        """Tell all ranks."""
         raise NotImplementedError
 
     def send(self, message: Message) -> None:
@@ -104,28 +104,31 @@ class Role:
     def close_connections(self) -> None:
         raise NotImplementedError
 
-    # What both need.
+    # Coordinator and Worker share these.
 
     def know(self, cause: Cause) -> None:
-        """Notes why the run ends. The first cause is the cause."""
+        """Record why the run ends. Only the first cause counts."""
         if self.cause is None and not self.is_closed:
             self.cause = cause
             self.start_exit_timer(cause.exit_code)
             self.changed.notify_all()
             if cause.what == DISAPPEARED:
-                # At once: a launcher may end this process too in a moment.
+                # Immediately, because a launcher may end this process too in a moment.
                 self.say_once(f"stopped: {self.names[cause.rank]} {cause.what}")
             if cause.rank != self.group.rank:
                 in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
 
     def report_silent(self, now: float) -> None:
-        """Once Horovod has given up: gloo does so after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watch would."""
+        """Name a silent rank as the cause, after Horovod has given up.
+
+        gloo gives up after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watchdog would.
+        """
         silent = self.stall_detector.silent(now, after_s=4 * self.limits.beat_s)
         if self.cause is None and silent:
             self.tell(Cause(silent[0], self.stall_detector.silence(silent[:1], now), Stalled.exit_code))
 
     def start_exit_timer(self, exit_code: int) -> None:
-        """From now on the process has LEAVE_WITHIN_S to end."""
+        """Give the process LEAVE_WITHIN_S to end, from now on."""
         if self._ends_since is None:
             self._ends_since, self._exit_code = time.monotonic(), exit_code
 
@@ -139,7 +142,7 @@ class Role:
         self.log.end(ended, exit_code, **{"step": beat.step, "phase": beat.phase, "error": None, **facts})
 
     def record_stall(self, text: str) -> None:
-        """Log, stacks and end; but a file system that hangs does not keep the process."""
+        """Write log, stacks and end. A file system that hangs does not delay the process for long."""
 
         def record() -> None:
             self.log.write("stall", text)
@@ -153,16 +156,16 @@ class Role:
             with self._surviving():
                 self._turn()
                 continue
-            time.sleep(self.limits.turn_s / 10)  # Where each turn fails, it is not to take a core.
+            time.sleep(self.limits.turn_s / 10)  # If every turn fails, do not use a whole core.
         self.close_connections()
 
     def _turn(self) -> None:
-        """Hear all that has come, then judge: at most once in turn_s, however much comes."""
+        """Process all messages, then decide: at most once in turn_s, however many arrive."""
         received = self.poll(self.limits.turn_s)
         now = time.monotonic()
         with self.changed:
             if now - self._turned_at > self.limits.turn_s + _AWAY_AFTER_S:
-                # What this process did not hear in the meantime is nobody's fault.
+                # Other ranks must not count as silent for the time in which this process could not hear.
                 self.stall_detector.discount_own_pause(now - self._turned_at)
                 self.away_until = now + _AWAY_AFTER_S
             self._turned_at = now
@@ -183,7 +186,7 @@ class Role:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """An error in the watch is said, each once, and the watch continues: without it a stalled run would not end."""
+        """Report each error in the watchdog once and continue: without the watchdog a stalled run would not end."""
         try:
             yield
         except Exception as error:
@@ -195,9 +198,9 @@ class Role:
                 to_stderr(f"warning: the watch of {self.names[self.group.rank]} met an error and continues: {text}")
 
     def _end_in_time(self, seconds: float) -> None:
-        """Ends the process if it should have ended by itself. A save gets the time of a stall.
+        """End the process if it should have ended by itself. A save may take as long as a stall.
 
-        A process that nobody launched as a rank is left to whoever started it: it may be more than this run.
+        A process that no launcher started as a rank is not ended: it may be more than this run.
         """
         patience = self.limits.stop_after_s if self.group.heartbeat.name == "save" else LEAVE_WITHIN_S
         if seconds < patience or self.group.launcher == "none":
@@ -216,20 +219,20 @@ class Role:
         end_process(self._exit_code)
 
     def _look(self) -> None:
-        # Apart from the other thread, since it may hang where a device is stuck.
+        # In a separate thread, because it may hang if a device is stuck.
         while not self.is_closed:
             self.group.heartbeat.look()
             time.sleep(self.limits.turn_s)
 
 
 def in_background(action: Callable[[], object]) -> threading.Thread:
-    """What touches a disk: it may hang, and the watch must not."""
+    """Run an action that uses a disk in a thread: it may hang, and the watchdog must not."""
     thread = threading.Thread(target=action, name="watch_disk", daemon=True)
     thread.start()
     return thread
 
 
 def end_process(exit_code: int) -> None:
-    """Now: Python's own end would wait for a main thread that does not come back."""
+    """End now: Python's own exit would wait for a main thread that does not return."""
     let_go()
     os._exit(exit_code)

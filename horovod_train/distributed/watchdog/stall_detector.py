@@ -1,4 +1,4 @@
-"""Who keeps the others waiting? Judges from what the ranks last told. Pure: has no threads, no wire and no clock."""
+"""Find the rank that the others wait for, from the last heartbeats. Pure: no threads, no connections, no clock."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class StallLimits:
     """How long no rank may make progress, in seconds."""
 
     warn_after_s: float = 60.0
-    """then a sentence names who is waited for"""
+    """then a warning names the rank that the others wait for"""
     stop_after_s: float = 600.0
     """then all ranks write their stacks and end"""
     first_step_after_s: float = 1800.0
-    """in place of stop_after_s before the first step is done, and while a rank compiles; warns in proportion"""
+    """replaces stop_after_s before the first step is done, and while a rank compiles; warnings change in proportion"""
     ranks: int = 1
-    """so many watch over each other"""
+    """number of ranks that watch each other"""
 
     @property
     def turn_s(self) -> float:
-        """Between two looks at how the ranks are."""
+        """Time between two checks of the ranks."""
         return min(1.0, self.warn_after_s / 8)
 
     @property
     def beat_s(self) -> float:
-        """Between two signs of life of a rank; longer where root would have to hear hundreds of them in a second."""
+        """Time between two heartbeats of a rank; longer if root would have to hear hundreds of them in a second."""
         return max(self.turn_s, self.ranks / _BEATS_PER_S)
 
     @property
     def silent_after_s(self) -> float:
-        """Without a sign of life for so long, a rank counts as frozen or unreachable."""
+        """A rank without a heartbeat for so long counts as frozen or unreachable."""
         return max(self.warn_after_s / 2, 4 * self.beat_s)
 
 
@@ -51,9 +51,10 @@ class _Seen:
 
 
 class StallDetector:
-    """Hears the beats of ranks. `now` is seconds on any one clock.
+    """Hears the heartbeats of ranks. `now` is seconds on any one clock.
 
-    names: of every rank, as a message shows it. judged: the ranks whose beats come here; the others are taken to wait.
+    names: of every rank, as shown in messages. judged: the ranks whose heartbeats arrive here; the others count as
+    waiting.
     """
 
     def __init__(self, names: Sequence[str], judged: Sequence[int], limits: StallLimits) -> None:
@@ -76,18 +77,18 @@ class StallDetector:
         before.beat, before.heard_at = beat, now
 
     def forget(self, rank: int) -> None:
-        """The rank has done its part: it is neither waited for nor waiting."""
+        """Remove a rank that has finished: it is neither waited for nor waiting."""
         self._judged.discard(rank)
         self._seen.pop(rank, None)
 
     def discount_own_pause(self, seconds: float) -> None:
-        """The one who judges was away for so long: it could not hear anything."""
+        """Subtract a time in which this process was frozen and could not hear anything."""
         for seen in self._seen.values():
             seen.heard_at += seconds
             seen.changed_at += seconds
 
     def idle_s(self, now: float) -> float:
-        """How long no rank has made progress."""
+        """Return how long no rank has made progress."""
         return min((now - seen.changed_at for seen in self._seen.values()), default=0.0)
 
     def warn_after_s(self) -> float:
@@ -97,16 +98,16 @@ class StallDetector:
         return self.limits.stop_after_s * self._patience()
 
     def silent(self, now: float, after_s: float | None = None) -> list[int]:
-        """Ranks that have not been heard of for so long, after having been heard of; the longest silent first.
+        """Return ranks without a heartbeat for so long, after at least one; the longest silent first.
 
-        after_s: default, so long that it cannot be chance.
+        after_s: the default is so long that chance cannot explain it.
         """
         since = {rank: seen.heard_at for rank, seen in self._seen.items()}
         limit = self.limits.silent_after_s if after_s is None else after_s
         return sorted((rank for rank in since if now - since[rank] > limit), key=lambda rank: (since[rank], rank))
 
     def sentence(self, now: float) -> str:
-        """Names the culprit and tells what it was doing, and how many wait."""
+        """Name the suspect and say what it was doing, and how many ranks wait."""
         if silent := self.silent(now):
             return f"{_several([self.names[rank] for rank in silent])} {self.silence(silent, now)}"
         places = {rank: seen.beat for rank, seen in self._seen.items()}
@@ -118,13 +119,13 @@ class StallDetector:
             suspects = _furthest_back(suspects)
         if len(suspects) == len(places) > 1 and len({beat.phase for beat in suspects.values()}) == 1:
             return self._tell_of_all(places, now)
-        # Of several, the one that is furthest back, and of these the one that has been there longest.
+        # Of several suspects, choose the furthest back; of these, the one that has been in its phase longest.
         rank = max(_furthest_back(suspects), key=lambda rank: (self._seconds(rank, now), -rank))
         waiting = waiting if waiting and rank not in waiting else [other for other in places if other not in suspects]
         return f"{self.names[rank]} has been {self._place(rank, now)}{_waiters(len(waiting), 'it')}"
 
     def silence(self, silent: Sequence[int], now: float) -> str:
-        """What there is to say of silent ranks, after their names."""
+        """Return what follows the names of silent ranks in a message."""
         seen = self._seen[silent[0]]
         have, them = ("has", "it") if len(silent) == 1 else ("have", "them")
         last = f"last in {seen.beat.phase}{_at_step(seen.beat)}{_detail(seen.beat)}"
@@ -132,7 +133,7 @@ class StallDetector:
         return f"{have} not been heard of for {now - seen.heard_at:.0f} s, {last}{_waiters(others, them)}"
 
     def _patience(self) -> float:
-        """By how much the limits are longer now."""
+        """Return the factor by which the limits are longer now."""
         is_long = not self._has_stepped or any(seen.beat.phase in LONG_PHASES for seen in self._seen.values())
         return max(1.0, self.limits.first_step_after_s / self.limits.stop_after_s) if is_long else 1.0
 
@@ -152,7 +153,7 @@ class StallDetector:
 
 
 def _furthest_back(places: Mapping[int, Beat]) -> dict[int, Beat]:
-    """Those at the smallest step; a rank that has no step yet is behind all others."""
+    """Return the ranks at the smallest step; a rank without a step is behind all others."""
     steps = {rank: -1 if beat.step is None else beat.step for rank, beat in places.items()}
     return {rank: beat for rank, beat in places.items() if steps[rank] == min(steps.values())}
 

@@ -1,7 +1,7 @@
-"""Small messages between root and each rank over TCP, beside Horovod: they pass while every exchange stands still.
+"""Small messages between root and each rank over TCP, outside Horovod: they arrive even if every exchange is stuck.
 
-A message is a JSON object with `kind`; a line each. Does not know what the messages mean. Never blocks for long: a
-rank that does not read loses messages, not the others their time.
+A message is a JSON object with `kind`, one per line. Does not know what the messages mean. Never blocks for long: a
+rank that does not read loses messages, and the others lose no time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _SIOCGIFADDR = 0x8915
 
 
 class Lost(NamedTuple):
-    """A connection has ended. closed: by the process at its other end, or by the kernel of its host for it."""
+    """The end of a connection. closed: whether the process at the other end, or its host's kernel for it, closed it."""
 
     closed: bool
 
 
 class Line:
-    """One connection. Sends from any thread, under the caller's lock; receives from one."""
+    """One connection. Send from any thread, under the caller's lock; receive from one thread."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -44,16 +44,16 @@ class Line:
         self._is_open = True
 
     def send(self, message: Message) -> None:
-        """Sends if it can be sent now. What goes wrong shows when receiving."""
+        """Send if that is possible now. Errors appear when receiving."""
         data = json.dumps(message).encode() + b"\n"
         if self._is_open:
             with contextlib.suppress(OSError):
                 if self.socket.send(data) < len(data):
-                    # Half a line is out: nothing after it would be understood. The receiver finds the end.
+                    # Half a line is sent, so the receiver could not parse what follows. It finds the end instead.
                     self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Message | Lost]:
-        """What has come, without waiting; Lost at the end."""
+        """Return what has arrived, without waiting; Lost at the end."""
         found: list[Message | Lost] = []
         try:
             while self._is_open and (data := self.socket.recv(_LONGEST_LINE)):
@@ -71,7 +71,7 @@ class Line:
         return [*found, Lost(closed=True)]
 
     def wait(self, timeout_s: float) -> list[Message | Lost]:
-        """What has come, as soon as something has, or the time is up."""
+        """Return what has arrived, as soon as there is something or the time is up."""
         if not self._is_open:
             time.sleep(timeout_s)
             return []
@@ -102,7 +102,7 @@ class Server:
         self._lines: dict[int, Line] = {}
 
     def poll(self, timeout_s: float) -> list[tuple[int, Message | Lost]]:
-        """What the ranks have sent: (rank, message). Waits until something comes or the time is up."""
+        """Return what the ranks have sent: (rank, message). Waits until something arrives or the time is up."""
         found: list[tuple[int, Message | Lost]] = []
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, int):
@@ -116,7 +116,7 @@ class Server:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that are connected."""
+        """The ranks that are connected."""
         return sorted(self._lines)
 
     def send(self, rank: int, message: Message) -> None:
@@ -143,7 +143,7 @@ class Server:
 
 
 def connect(address: Address, rank: int, timeout_s: float) -> Line:
-    """Return once root has admitted this rank. Raises OSError where it cannot be reached, or does not answer."""
+    """Return once root has admitted this rank. Raises OSError if root cannot be reached, or does not answer."""
     until = time.monotonic() + timeout_s
     while True:
         left_s = max(0.1, until - time.monotonic())
@@ -152,7 +152,7 @@ def connect(address: Address, rank: int, timeout_s: float) -> Line:
             connected.sendall(HELLO.pack(address.token.encode(), rank))
             if connected.recv(1) == ADMITTED:
                 return Line(connected)
-        # Root drops the oldest where too many come at the same moment.
+        # Root drops the oldest if too many connect at the same moment.
         connected.close()
         if time.monotonic() > until:
             raise ConnectionRefusedError("it does not admit this rank")
@@ -160,9 +160,9 @@ def connect(address: Address, rank: int, timeout_s: float) -> Line:
 
 
 def choose_host(hosts: Sequence[str], interface: str | None) -> str:
-    """The address at which the ranks on `hosts` reach this one; loopback where all are on one host.
+    """Return the address at which the ranks on `hosts` reach this one; loopback if all are on one host.
 
-    interface: the network interface that the ranks exchange over, if that is known.
+    interface: the network interface of the exchanges, if known.
     """
     if len(set(hosts)) == 1:
         return "127.0.0.1"
@@ -180,7 +180,7 @@ def choose_host(hosts: Sequence[str], interface: str | None) -> str:
 
 
 def exchange_interface() -> str | None:
-    """The interface that horovodrun has chosen for gloo."""
+    """Return the interface that horovodrun has chosen for gloo."""
     return os.environ.get("HOROVOD_GLOO_IFACE")
 
 

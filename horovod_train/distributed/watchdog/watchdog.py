@@ -1,6 +1,6 @@
-"""Watches over the ranks of a run: names who keeps the others waiting, ends what stands still, says who has gone.
+"""Watch the ranks of a run: name the rank that the others wait for, end a stalled run, report which rank has gone.
 
-Works beside Horovod, from a thread on each rank (see role), so that it works while every main thread is inside a
+Runs outside Horovod, in a thread on each rank (see role). It therefore works while every main thread is inside a
 compiled call or an exchange, and while a rank is frozen. Does not end a run that makes progress, however slow.
 """
 
@@ -34,25 +34,25 @@ _AROUND_THE_MESSAGE = re.compile(
 
 
 class NullWatchdog:
-    """Nobody watches. As a context manager it shows the exception that ends the run, as every watch does."""
+    """Does not watch. As a context manager it shows the exception that ends the run, as every watchdog does."""
 
     def __init__(self, group: WorkerGroup, log: NullRankLog) -> None:
         self.group, self.log = group, log
         self._is_closed = False
 
     def report_failure(self, text: str, show: Callable[[], None], exit_code: int = 1) -> None:
-        """Shows what failed on this rank, unless another failed before it; and tells the others.
+        """Show what failed on this rank, unless another rank failed before it, and tell the others.
 
-        text: one line. Where all ranks fail alike, one shows it.
+        text: one line. If all ranks fail alike, one rank shows it.
         """
         show()
 
     def explain_loss(self, timeout_s: float = LEAVE_WITHIN_S) -> Cause | None:
-        """Why Horovod has shut down: what is known of it, or becomes known in this time."""
+        """Return why Horovod has shut down, if it is known or becomes known in this time."""
         return None
 
     def close(self, ended: str = "done", exit_code: int = 0, **facts: Any) -> None:
-        """The run is over for this rank, as it should. Called again, it does nothing."""
+        """Record that the run is over for this rank, as it should be. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
             self._note_end(ended, exit_code, **facts)
@@ -61,7 +61,7 @@ class NullWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Raises AlreadySaid in the place of an exception, which has then been shown."""
+        """Show an exception, then raise AlreadySaid instead of it."""
         if isinstance(error, Exception):
             raise AlreadySaid(str(error), self._settle(error)) from error
         if error is None:
@@ -71,7 +71,7 @@ class NullWatchdog:
             self.close("stopped", 1, error=type(error).__name__)
 
     def _settle(self, error: Exception) -> int:
-        """Says what there is to say about the exception that ends the run on this rank; returns the exit code."""
+        """Report the exception that ends the run on this rank; return the exit code."""
         if isinstance(error, FailedElsewhere):
             self._note_end("followed", error.exit_code, error=str(error))
             return error.exit_code
@@ -85,7 +85,7 @@ class NullWatchdog:
         return exit_code
 
     def _follow(self, cause: Cause | None) -> int:
-        """Says in one line whom this rank follows; returns the exit code."""
+        """Say in one line which rank's end ends this rank; return the exit code."""
         if cause is None:
             see = f"; see {self.log.name}" if self.log.name else ""
             line, exit_code, rank = f"stopped: another rank has gone; its message says why{see}", 1, None
@@ -100,7 +100,7 @@ class NullWatchdog:
         to_stderr(line)
 
     def _note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
-        # The main thread's own phase: it is not inside the compiled call any more.
+        # The main thread's own phase, because it is not inside the compiled call any more.
         heartbeat = self.group.heartbeat
         self.log.end(
             ended, exit_code, **{"step": heartbeat.last().step, "phase": heartbeat.name, "error": None, **facts}
@@ -108,7 +108,7 @@ class NullWatchdog:
 
 
 class Watchdog(NullWatchdog):
-    """What the main thread asks of the guard that watches beside it."""
+    """The main thread's access to the watchdog's thread (`guard`, a Role)."""
 
     def __init__(self, guard: Role) -> None:
         super().__init__(guard.group, guard.log)
@@ -123,7 +123,7 @@ class Watchdog(NullWatchdog):
             guard.changed.wait_for(lambda: guard.speaker is not None or guard.cause is not None, ANSWER_WITHIN_S)
             is_speaker = guard.cause is None and guard.speaker in (None, self.group.rank)
         if is_speaker:
-            # Before the others are told: it is what the user is to read first.
+            # Before the others are told, because the user is to read it first.
             show()
             see = f"; see {self.log.name}" if self.log.name else ""
             with guard.changed:
@@ -152,11 +152,11 @@ class Watchdog(NullWatchdog):
     def _settle(self, error: Exception) -> int:
         if self.group.launcher != "none":
             _end_process_in_time(self.log)
-        # The step of this moment, not of the last beat; on a device that is stuck, that of the last beat.
+        # The step of this moment, not of the last heartbeat; that of the last heartbeat if a device is stuck.
         in_background(self.group.heartbeat.look).join(0.5)
         exit_code = super()._settle(error)
-        with self._guard.changed:  # While the guard ends a stalled run, it keeps this: it ends the process too.
-            # Whatever there was to say has been said: this rank does not disappear.
+        with self._guard.changed:  # The guard keeps this lock while it ends a stalled run, until it ends the process.
+            # This rank has reported its failure, so it must not count as disappeared.
             self._guard.send({"kind": "bye"})
             return exit_code
 
@@ -168,9 +168,9 @@ class Watchdog(NullWatchdog):
 def open_watchdog(
     group: WorkerGroup, log: NullRankLog, limits: StallLimits, *, say: Callable[[str], None] = to_stderr
 ) -> NullWatchdog:
-    """Collective: the ranks watch over each other from here on.
+    """Collective: start watching the ranks.
 
-    say: shows a line to the user, on root. A rank that cannot reach root says so and goes on unwatched.
+    say: shows a line to the user, on root. A rank that cannot reach root reports this and continues unwatched.
     """
     server = _open_server(group) if group.is_root else None
     own = server.address if server else None
@@ -194,9 +194,10 @@ def open_watchdog(
 
 
 def stall_environment(limits: StallLimits) -> dict[str, str]:
-    """What Horovod is to be told before it starts, so that the watch speaks first and Horovod ends what it cannot.
+    """Return settings with which the watchdog reports before Horovod does; Horovod ends what the watchdog cannot.
 
-    HOROVOD_GLOO_TIMEOUT_SECONDS is how long gloo bears a frozen rank, and also how long it waits for ranks to start.
+    HOROVOD_GLOO_TIMEOUT_SECONDS is how long gloo tolerates a frozen rank, and also how long it waits for ranks to
+    start.
     """
     longest_s = math.ceil(max(limits.stop_after_s, limits.first_step_after_s))
     return {
@@ -215,8 +216,9 @@ def _open_server(group: WorkerGroup) -> Server | None:
 
 
 def _end_process_in_time(log: NullRankLog) -> None:
-    """For when the guard's thread cannot: Python's own end, in which no thread of Python runs, may hang in TensorFlow,
-    Horovod or, last of all, MPI.
+    """End the process later even if the guard's thread cannot.
+
+    Python's own exit, in which no Python thread runs, may hang in TensorFlow, Horovod or, last of all, MPI.
     """
     log.end_process_after(2 * LEAVE_WITHIN_S - 1)
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
@@ -224,7 +226,10 @@ def _end_process_in_time(log: NullRankLog) -> None:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The exception as the end of a sentence. TensorFlow tells where an operation was made before what went wrong."""
+    """Return the exception as the end of a sentence.
+
+    TensorFlow's messages begin with where an operation was made; what went wrong follows.
+    """
     if isinstance(error, RunError):
         return " ".join(str(error).split())
     lines = (line.strip() for line in str(error).splitlines())

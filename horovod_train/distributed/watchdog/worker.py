@@ -1,4 +1,4 @@
-"""The watch of every rank but root: says how it is, does what root says, and judges only a root that is silent."""
+"""The watchdog of every rank but root: sends heartbeats, does what root says, and checks that root is not silent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog
 
-if TYPE_CHECKING:  # The watch itself needs no TensorFlow.
+if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 _OTHERS_WRITE_S = 2.0
 
 
 class Worker(Role):
-    """line: to root."""
+    """line: the connection to root."""
 
     def __init__(self, group: WorkerGroup, log: NullRankLog, limits: StallLimits, line: Line) -> None:
         super().__init__(group, log, limits, judged=[0])
@@ -48,7 +48,7 @@ class Worker(Role):
                 self.send({"kind": "ready"})
                 until = time.monotonic() + ANSWER_WITHIN_S
                 while time.monotonic() < until and not self._line.wait(0.1):
-                    pass  # Whatever comes now: root says `leave`, or has gone.
+                    pass  # Any message ends the wait: root sends `leave`, or has gone.
                 end_process(Stalled.exit_code)
 
     def lose(self, rank: int, lost: Lost, now: float) -> None:
@@ -71,8 +71,8 @@ class Worker(Role):
             return
         sentence = self.stall_detector.sentence(now)
         self.send({"kind": "stalled", "text": sentence})
-        # All that are left come to this at about the same time and cannot ask each other who speaks: the first that is
-        # not on root's host, which may be what failed.
+        # All remaining ranks reach this at about the same time and cannot ask each other who reports. The first rank
+        # that is not on root's host reports, because that host may be what failed.
         elsewhere = [rank for rank, host in enumerate(self.group.hosts) if host != self.group.hosts[0]]
         if self.group.rank == min(elsewhere, default=1):
             to_stderr(f"error: stalled: {sentence}; the stacks of the other ranks are in logs/")
