@@ -1,1 +1,1 @@
-"""Who started this process, how ranks meet, and what suits Horovod where they run."""
+"""Detect how this process was started, bring the ranks together, and choose Horovod's settings for the place."""

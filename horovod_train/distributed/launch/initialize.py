@@ -1,6 +1,6 @@
-"""Brings Horovod up in this process, over what its launcher has prepared, and sees that it found the others.
+"""Initialise Horovod in this process with what its launcher has prepared, and check that it found the other ranks.
 
-Does not know devices or what the ranks are to do: see group.
+Does not know devices or what the ranks are to do; see group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_CORES = 8192
 
 
 def meeting(started_by: launcher.Launch) -> AbstractContextManager[None]:
-    """A place for the ranks to find each other, where the launcher has not made one."""
+    """Return a context in which the ranks can find each other, if the launcher does not provide one."""
     if started_by.step is None:
         return nullcontext()
     from horovod_train.distributed.launch import rendezvous
@@ -33,20 +33,20 @@ def meeting(started_by: launcher.Launch) -> AbstractContextManager[None]:
 
 
 def initialise(started_by: launcher.Launch) -> set[int]:
-    """Collective: starts Horovod; returns the cores that the ranks of this host may use together.
+    """Collective: start Horovod; return the cores that the ranks of this host may use together.
 
-    A launcher may have bound each rank to cores of its own. TensorFlow must not start yet, so it carries no word here.
+    A launcher may have bound each rank to different cores. TensorFlow cannot be used for this exchange yet.
     """
     mine = os.sched_getaffinity(0)
     if started_by.launcher == "none":
-        # Where Horovod has MPI it would start one for this process alone, which needs a working mpirun.
+        # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     if not started_by.uses_mpi:
         hvd.init()
         return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
     with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
-        # Said by check_place, once and with what to do.
+        # check_place reports this once, with what to do.
         warnings.filterwarnings("ignore", "suspicious MPI execution environment")
         from mpi4py import MPI
 
@@ -58,7 +58,7 @@ def initialise(started_by: launcher.Launch) -> set[int]:
             f"{hvd.local_rank()} of {hvd.local_size()}; both must use one MPI: "
             "MPI=system make install builds Horovod with the one on PATH."
         )
-    # A buffer, since mpi4py pickles objects.
+    # A buffer, because mpi4py pickles objects.
     cores = np.zeros(_MOST_CORES, np.uint8)
     cores[sorted(mine)] = 1
     neighbours.Allreduce(MPI.IN_PLACE, cores, op=MPI.MAX)
@@ -73,7 +73,7 @@ _MPI_FAILED = (
 
 @contextmanager
 def _survivor(last_words: str) -> Iterator[None]:
-    """Says last_words if this process ends inside the block: Open MPI ends it where it finds no PMIx that it knows."""
+    """Print last_words if this process ends inside the block: Open MPI ends it if it finds no PMIx that it knows."""
     script = 'read -r done || echo "$1" >&2'
     heir = subprocess.Popen(["sh", "-c", script, "sh", last_words], stdin=subprocess.PIPE)
     yield
@@ -81,7 +81,7 @@ def _survivor(last_words: str) -> Iterator[None]:
 
 
 def check_place(started_by: launcher.Launch) -> None:
-    """Each process by itself: those that wrongly believe to be alone have nobody to ask."""
+    """Check rank and size without any exchange: a process that wrongly believes to be alone cannot reach the others."""
     if (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
         return
     if started_by.rank != 0:

@@ -1,4 +1,4 @@
-"""What ranks tell each other before TensorFlow starts, on a shelf of ours at Horovod's rendezvous server.
+"""Let ranks tell each other facts before TensorFlow starts, in a scope of their own on Horovod's rendezvous server.
 
 The server is horovodrun's, or under plain srun that of rank 0; see rendezvous. Over MPI there is none.
 """
@@ -17,18 +17,18 @@ from horovod_train.errors import RunError
 NAME = "horovod_train"
 POLL_S = 0.05
 TOLD_WITHIN_S = 30.0
-"""How long a rank waits for its neighbours' word: they have all just initialised Horovod."""
+"""How long a rank waits for its neighbours' values: all have just initialised Horovod."""
 ANSWER_WITHIN_S = 5.0
 MOST_BYTES = 1 << 17
 _QUESTIONS_PER_S = 256
-"""Of all ranks together, about."""
+"""Of all ranks together, approximately."""
 
 
 def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -> bytes | None:
-    """What the server has under this key of our shelf, or its answer to PUT; None where there is nothing, or nobody.
+    """Return the server's value for this key of NAME, or its answer to PUT; None if it has none or cannot be reached.
 
-    address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so maybe with the beginning of every path; see rendezvous. A stranger
-    who answers in the server's place can waste ANSWER_WITHIN_S and MOST_BYTES.
+    address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so it may contain a prefix of every path; see rendezvous. A stranger
+    who answers instead of the server can waste at most ANSWER_WITHIN_S and MOST_BYTES.
     """
     place, slash, prefix = address.partition("/")
     sent = body if method == "PUT" else b""
@@ -43,7 +43,7 @@ def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -
 
 
 def _exchange(host: str, port: int, request: bytes) -> bytes:
-    """The answer: all that comes until the server closes the connection."""
+    """Return the answer: all bytes until the server closes the connection."""
     until, answer = time.monotonic() + ANSWER_WITHIN_S, b""
     with socket.create_connection((host, port), timeout=ANSWER_WITHIN_S) as connection:
         connection.sendall(request)
@@ -56,9 +56,9 @@ def _exchange(host: str, port: int, request: bytes) -> bytes:
 
 
 def cores_of_host(mine: Set[int], local_rank: int, local_size: int) -> set[int]:
-    """Collective among the ranks of a host: the cores that any of them may use. mine: those of this one.
+    """Collective among the ranks of a host: return the cores that any of them may use. mine: those of this rank.
 
-    Those of this rank alone where the launcher has not said in the environment where the server is.
+    Returns only those of this rank if the environment does not say where the server is.
     """
     address, port = (os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{name}") for name in ("ADDR", "PORT"))
     if local_size == 1 or address is None or port is None:
@@ -81,19 +81,19 @@ def cores_of_host(mine: Set[int], local_rank: int, local_size: int) -> set[int]:
 
 
 def _read_cores(said: bytes) -> set[int]:
-    """None in what no rank writes: horovodrun's server takes words from anyone who reaches it."""
+    """Parse the cores; return none for text that no rank writes, because anyone may write to horovodrun's server."""
     return {int(core) for core in said.split(b",")} if re.fullmatch(rb"\d{1,4}(,\d{1,4}){0,8191}", said) else set()
 
 
 class Tries:
-    """Pauses between questions to one server: longer each time, of random length, and longer where more ranks ask."""
+    """Pauses between requests to one server: each longer than the last, of random length, longer if more ranks ask."""
 
     def __init__(self, ranks: int, until: float) -> None:
         self._until = until
         self._pause_s, self._longest_s = POLL_S, max(4 * POLL_S, ranks / _QUESTIONS_PER_S)
 
     def pause(self) -> bool:
-        """Whether there is time for one more, after the pause."""
+        """Pause; return whether there is time for one more try."""
         time.sleep(random.uniform(0.5, 1) * self._pause_s)
         self._pause_s = min(1.5 * self._pause_s, self._longest_s)
         return time.monotonic() < self._until

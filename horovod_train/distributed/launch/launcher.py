@@ -1,6 +1,6 @@
-"""Who started this process, and its place among the others, read from the environment before anything is imported.
+"""Detect the launcher and this process's rank and size from the environment, before anything is imported.
 
-Does not import horovod or TensorFlow, so it answers at once; the group says later what is really so.
+Does not import horovod or TensorFlow, so it answers immediately; group checks later what is true.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from horovod_train.distributed.launch.slurm import Step, expand_counts, read_ste
 from horovod_train.errors import UserError
 
 Launcher = Literal["horovodrun", "mpirun", "srun-pmix", "srun", "none"]
-"""horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: with no MPI at all."""
+"""horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: without any MPI."""
 
 ROOT_SPEAKS_FIRST_S = 2.0
-"""How long a rank leaves it to root to say what all ranks see. Launchers end the others when root has failed."""
+"""How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
 
 _SRUN = "start it with srun: srun python -m horovod_train.main …"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's word on this process."""
+    """What the launcher says about this process."""
 
     launcher: Launcher
     rank: int
     size: int
     end_time: float | None = None
-    """When the scheduler will end the job, in seconds since 1970, where it says so."""
+    """When the scheduler will end the job, in seconds since 1970; None if it does not say."""
 
     job: str = ""
     """The scheduler's name for this job."""
 
     step: Step | None = None
-    """Under plain srun: who is where, which nobody else tells Horovod."""
+    """Under plain srun: the place of each task, which Horovod gets from no one else."""
 
     fault: str = ""
-    """Why a run must not start like this, in one sentence with what to do; empty where all is well."""
+    """Why a run must not start like this, in one sentence with what to do; empty if all is well."""
 
     @property
     def uses_mpi(self) -> bool:
         return self.launcher in ("mpirun", "srun-pmix")
 
     def check(self) -> None:
-        """Raises UserError where the processes would not find each other."""
+        """Raise UserError if the processes would not find each other."""
         if self.fault:
             raise UserError(self.fault)
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Reads what each launcher tells the processes that it starts. The nearest to the process wins.
+    """Read what each launcher tells the processes that it starts. The launcher nearest to the process wins.
 
     horovodrun (gloo) sets HOROVOD_RANK, also inside an MPI job. mpirun sets OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK
-    (MPICH and its kin), also where it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves the
-    size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
-    HOROVOD_CONTROLLER=gloo makes plain srun of any step. SLURM_JOB_END_TIME is the same for all processes of a job.
+    (MPICH and its relatives), also if it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves
+    the size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
+    HOROVOD_CONTROLLER=gloo turns any step into plain srun. SLURM_JOB_END_TIME is the same for all processes of a job.
 
-    Raises UserError where the variables of one launcher contradict each other.
+    Raises UserError if the variables of one launcher contradict each other.
     """
     end = float(environment["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in environment else None
     job = environment.get("SLURM_JOB_ID", "")
@@ -88,7 +88,7 @@ _NUMBERED: tuple[tuple[Launcher, str], ...] = (
 
 
 def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
-    """Rank, size and how many ranks are on this host (0: not said)."""
+    """Return rank, size and the number of ranks on this host (0: unknown)."""
     said = {name: environment.get(prefix + name) for name in ("RANK", "SIZE", "LOCAL_SIZE")}
     try:
         rank, size, local_size = int(said["RANK"] or ""), int(said["SIZE"] or ""), int(said["LOCAL_SIZE"] or 0)
@@ -103,9 +103,9 @@ def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
 
 
 def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
-    """srun has started the launcher itself several times over.
+    """Report that srun has started several copies of the launcher itself.
 
-    mpirun reaches the hosts of a job by an srun of its own, so there only a group of one gives it away.
+    mpirun starts its own srun to reach the hosts of a job, so there only size 1 proves the mistake.
     """
     if step is None or step.size == 1 or (rank, size) == (step.rank, step.size):
         return ""
@@ -118,7 +118,7 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
 
 
 def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
-    """All ranks are on one host of a job that has several, and more than SLURM has planned there."""
+    """Report that all ranks are on one host of a job with several hosts, and more than SLURM has planned there."""
     nodes, planned = int(environment.get("SLURM_JOB_NUM_NODES", 1)), environment.get("SLURM_TASKS_PER_NODE")
     if nodes == 1 or planned is None or not local_size == size > max(expand_counts(planned)):
         return ""
@@ -130,7 +130,7 @@ def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[
 
 
 def _alone(environment: Mapping[str, str]) -> str:
-    """A process for itself, where a launcher or the scheduler speaks of several."""
+    """Report a process that runs alone although a launcher or the scheduler announces several."""
     if "PMIX_RANK" in environment:
         return (
             f"this is rank {environment['PMIX_RANK']} of a launcher that does not say how many there are (PMIX_RANK is "

@@ -1,6 +1,6 @@
-"""Starts ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
+"""Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
 
-python -m horovod_train.distributed.launch.local 4      prints the words that start 4 ranks, for scripts/run_local.sh
+python -m horovod_train.distributed.launch.local 4      prints the command that starts 4 ranks, for scripts/run_local.sh
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Literal
 Way = Literal["mpirun", "horovodrun"]
 
 _TRY_WITHIN_S = 20.0
-# In one write: mpirun passes the processes' output on as it comes.
+# In one write: mpirun may interleave the output of the processes.
 _COUNT = "import sys; from mpi4py import MPI; sys.stdout.write(f'size={MPI.COMM_WORLD.size};')"
 
 
 def launch_words(way: Way, ranks: int) -> list[str]:
-    """The command that starts `ranks` of what follows it, on this host.
+    """Return the command that starts `ranks` processes on this host; the program and its arguments follow it.
 
-    Not bound to cores: mpirun would bind a rank with all its threads to one. More ranks than cores may be asked for.
+    The ranks are not bound to cores: mpirun would bind a rank with all its threads to one core. More ranks than cores
+    are allowed.
     """
     if way == "horovodrun":
         return ["horovodrun", "--gloo", "-np", str(ranks)]
@@ -35,9 +36,9 @@ def launch_words(way: Way, ranks: int) -> list[str]:
 
 
 def best_way() -> tuple[Way, str]:
-    """How to start ranks on this host, and why: MPI exchanges in shared memory, so it is taken where it works.
+    """Return how to start ranks on this host, and why: MPI if it works, because it exchanges in shared memory.
 
-    With GPUs it makes no difference: NCCL exchanges. Measured by `bench exchange`; see docs/tools.md.
+    With GPUs both are equal, because NCCL exchanges. Measured by `bench exchange`; see docs/tools.md.
     """
     problem = mpi_problem()
     if problem is None:
@@ -46,7 +47,7 @@ def best_way() -> tuple[Way, str]:
 
 
 def mpi_problem() -> str | None:
-    """Why MPI cannot start ranks of Horovod here; None where it can. Starts two processes, for about a second."""
+    """Return why MPI cannot start ranks of Horovod here, or None if it can. Starts two processes, for a second."""
     if shutil.which("mpirun") is None:
         return "there is no mpirun on PATH"
     library = horovod_library()
@@ -73,14 +74,14 @@ def mpi_problem() -> str | None:
 
 
 def horovod_library() -> Path | None:
-    """Horovod's compiled part for TensorFlow, found without importing it."""
+    """Return the path of Horovod's compiled part for TensorFlow, found without importing it."""
     spec = importlib.util.find_spec("horovod")
     folders = list(spec.submodule_search_locations or []) if spec else []
     return next((path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*.so")), None)
 
 
 def names_mpi(library: Path) -> bool:
-    """Whether a compiled library asks for an MPI library."""
+    """Return whether a compiled library is linked with an MPI library."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(b"libmpi") >= 0
 
@@ -88,7 +89,7 @@ def names_mpi(library: Path) -> bool:
 def run_ranks(
     way: Way, ranks: int, words: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program on ranks to its end; `environment` is added to this process's.
+    """Run a program on ranks until it ends; `environment` is added to this process's.
 
     Raises subprocess.TimeoutExpired, after the launcher has been told to end its ranks.
     """

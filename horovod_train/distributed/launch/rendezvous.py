@@ -1,8 +1,8 @@
-"""Brings the ranks of a plain `srun` together for gloo, with neither ssh nor MPI.
+"""Bring the ranks of a plain `srun` together for gloo, without ssh or MPI.
 
 Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host, which is
-the first of the step; its port follows from the step's name.
-Nobody starts Horovod before all have come, since Horovod itself waits for HOROVOD_GLOO_TIMEOUT_SECONDS only.
+the first of the step; the port follows from the step's name. No rank starts Horovod before all ranks have arrived,
+because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from horovod_train.distributed.launch.slurm import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 ARRIVE_WITHIN_S = 300.0
-"""How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise. Long,
-because hundreds of ranks may load TensorFlow from one file server."""
+"""How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise.
+
+It is long because hundreds of ranks may load TensorFlow from one file server.
+"""
 
 PORTS = range(20_000, 32_000)
-"""Below those that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
+"""Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
 
 
 @contextmanager
 def meeting(step: Step) -> Iterator[None]:
-    """Collective: what Horovod must find in its environment, and a server to meet at, for as long as the block lasts.
+    """Collective: set what Horovod needs in the environment and run a server, until the block ends.
 
-    All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set: the watch uses
-    that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server stays, and its address: the ranks of a process
-    set meet there as well.
+    All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set, because the
+    watchdog uses that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server and its address stay, because the
+    ranks of a process set use them as well.
 
-    Raises UserError where ranks cannot meet as they were started, RunError where some do not come.
+    Raises UserError if ranks cannot find each other as they were started, RunError if some do not arrive.
     """
     if step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
@@ -71,7 +73,7 @@ def meeting(step: Step) -> Iterator[None]:
 
 
 def candidate_ports(name: str) -> list[int]:
-    """The ports that root tries, the same on every rank of a step and others for every step."""
+    """Return the ports that root tries: the same on every rank of a step, and different ones for every step."""
     return random.Random(name).sample(PORTS, PORTS_TRIED)
 
 
@@ -97,12 +99,12 @@ def _open_server(step: Step) -> StepServer:
 
 
 def _with_key(address: str, port: int, step: Step) -> str:
-    """The address as Horovod gets it. Its client asks for http://ADDRESS:PORT/SCOPE/KEY: so each path has the key."""
+    """Return the address with the key. Horovod's client asks for http://ADDRESS:PORT/SCOPE/KEY, so each path has it."""
     return f"{address}:{port}/{key_of(step.name, port)}"
 
 
 def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
-    """On root."""
+    """Wait on root until all ranks have arrived."""
     awaited = set(range(1, step.size))
     while awaited:
         with server.cache_lock:
@@ -119,7 +121,7 @@ def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
 
 
 def _find_root(host: str, step: Step, until: float) -> tuple[str, int]:
-    """On the others: root's address with the key, and its port, once all ranks have come."""
+    """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root."""
     port, ports, address, tries = None, candidate_ports(step.name), "", key_value_store.Tries(step.size, until)
     while tries.pause():
         if port is None:
@@ -145,18 +147,18 @@ def _is_root(host: str, port: int, step: Step) -> bool:
 
 
 def _address_of_root(step: Step) -> str:
-    """Where root listens: loopback on one host; else the address that the first host's name has for the others."""
+    """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
     if len(step.nodes) == 1:
         return "127.0.0.1"
     named = _address_of(step.nodes[0])
     if step.node == 0 and (named.startswith("127.") or _interface_of(named) is None):
-        # Many hosts have a loopback address for their own name.
+        # Many hosts resolve their own name to a loopback address.
         return _own_address_towards(_address_of(step.nodes[1]))
     return named
 
 
 def _address_of(host: str) -> str:
-    """The IPv4 address of a host by its SLURM name, which need not be one that the resolver knows."""
+    """Return the IPv4 address of a host by its SLURM name, which the resolver need not know."""
     with suppress(OSError):
         return socket.gethostbyname(host)
     with suppress(OSError, subprocess.SubprocessError):
@@ -167,9 +169,9 @@ def _address_of(host: str) -> str:
 
 
 def _interface(step: Step) -> str:
-    """The network interface at which this rank reaches the other hosts; loopback where there is one host only.
+    """Return the network interface through which this rank reaches the other hosts; loopback if there is one host only.
 
-    gloo by itself would take the address of the host's own name, which is a loopback one on many Debian hosts.
+    gloo would take the address of the host's own name, which is a loopback address on many Debian hosts.
     """
     there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
     own = _own_address_towards(there)
@@ -185,7 +187,7 @@ def _own_address_towards(there: str) -> str:
 
 
 def _interface_of(own: str) -> str | None:
-    """The interface of this host that has this address."""
+    """Return the interface of this host that has this address."""
     for name, addresses in psutil.net_if_addrs().items():
         if own in [found.address for found in addresses]:
             return str(name)
@@ -193,7 +195,7 @@ def _interface_of(own: str) -> str | None:
 
 
 def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
-    """What horovodrun would set: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
+    """Return what horovodrun sets: horovod/runner/gloo_run.py and common/gloo/gloo_context.cc of Horovod 0.28.1."""
     cross_rank, cross_size = step.cross
     numbers = {
         "RANK": step.rank,
@@ -215,7 +217,7 @@ def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables for a while. Left set, they would make horovodrun of what srun has started."""
+    """Set variables inside the block only. If they stayed, a run that srun has started would look like horovodrun's."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,8 +1,8 @@
-"""Horovod's rendezvous server for the ranks of one step: it serves those who know the step's key, and no others.
+"""Horovod's rendezvous server for the ranks of one step: it answers only requests with the step's key.
 
-The key stands first in every path, before Horovod's scope and key. Both follow from a token that all ranks have in
-their environment (TOKEN): root proves that it knows the token before a rank shows it the key. Does not know when ranks
-may start; see rendezvous.
+The key is the first part of every path, before Horovod's scope and key. The key and root's proof follow from a token
+that all ranks have in their environment (TOKEN): root proves that it knows the token before a rank sends it the key.
+Does not know when ranks may start; see rendezvous.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, Rend
 from horovod_train.distributed.launch import key_value_store
 
 TOKEN = "HOROVOD_TRAIN_TOKEN"
-"""Environment variable: a secret that srun hands to every task. Without it the key follows from the step's name."""
+"""Environment variable: a secret that srun passes to every task. Without it the key follows from the step's name."""
 
 MOST_BYTES = 4 << 20
-"""Of one value. gloo's are about 140 bytes for each rank."""
+"""Of one value. gloo's values are about 140 bytes for each rank."""
 REQUEST_WITHIN_S = 5.0
 SPARE_STRANGERS = 32
 _FORBIDDEN = 403
@@ -35,7 +35,7 @@ def key_of(step: str, port: int) -> str:
 
 
 def proof_of_root(step: str, port: int, nonce: str) -> str:
-    """Names the port, so that a stranger on another port cannot pass on root's answer for its own."""
+    """Return root's proof. It includes the port, so a stranger on another port cannot reuse root's answer."""
     return _sign(f"root {step} {port} {nonce}")
 
 
@@ -44,7 +44,7 @@ def _sign(text: str) -> str:
 
 
 class StepServer(RendezvousHTTPServer):
-    """Ranks that connect wait in a queue of 1024. A connection without a request in time, or of too many, is cut."""
+    """Closes connections without a request in time, and the oldest of too many. Ranks queue up to 1024 to connect."""
 
     request_queue_size = 1024
     daemon_threads = True
@@ -56,14 +56,14 @@ class StepServer(RendezvousHTTPServer):
         self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
         self._most_strangers = size + SPARE_STRANGERS
         self._strangers: dict[socket.socket, float] = {}
-        """Until when each must have asked for something with the key; the oldest first."""
+        """Until when each connection must have sent a request with the key; the oldest first."""
         self._lock = threading.Lock()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            # No descriptors left, mostly: the port stays ready, and this is called again and again.
+            # Usually no descriptors are left: the port stays ready, and this is called again and again.
             time.sleep(0.1)
             raise
 
@@ -90,15 +90,15 @@ class StepServer(RendezvousHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """What one connection sends ends that connection, and is not the user's to read."""
+        """Say nothing: what a connection sends ends only that connection, and does not concern the user."""
 
 
 def _cut(strangers: dict[socket.socket, float], request: socket.socket) -> None:
-    """Its thread, which reads from it, finds the end and closes it."""
+    """Shut the connection down. The thread that reads from it then finds the end and closes it."""
     del strangers[request]
     try:
         request.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has gone by itself
+    except OSError:  # closed already
         return
 
 
@@ -112,7 +112,7 @@ class _Handler(RendezvousHandler):
         if asked := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
             self._prove(asked[1])
             return False
-        # Horovod's own client writes :PORT after what it was given for the address.
+        # Horovod's own client writes :PORT after the address that it was given.
         matched = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
         if matched is None or not hmac.compare_digest(matched[1], self.server.key):
             self.send_status_code(_FORBIDDEN)

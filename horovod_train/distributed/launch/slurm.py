@@ -1,7 +1,7 @@
-"""This process's place in the SLURM step that `srun` started, read from the step's own variables.
+"""Read this process's place in the SLURM step that `srun` started, from the step's own variables.
 
 Does not ask SLURM: the variables of a step are right for each of its tasks. Those of the job (SLURM_NTASKS, …) are the
-batch node's, and horovodrun and mpirun hand them to every rank, so nothing here is read there.
+batch node's, and horovodrun and mpirun pass them to every rank, so nothing here uses them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class Step:
-    """A task among the tasks of its step. Names as in `man srun`, OUTPUT ENVIRONMENT VARIABLES."""
+    """A task and its place among the tasks of its step. Names as in `man srun`, OUTPUT ENVIRONMENT VARIABLES."""
 
     rank: int
     size: int
@@ -25,7 +25,7 @@ class Step:
     nodes: tuple[str, ...]
     tasks_per_node: tuple[int, ...]
     name: str
-    """job.step.restart: no other step has the same."""
+    """job.step.restart: unique to this step."""
 
     @property
     def local_size(self) -> int:
@@ -33,13 +33,13 @@ class Step:
 
     @property
     def cross(self) -> tuple[int, int]:
-        """Rank and size among the tasks with this local rank, one on each host that has so many: Horovod's cross."""
+        """Rank and size among the tasks with this local rank, one on each host that has one: Horovod's cross."""
         hosts = [node for node, tasks in enumerate(self.tasks_per_node) if tasks > self.local_rank]
         return hosts.index(self.node), len(hosts)
 
 
 def read_step(environment: Mapping[str, str]) -> Step | None:
-    """The step; None in a batch script or a shell, and without SLURM. Raises UserError where it contradicts itself."""
+    """Return the step; None in a batch script or shell and without SLURM. Raises UserError if it contradicts itself."""
     if "SLURM_STEP_NUM_TASKS" not in environment:
         return None
     try:
@@ -66,7 +66,7 @@ def read_step(environment: Mapping[str, str]) -> Step | None:
 
 
 def expand_counts(counts: str) -> list[int]:
-    """SLURM's "2(x3),1" → [2, 2, 2, 1]."""
+    """Expand SLURM's "2(x3),1" → [2, 2, 2, 1]."""
     found: list[int] = []
     for part in counts.split(","):
         matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -77,7 +77,7 @@ def expand_counts(counts: str) -> list[int]:
 
 
 def expand_hosts(hosts: str) -> list[str]:
-    """SLURM's "a,n[1-2,07]" → ["a", "n1", "n2", "n07"]; leading zeros stay, several brackets multiply."""
+    """Expand SLURM's "a,n[1-2,07]" → ["a", "n1", "n2", "n07"]; leading zeros stay, several brackets multiply."""
     found: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         names = [""]

@@ -1,7 +1,7 @@
-"""The settings that Horovod and MPI get where the ranks run: which, where each comes from, and why.
+"""Choose the settings of Horovod and MPI for the place where the ranks run, with the origin of and reason for each.
 
-One pure function from the place to settings. The user's environment wins over a default, the config over both. Does
-not choose how ranks are started (see local) or how many threads they get (see device).
+One pure function from the place to settings. The user's environment wins over a default, the config over both. Does not
+choose how ranks are started (see local) or how many threads they get (see device).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CYCLE_MS = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
 GLOO_TIMEOUT_S = "630"
-"""How long gloo waits for ranks that start and for one that computes. With the watch on, its limits set this."""
+"""How long gloo waits for ranks that start, and for a rank that computes. The watchdog's limits replace this."""
 
 
 def choose(
@@ -41,7 +41,7 @@ def choose(
     deterministic: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> list[Setting]:
-    """What is to be set before Horovod starts. more: further defaults, such as the watch's stall limits."""
+    """Return what to set before Horovod starts. more: further defaults, such as the watchdog's stall limits."""
     by_config = dict(_from_config(config, deterministic))
     defaults = dict(_by_place(launcher=launcher, uses_mpi=uses_mpi, has_gpu=has_gpu))
     defaults |= {name: (value, "the watch speaks first") for name, value in (more or {}).items()}
@@ -59,12 +59,12 @@ def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[s
     if config.fusion_threshold_mb is not None:
         yield "HOROVOD_FUSION_THRESHOLD", (str(int(config.fusion_threshold_mb * 2**20)), "horovod.fusion_threshold_mb")
     if deterministic and config.op == "adasum":
-        # Which tensors are fused, and so the order of additions, depends on timing. Other sums have an order of ours.
+        # The fusion of tensors, and so the order of additions, depends on timing. Other sums have a fixed order.
         yield "HOROVOD_FUSION_THRESHOLD", ("0", "deterministic: true")
 
 
 def _by_place(*, launcher: str, uses_mpi: bool, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Measured by `bench exchange`; the figures are in docs/tools.md."""
+    """Yield defaults measured by `bench exchange`; the figures are in docs/tools.md."""
     if uses_mpi:
         yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
     elif launcher != "none":
@@ -76,5 +76,5 @@ def _by_place(*, launcher: str, uses_mpi: bool, has_gpu: bool) -> Iterator[tuple
 
 
 def sees_gpu() -> bool:
-    """Whether this host has an NVIDIA GPU that its processes could use."""
+    """Return whether this host has an NVIDIA GPU that its processes could use."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
