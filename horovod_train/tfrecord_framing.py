@@ -1,7 +1,7 @@
-"""How records lie in a TFRecord file: length, its checksum, data, its checksum. Knows no paths and no schemas.
+"""The layout of records in a TFRecord file: length, its checksum, data, its checksum. Knows no paths and no schemas.
 
 The format: uint64 length, uint32 masked CRC-32C of the length, the data, uint32 masked CRC-32C of the data, all
-little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord). TensorFlow is not needed for any of it.
+little-endian (https://www.tensorflow.org/tutorials/load_data/tfrecord). Nothing here needs TensorFlow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from google_crc32c import value as crc32c
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
 MAX_RECORD_BYTES = 1 << 40
-"""A length beyond this is taken for noise."""
+"""A greater length counts as noise."""
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -24,7 +24,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class FramingError(Exception):
-    """Bytes that break the format: which record (counted from the start of what was read), at which byte, and how."""
+    """Bytes that break the format: which record (counted from the start of the data read), at which byte, and how."""
 
     def __init__(self, record: int, offset: int, problem: str) -> None:
         super().__init__(f"record {record}, byte {offset}: {problem}")
@@ -40,25 +40,25 @@ class Frames(NamedTuple):
 
 
 def masked_crc(data: bytes) -> int:
-    """The CRC-32C of `data`, rotated and offset as the format wants it."""
+    """Return the CRC-32C of `data`, rotated and offset as the format requires."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame(record: bytes) -> bytes:
-    """One record as it is written to a file."""
+    """Return one record as it is written to a file."""
     length = _LENGTH.pack(len(record))
     return b"".join((length, _FOOTER.pack(masked_crc(length)), record, _FOOTER.pack(masked_crc(record))))
 
 
 class Header:
-    """Reads record lengths and checks them; remembers the checksum of each length, since few lengths are common."""
+    """Reads and checks record lengths; caches the checksum of each length, because few lengths are common."""
 
     def __init__(self) -> None:
         self._checksums: dict[int, int] = {}
 
     def length(self, data: bytes, offset: int) -> int | None:
-        """The length of the record whose header is at `offset`; None where its checksum is wrong."""
+        """Return the length of the record whose header is at `offset`; None if its checksum is wrong."""
         length, checksum = _HEADER.unpack_from(data, offset)
         known = self._checksums.get(length)
         if known is None:
@@ -69,7 +69,7 @@ class Header:
 
 
 def split(data: bytes, header: Header) -> Frames:
-    """Finds the records in `data`, which must hold whole ones. Raises FramingError. Does not check their data."""
+    """Find the records in `data`, which must hold complete ones. Raises FramingError. Does not check their data."""
     starts: list[int] = []
     ends: list[int] = []
     checksums: list[int] = []
@@ -91,9 +91,9 @@ def split(data: bytes, header: Header) -> Frames:
 
 
 def even_table(data: bytes, header: Header) -> np.ndarray | None:
-    """The records with their framing, uint8 [records, bytes], if all have one length; None otherwise.
+    """Return the records with their framing, uint8 [records, bytes], if all have one length; None otherwise.
 
-    Records of plain arrays do, and then no record needs to be looked at in Python.
+    Records of plain arrays have one length. Python then does not look at single records.
     """
     length = header.length(data, 0) if len(data) >= HEADER_BYTES else None
     if length is None or len(data) % (width := HEADER_BYTES + length + FOOTER_BYTES):
@@ -103,20 +103,20 @@ def even_table(data: bytes, header: Header) -> np.ndarray | None:
 
 
 def table_frames(table: np.ndarray) -> Frames:
-    """What `split` finds in the bytes of such a table."""
+    """Return what `split` finds in the bytes of such a table."""
     count, width = table.shape
     starts = range(HEADER_BYTES, count * width, width)
     return Frames(starts, range(width - FOOTER_BYTES, count * width, width), table_checksums(table))
 
 
 def table_checksums(table: np.ndarray) -> np.ndarray:
-    """The stored checksum of each record of such a table, uint32."""
+    """Return the stored checksum of each record of such a table, uint32."""
     return np.ascontiguousarray(table[:, -FOOTER_BYTES:]).view("<u4").ravel()
 
 
 def bad_checksums(records: Collection[bytes], checksums: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The places in `records` whose data does not match its stored masked checksum."""
-    # In numpy for the whole list: the mask costs more than the checksum when done one by one.
+    """Return the positions in `records` whose data does not match the stored masked checksum."""
+    # In numpy for the whole list, because masking one by one costs more than the checksum.
     crc = np.fromiter(map(crc32c, records), np.uint32, len(records))
     masked = (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(0xA282EAD8)
     return np.flatnonzero(masked != np.asarray(checksums, np.uint32))

@@ -1,1 +1,1 @@
-"""Records on disk to batches on one rank. Start with records.open_records, then pipeline.build_pipeline."""
+"""Turns records on disk into batches on one rank. Start with dataset.open_records, then pipeline.build_pipeline."""

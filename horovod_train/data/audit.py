@@ -1,9 +1,11 @@
-"""What each rank really consumed, step by step, and whether over a whole run every record came once an epoch.
+"""Records what each rank really consumed, and checks that a whole run read every record once an epoch.
 
-Each start of a run opens a file per rank under `RUN_DIR/audit`, named for the place it starts at. A start at a step
-voids what earlier starts wrote from that step on: those steps are done again. Does not know the plan; see check-data.
+Each start of a run opens a file per rank under `RUN_DIR/audit`, named for the step where it starts. A start at a step
+invalidates what earlier starts wrote from that step on, because those steps are repeated. Does not know the sampler;
+see check-data.
 
-A disk that takes nothing does not end training: it is said once, and what is never written is a hole in the audit.
+A disk that cannot be written does not end training: this is reported once, and what is not written is a gap in the
+audit.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Start:
     global_batch_size: int
     steps_per_epoch: int
     data: str = ""
-    """A digest of what the records hold; "" where an earlier version wrote."""
+    """A digest of what the records hold; "" if an earlier version wrote the file."""
 
     @property
     def place(self) -> Place:
@@ -55,20 +57,20 @@ class Start:
 
 
 class NullAudit:
-    """Writes nothing; with the methods of AuditLog."""
+    """Writes nothing; has the methods of AuditLog."""
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
-        """Notes the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
+        """Record the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
 
     def flush(self) -> None:
-        """Returns when all that was appended is on disk, if the disk takes it. For before a checkpoint is written."""
+        """Return when all that was appended is on disk, if the disk accepts it. Call it before saving a checkpoint."""
 
     def close(self) -> None:
-        """Flushes, for the last time."""
+        """Flush for the last time."""
 
 
 class AuditLog(NullAudit):
-    """One rank's file of one start. Raises UserError where there is no place for it.
+    """One rank's file of one start. Raises UserError if it cannot be created.
 
     say: shows a line, on every rank.
     """
@@ -100,11 +102,11 @@ class AuditLog(NullAudit):
 
 
 def _prepare(folder: Path, start: Start) -> None:
-    """Makes the folder, and removes from it what this start voids."""
+    """Make the folder, and remove from it what this start invalidates."""
     folder.mkdir(parents=True, exist_ok=True)
     for path, place, rank in _files(folder):
-        # Each rank removes its own, so no rank can remove what another has just begun; root, those of ranks that are no
-        # more.
+        # Each rank removes only its own files, so no rank can remove a file that another has just created. Root also
+        # removes those of ranks that no longer exist.
         if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
             remove(path, _FILE)
 
@@ -120,10 +122,10 @@ class EpochAudit:
     """The numbers of ranks that took part, one start after the other."""
     records: int
     missing: list[int]
-    """Records that did not come, of a whole epoch; those that `drop_remainder` leaves out are not counted."""
+    """Records that a whole epoch did not read; those that `drop_remainder` leaves out are not counted."""
     twice: list[int]
     data: tuple[str, ...]
-    """The digests of what was read from, one start after the other: with several, a number means several records."""
+    """The digests of the data, one start after the other. With several digests, a number stands for several records."""
 
     @property
     def is_whole(self) -> bool:
@@ -131,7 +133,7 @@ class EpochAudit:
 
 
 def audit(run_dir: str) -> list[EpochAudit]:
-    """Puts together what every start and rank wrote. Raises UserError where that has gaps or contradicts itself."""
+    """Combine what every start and rank wrote. Raises UserError if that has gaps or contradicts itself."""
     folder = Path(run_dir, FOLDER)
     starts: dict[Place, list[tuple[Start, dict[Place, list[int]]]]] = {}
     for path, place, _ in sorted(_files(folder)):
@@ -173,7 +175,7 @@ def _load(path: Path) -> tuple[Start, dict[Place, list[int]]]:
 def _join(
     folder: Path, files: list[tuple[Start, dict[Place, list[int]]]], end: Place | None
 ) -> Iterator[tuple[Place, list[int]]]:
-    """The ids of all ranks in each step of one start, up to the place where the next one starts."""
+    """Yield the ids of all ranks in each step of one start, up to the step where the next one starts."""
     start = files[0][0]
     ranks = sorted(header.rank for header, _ in files)
     if ranks != list(range(start.size)):

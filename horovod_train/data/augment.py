@@ -1,6 +1,6 @@
-"""Random changes to training images, each drawn from (seed, epoch, record): a resumed run repeats them.
+"""Random changes to training images, each drawn from (seed, epoch, record), so that a resumed run repeats them.
 
-The draws come from outside, as numbers in [0, 1), a fixed few per record. So nothing here is random.
+The caller passes the draws: numbers in [0, 1), a fixed few per record. Nothing here generates random numbers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from horovod_train.errors import UserError
 
 
 class Augmentation(NamedTuple):
-    """`draws` is how many numbers it needs; `apply` (images [n, h, w, c], draws [n, draws]) → images, same dtype."""
+    """`draws`: how many numbers it needs. `apply`: (images [n, h, w, c], draws [n, draws]) → images, same dtype."""
 
     draws: int
     apply: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     fits: bool = False
-    """Whether it takes images of any size and gives the feature's: then it replaces the feature's resizing."""
+    """Whether it accepts images of any size and returns the feature's size; it then replaces the feature's resizing."""
     is_own: bool = False
-    """Whether it is a user's function, of which nothing is known."""
+    """Whether it is a user's function, about which nothing is known."""
 
 
 def flip(direction: str = "horizontal") -> Augmentation:
-    """Every second image mirrored, on average."""
+    """Mirror every second image, on average."""
     axes = {"horizontal": 2, "vertical": 1}
     if direction not in axes:
         raise ValueError(f"direction must be horizontal or vertical; received {direction!r}")
@@ -39,7 +39,7 @@ def flip(direction: str = "horizontal") -> Augmentation:
 
 
 def random_crop(padding: int = 4) -> Augmentation:
-    """Shifted by up to `padding` pixels each way; what comes in is 0. (He et al. 2015, section 4.2, on CIFAR-10.)"""
+    """Shift by up to `padding` pixels in each direction; new pixels are 0. (He et al. 2015, section 4.2: CIFAR-10.)"""
     if padding < 1:
         raise ValueError(f"padding must be at least 1; received {padding}")
 
@@ -56,9 +56,9 @@ def random_crop(padding: int = 4) -> Augmentation:
 def random_resized_crop(
     area: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)
 ) -> Callable[[tuple[int, ...], str], Augmentation]:
-    """A part of `area` (fraction) and aspect `ratio`, resized. (Szegedy et al. 2014, section 6.)
+    """Cut out a part of `area` (fraction) and aspect `ratio`, and resize it. (Szegedy et al. 2014, section 6.)
 
-    A part that would not fit is cut to the image, where other implementations draw again.
+    A part that does not fit is cut to the image, while other implementations draw again.
     """
     for name, (low, high) in (("area", area), ("ratio", ratio)):
         if not 0 < low <= high:
@@ -70,7 +70,7 @@ def random_resized_crop(
             part = (area[0] + draws[:, 0] * (area[1] - area[0])) * size[0] * size[1]
             aspect = tf.exp(tf.math.log(ratio[0]) + draws[:, 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
             extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], 1), size)
-            extent = tf.maximum(extent, 1.0)  # a pixel at least
+            extent = tf.maximum(extent, 1.0)  # at least one pixel
             start = draws[:, 2:] * (size - extent)
             boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
@@ -89,9 +89,9 @@ AUGMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpolation: str) -> list[Augmentation]:
-    """What `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError.
+    """Build what `data.augment` lists, for images of `shape` [height, width, channels]. Raises UserError.
 
-    `interpolation`: bilinear or nearest, where an image gets another size.
+    `interpolation`: bilinear or nearest, for images that change size.
     """
     built = []
     for number, spec in enumerate(specs):
@@ -109,7 +109,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
 
 
 def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
-    """A user's function(image [h, w, c], seed int32 [2], **options) → image, for the tf.random.stateless_ functions."""
+    """Wrap a user's function(image [h, w, c], seed int32 [2], **options) → image, for tf.random.stateless_ ones."""
     function = tf.function(function)  # with AutoGraph, as in tf.data.Dataset.map
 
     def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Parsed records kept in memory, so that from the second pass on nothing is read. Bounded by the whole data set."""
+"""Keeps parsed records in memory, so that nothing is read from the second pass on. Bounded by the whole data set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_train.errors import UserError
 
 
 class ParsedCache:
-    """Room for every record of a data set, filled as they come. Pages that were never filled cost nothing."""
+    """Space for every record of a data set, filled as they arrive. Pages that were never filled use no memory."""
 
     def __init__(self, num_records: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
         self._held = np.zeros(num_records, bool)
@@ -35,7 +35,7 @@ class ParsedCache:
 
 
 def bytes_to_cache(index: Index, parser: Parser) -> int:
-    """What all records come to when they are parsed; of strings, and so of images, as many bytes as are stored."""
+    """Return the size of all parsed records; for strings, and so for images, the number of stored bytes."""
     sizes = {
         name: np.dtype(dtype).itemsize * math.prod(parser.shapes[name])
         for name, dtype in parser.dtypes.items()
@@ -46,7 +46,7 @@ def bytes_to_cache(index: Index, parser: Parser) -> int:
 
 
 def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:
-    """Whether this host has the memory for what each of its ranks keeps in the end. Raises UserError."""
+    """Raise UserError if this host lacks the memory for what all of its ranks cache in the end."""
     needed, there = ranks_on_host * bytes_each, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The records of one split, found and understood, before anything is read from them. Needs no TensorFlow."""
+"""Finds the records of one split and what they hold, before any of them is read. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class Records:
-    """Where the records are and what each holds."""
+    """Where the records are and what each of them contains."""
 
     index: Index
     schema: Schema
     setting: str
-    """The key that names them, `data.train` or `data.eval`."""
+    """The config key that names them, `data.train` or `data.eval`."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks, by name."""
+        """Return what must be equal on all ranks, by name."""
         of_any_folder = dataclasses.replace(self.schema, counts={})
         kind = hashlib.sha256(dump_schema(of_any_folder).encode()).hexdigest()
         return {f"records of {self.setting}": self.index.digest, f"what a record of {self.setting} holds": kind}
 
 
 def open_records(config: DataConfig, split: Literal["train", "eval"]) -> Records:
-    """Finds the files of a split, their schema and index. Raises UserError for anything that is not as it should be.
+    """Find the files of a split, their schema and their index. Raises UserError for anything that is wrong with them.
 
-    Scans files that have no fresh index: seconds per million records, once.
+    Scans files that have no current index: seconds per million records, once.
     """
     records = scan_records(config, split)
     check_counts(records.index, records.schema, getattr(config, split))
@@ -49,9 +49,9 @@ def open_records(config: DataConfig, split: Literal["train", "eval"]) -> Records
 
 
 def look_before_start(config: DataConfig, split: Literal["train", "eval"], *, ranks: int) -> None:
-    """Raises UserError for what can be seen to be wrong before TensorFlow is loaded.
+    """Raise UserError for errors that are visible before TensorFlow is loaded.
 
-    A rank among several leaves scanning until they have met: then one scans while the others wait.
+    One rank among several does not scan yet: later one rank scans while the others wait.
     """
     if ranks == 1:
         open_records(config, split)
@@ -60,7 +60,7 @@ def look_before_start(config: DataConfig, split: Literal["train", "eval"], *, ra
 
 
 def scan_records(config: DataConfig, split: Literal["train", "eval"]) -> Records:
-    """As open_records, but does not compare the records with the counts that `prepare` left."""
+    """Do as open_records, but do not compare the records with the counts that `prepare` recorded."""
     files, schema = find_records(config, split)
     index = open_index(files, config.index_dir, allow_damage=config.on_bad_record == "skip")
     if not index.num_records:
@@ -69,7 +69,7 @@ def scan_records(config: DataConfig, split: Literal["train", "eval"]) -> Records
 
 
 def find_records(config: DataConfig, split: Literal["train", "eval"]) -> tuple[list[str], Schema]:
-    """The files of a split and what their records hold. Opens none of them. Raises UserError."""
+    """Return the files of a split and what their records hold. Opens none of them. Raises UserError."""
     setting = f"data.{split}"
     files = list_files(getattr(config, split), setting)
     if config.parse and config.features:
@@ -80,12 +80,12 @@ def find_records(config: DataConfig, split: Literal["train", "eval"]) -> tuple[l
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
-    """The order of the records. `training` shuffles as the config says; otherwise the files' order holds.
+    """Build the order of the records. `training` shuffles as the config says; otherwise the files' order is used.
 
-    Raises UserError where nothing is left to read.
+    Raises UserError if no record is left to read.
     """
     order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"
-    # A window over all records is held by each rank as a whole, so it must not be larger than the memory for it.
+    # Each rank keeps a window over all records as a whole in memory, so it must not be larger than the memory for it.
     record_bytes = int(records.index.blocks.length.sum()) / max(records.index.num_records, 1)
     window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / record_bytes), 1))
     drop = training and config.drop_remainder
@@ -99,7 +99,7 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
 
 
 def check_room_to_shuffle(plan: Plan, records: Records, config: DataConfig, size: int) -> None:
-    """A rank holds at least a block for each of its lanes, or else all records. Raises UserError."""
+    """Raise UserError if memory is short: a rank keeps at least a block for each of its lanes, or else all records."""
     lengths = records.index.blocks.length
     lanes, total, each = plan.rows_per_rank(size), int(lengths.sum()), float(lengths.mean())
     held_mb = math.ceil(min(lanes * each, total) / 1e6)
@@ -112,9 +112,9 @@ def check_room_to_shuffle(plan: Plan, records: Records, config: DataConfig, size
 
 
 def check_counts(index: Index, schema: Schema, folders: Sequence[str]) -> None:
-    """A folder must hold what was written into it, or a file that is gone would not be noticed. Raises UserError.
+    """Raise UserError if a folder holds other counts than were written into it, as when a file is missing.
 
-    A folder with a file that is known to be damaged may hold fewer.
+    A folder with a file that is known to be damaged may hold fewer records.
     """
     per_file = np.bincount(index.file, index.blocks.records, len(index.files)).astype(np.int64)
     for folder in filter(os.path.isdir, folders):

@@ -1,6 +1,6 @@
-"""JPEG and PNG files to image tensors of one size, a step at a time; a file that is none does not spoil its step.
+"""Decodes JPEG and PNG files to image tensors of one size, one step per call; a bad file does not fail its step.
 
-Follows a Feature with `decode: image`. Does not augment, except that a random crop may take the place of resizing.
+Follows a Feature with `decode: image`. Does not augment, except that a random crop may replace resizing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fit = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit | None) -> tuple[tf.Tensor, tf.Tensor]:
-    """Images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False where it cannot be used.
+    """Return images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False if unusable.
 
     `fit` replaces the feature's own resizing; row i gets `draws[i]`.
     """
@@ -31,8 +31,8 @@ def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit
         one = tf.data.Dataset.from_tensors((file, draw)).map(decode).ignore_errors()
         return one.concatenate(zeros).take(1).get_single_element()
 
-    # Guarding each record costs as much as a small image. So the step is decoded as a whole, and only if that fails,
-    # which gives no element, record by record.
+    # Checking each record for errors costs as much as decoding a small image. So the step is first decoded as a whole.
+    # If that fails and gives no element, it is decoded record by record.
     whole = rows.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True).ignore_errors()
     singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
     images, fine = whole.concatenate(singly).take(1).get_single_element()
@@ -42,7 +42,7 @@ def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit
 
 
 def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, fit: Fit | None) -> tf.Tensor:
-    """One image, uint8 of the feature's shape. Raises InvalidArgumentError for a file that is no image or too small."""
+    """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
     image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
     image.set_shape((None, None, feature.shape[2]))
     if fit is not None:
@@ -56,7 +56,7 @@ def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, fit: Fit | 
 
 
 def image_problem(feature: Feature, file: bytes) -> str | None:
-    """What is wrong with an image; None if nothing is."""
+    """Return what is wrong with an image; None if nothing is."""
     try:
         image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
     except tf.errors.InvalidArgumentError as error:
@@ -70,7 +70,7 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
 
 
 def _centre(image: tf.Tensor, feature: Feature) -> tf.Tensor:
-    """The largest centred part with the aspect of the feature's shape, times `crop_fraction`."""
+    """Return the largest centred part with the aspect of the feature's shape, times `crop_fraction`."""
     height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32))
     aspect = feature.shape[1] / feature.shape[0]
     part_height = tf.minimum(height, width / aspect) * feature.crop_fraction

@@ -1,4 +1,4 @@
-"""Which of some records cannot be used, each named by file, number and byte. Reads nothing itself."""
+"""Finds the records that cannot be used, and names each by file, number and byte. Reads nothing itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_train.data.tfrecord.reader import Fault, Reader
 def name_faults(
     reader: Reader, parser: Parser, records: np.ndarray, data: list[bytes], faults: Sequence[Fault]
 ) -> dict[int, str]:
-    """The sentence for each bad record, in the order of `records`: those with `faults`, and those that do not parse."""
+    """Return a sentence for each bad record, in the order of `records`: those in `faults` and unparsable ones."""
     known = {fault.record: fault.message for fault in faults}
     found: dict[int, str] = {}
     for record, one in zip(records.tolist(), data, strict=True):

@@ -1,4 +1,4 @@
-"""What is known of one feature of a record, and which statements about it make sense. Does not read records."""
+"""Describes one feature of a record, and checks that its settings fit together. Does not read records."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Number = int | float
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature of a record. `type` is what the record stores; the rest says how it becomes a tensor."""
+    """One feature of a record. `type` is what the record stores; the other fields say how it becomes a tensor."""
 
     type: Literal["int64", "float", "bytes"]
     shape: tuple[int, ...] = ()
     """Of the tensor, without the batch."""
     max_length: int | None = None
-    """Any number of values up to this many, padded to it with `padding`; shape is then [max_length]."""
+    """The feature has up to this many values and is padded to it with `padding`; shape is then [max_length]."""
     padding: Number = 0
     decode: Literal["none", "raw", "image"] = "none"
-    """What the bytes are: raw, numbers of `raw_dtype` in row-major little-endian order; image, a JPEG or PNG."""
+    """Meaning of the bytes: raw, numbers of `raw_dtype` in row-major little-endian order; image, a JPEG or PNG."""
     raw_dtype: str = "uint8"
     resize: Literal["none", "stretch", "crop"] = "none"
-    """Of an image that has not `shape`: none, an error; stretch, all of it; crop, a centred part of that aspect."""
+    """For an image not of `shape`: none, an error; stretch, the whole image; crop, a centred part of that aspect."""
     crop_fraction: Number = 1.0
-    """How much of the largest such part, by height; 0.875 is usual where training crops at random."""
+    """How much of the largest such part to use, by height; 0.875 is usual if training crops at random."""
     interpolation: Literal["bilinear", "nearest"] = "bilinear"
-    """How an image gets another size, also by augmentation; nearest where pixels are numbers of classes."""
+    """How to resize an image, also in augmentation; nearest if pixels are class numbers."""
     cast: str | None = None
     scale: Number | None = None
     """The tensor is value * scale + offset, computed in `cast`, float32 by default."""
@@ -45,14 +45,14 @@ class Feature:
 
     @property
     def stored_dtype(self) -> str:
-        """Of the values before `cast`, as TensorFlow names it."""
+        """The dtype of the values before `cast`, as TensorFlow names it."""
         if self.decode != "none":
             return "uint8" if self.decode == "image" else self.raw_dtype
         return {"int64": "int64", "float": "float32", "bytes": "string"}[self.type]
 
     @property
     def tensor_dtype(self) -> str:
-        """Of the tensor that the model gets."""
+        """The dtype of the tensor that the model gets."""
         scaled = self.scale is not None or self.offset is not None
         return self.cast or ("float32" if scaled else self.stored_dtype)
 

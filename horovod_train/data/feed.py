@@ -1,4 +1,4 @@
-"""Arrays from a Python thread into a TensorFlow queue. Does not know what the arrays are.
+"""Feeds arrays from a Python thread into a TensorFlow queue. Does not know what the arrays are.
 
 tf.data could call Python itself (from_generator, numpy_function), but its threads would then wait for an interpreter
 that is shutting down, and the process would never end. Here TensorFlow never enters Python.
@@ -15,12 +15,12 @@ import tensorflow as tf
 
 
 class Feed:
-    """Enqueues what the iterator gives, one item ahead; at its end, or when it raises, closes the queue."""
+    """Enqueues the iterator's items, one item ahead. When the iterator ends or raises, the queue is closed."""
 
     def __init__(
         self, items: Iterator[Sequence[np.ndarray]], dtypes: Sequence[str], failed: Callable[[Exception], None]
     ) -> None:
-        """`failed` is told why the items end before their time: to the reader of the queue, it is closed, no more."""
+        """Call `failed` with the error if the items end early; the reader of the queue only sees that it is closed."""
         self._items, self._failed = items, failed
         with tf.device("cpu:0"):
             self.queue = tf.queue.FIFOQueue(1, [tf.as_dtype(dtype) for dtype in dtypes])
@@ -30,7 +30,7 @@ class Feed:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, if need be in the middle. Safe to call at any time."""
+        """End the thread, even in the middle of an item. Safe to call at any time."""
         self.queue.close(cancel_pending_enqueues=True)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Which files the config's folders and globs stand for. Does not open them."""
+"""Finds the files that the config's folders and globs stand for. Does not open them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PATTERN = "*.tfrecord*"
 
 
 def list_files(patterns: Sequence[str], setting: str) -> list[str]:
-    """The files that folders and globs stand for: in the order given, and by name within each.
+    """Return the files that folders and globs stand for: in the order given, and by name within each.
 
-    `setting` is the key that the patterns come from, for messages. Raises UserError where there are none.
+    `setting` is the config key of the patterns, for messages. Raises UserError if there are no files.
     """
     files: list[str] = []
     for pattern in patterns:
@@ -30,7 +30,7 @@ def list_files(patterns: Sequence[str], setting: str) -> list[str]:
 
 
 def record_folders(path: str) -> list[str]:
-    """The path itself, or those of its folders that hold records where it holds none."""
+    """Return the path itself, or if it holds no records, those of its folders that do."""
     if not os.path.isdir(path) or _records_in(path):
         return [path]
     below = sorted(os.path.join(path, name) for name in os.listdir(path))

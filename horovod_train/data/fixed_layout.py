@@ -1,8 +1,8 @@
-"""Records that differ in their values only, parsed as one table: for small records many times faster than one by one.
+"""Parses records that differ only in their values as one table: many times faster for small records.
 
-Records of plain arrays, as `prepare` writes them, have the same bytes in the same places but for the values. So one
-of them is taken apart, the others are compared with it, and the values are cut out of all at once. Where records are
-not like that this says so, and they are parsed in the usual way.
+Records of plain arrays, as `prepare` writes them, have the same bytes in the same places except for the values. One
+record is analysed, the others are compared with it, and the values of all are cut out together. Records that differ in
+more are reported, and are then parsed in the usual way.
 
 The wire format: https://protobuf.dev/programming-guides/encoding, and tensorflow/core/example/{example,feature}.proto.
 """
@@ -38,10 +38,10 @@ class _Value(NamedTuple):
 
 
 class Template:
-    """One record taken apart, and the features wanted from all that are like it."""
+    """The layout of one record, and the features to read from all records with the same layout."""
 
     def __init__(self, record: np.ndarray, features: dict[str, Feature]) -> None:
-        """`record` uint8 [length]. Raises NotPlain where it is not of the plain kind, or lacks a feature."""
+        """Analyse `record` uint8 [length]. Raises NotPlain if it is not of the plain kind, or lacks a feature."""
         self._record, self._features = record, features
         self._values = _take_apart(record.tobytes())
         fixed = np.ones(len(record), bool)
@@ -57,12 +57,13 @@ class Template:
                 raise NotPlain(name)
 
     def parse(self, table: np.ndarray) -> dict[str, np.ndarray] | None:
-        """The values of all records, uint8 [records, length], by feature; None if one differs in more than values."""
+        """Return all records' values, uint8 [records, length], by feature; None if one differs in more than values."""
         if table.shape[1] != len(self._record):
             return None
         if (table[:, self._fixed] != self._record[self._fixed]).any():
             return None
-        # The high bit of a byte says whether its integer goes on, so that where integers end must be the same too.
+        # The high bit of a byte says whether its integer continues. It must be the same too, so that integers end at
+        # the same bytes.
         if ((table[:, self._integers] ^ self._record[self._integers]) & 0x80).any():
             return None
         return {name: self._cut(name, table).reshape(-1, *feature.shape) for name, feature in self._features.items()}
@@ -80,7 +81,7 @@ class Template:
 
 
 def _size(feature: Feature) -> tuple[str, int]:
-    """The kind of the value in a record and its length: in bytes, or in integers."""
+    """Return the kind of the value in a record and its length: in bytes, or in integers."""
     count = int(np.prod(feature.shape, dtype=np.int64))
     if feature.type == "bytes":
         return "bytes", count * np.dtype(feature.raw_dtype).itemsize
@@ -88,12 +89,12 @@ def _size(feature: Feature) -> tuple[str, int]:
 
 
 def is_plain(feature: Feature) -> bool:
-    """Whether the feature's values can be cut out of a table of records."""
+    """Return whether the feature's values can be cut out of a table of records."""
     return not feature.max_length and (feature.type != "bytes" or feature.decode == "raw")
 
 
 def _integers(part: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """int64 [records, integers] from their bytes, seven bits each, lowest first; they end where those of `like` do."""
+    """Decode int64 [records, integers] from bytes with seven bits each, lowest first; they end as those of `like`."""
     ends = np.flatnonzero(like < 0x80) + 1
     columns = []
     for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
@@ -108,7 +109,7 @@ def _integers(part: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _take_apart(data: bytes) -> dict[str, _Value]:
-    """The value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
+    """Return the value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
     values: dict[str, _Value] = {}
     (features,) = _fields(data, 0, len(data), (1,))
     for entry in _fields(data, features.start, features.end):
@@ -123,7 +124,7 @@ def _take_apart(data: bytes) -> dict[str, _Value]:
 
 
 def _fields(data: bytes, start: int, end: int, numbers: tuple[int, ...] | None = None) -> list[_Field]:
-    """The fields of a message, all of them length-delimited; with `numbers`, exactly these, in this order."""
+    """Return the fields of a message, all length-delimited; with `numbers`, exactly these, in this order."""
     fields = []
     while start < end:
         tag, at = _varint(data, start)
@@ -138,7 +139,7 @@ def _fields(data: bytes, start: int, end: int, numbers: tuple[int, ...] | None =
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer, and where it ends."""
+    """Return an integer, and where it ends."""
     value = shift = 0
     while True:
         if at >= len(data):

@@ -1,7 +1,7 @@
-"""Tells whether two datasets hold the same records in the same order, and if not, which file makes the difference.
+"""Tells whether two datasets hold the same records in the same order, and if not, which file differs.
 
-A file is known by its base name, size, number of records and a digest of their lengths and checksums; neither by its
-folder nor by its time, so that copies on other disks and hosts are equal. Opens no files; see scan.
+A file is identified by its base name, its size, its number of records and a digest of their lengths and checksums. Its
+folder and time do not matter, so copies on other disks and hosts are equal. Opens no files; see scan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_SHORT = 8  # hex digits: enough to tell which file differs once it is known that some file does
+_SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
 
 
 class FileFacts(NamedTuple):
@@ -25,11 +25,11 @@ class FileFacts(NamedTuple):
 
 
 Names = list[tuple[str, str]]
-"""Of each file in order the base name and a short digest of all that is known of it."""
+"""For each file in order, its base name and a short digest of all that is known about it."""
 
 
 def digest_of(files: Sequence[FileFacts]) -> str:
-    """SHA-256, in hex, of all that is known of all files, in their order."""
+    """Return the SHA-256, in hex, of all that is known about all files, in their order."""
     total = hashlib.sha256()
     for file in files:
         total.update(_line(file))
@@ -41,14 +41,14 @@ def names_of(files: Sequence[FileFacts]) -> Names:
 
 
 def pack(names: Names) -> str:
-    """The names as short text for a checkpoint: about 9 bytes a file where names are numbered."""
+    """Return the names as short text for a checkpoint: about 9 bytes a file if names are numbered."""
     texts = "\0".join(name for name, _ in names).encode(errors="surrogateescape")
     digests = bytes.fromhex("".join(digest for _, digest in names))
     return base64.b64encode(zlib.compress(len(texts).to_bytes(8, "little") + texts + digests, 9)).decode()
 
 
 def unpack(text: str) -> Names | None:
-    """What was packed; None for anything else."""
+    """Return what was packed; None for anything else."""
     try:
         data = zlib.decompress(base64.b64decode(text, validate=True))
         end = 8 + int.from_bytes(data[:8], "little")
@@ -60,9 +60,9 @@ def unpack(text: str) -> Names | None:
 
 
 def difference(here: Names, there: Names, other: str) -> str:
-    """What tells `here` from `there`, with a verb first: "lacks 3.tfrecord, which rank 0 has".
+    """Return how `here` differs from `there`, beginning with a verb: "lacks 3.tfrecord, which rank 0 has".
 
-    other: who is there, as a reader knows it.
+    other: the name of `there` in the sentence.
     """
     inside, outside = Counter(name for name, _ in here), Counter(name for name, _ in there)
     if missing := sorted((outside - inside).elements()):

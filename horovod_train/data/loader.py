@@ -1,7 +1,8 @@
-"""The order in which one rank loads its records: several steps of an epoch at once, read, parsed and made whole.
+"""Loads one rank's records in their order: reads and parses several steps of an epoch in one call.
 
-A *segment* is a run of steps of one epoch: many records for one call into Python. Turns a plan into arrays; does not
-know tf.data. A record that cannot be used ends the run, or is left out and counted, as `data.on_bad_record` says.
+A *segment* is several consecutive steps of one epoch: many records for one call into Python. Turns a plan into arrays;
+does not know tf.data. A record that cannot be used ends the run, or is skipped and counted, as `data.on_bad_record`
+says.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ _SEGMENT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some steps of one rank. All arrays have steps × rows as first axis, but `count` has steps."""
+    """Some steps of one rank. The first axis of all arrays is steps × rows, except of `count`, where it is steps."""
 
     arrays: Arrays
     records: np.ndarray
-    """int64: the record in each row, also where that row weighs nothing."""
+    """int64: the record in each row, also if that row has weight 0."""
     real: np.ndarray
-    """bool: False for padding and for records that were left out."""
+    """bool: False for padding and for skipped records."""
     count: np.ndarray
     """int64: records of each step over all ranks."""
 
     @property
     def ids(self) -> np.ndarray:
-        """The records, with -1 for rows that weigh nothing."""
+        """The records, with -1 for rows with weight 0."""
         return np.where(self.real, self.records, -1)
 
 
@@ -59,18 +60,18 @@ class Unparsed(NamedTuple):
     real: np.ndarray
     """bool: False for padding."""
     data: Data | None
-    """None where the cache holds all of it."""
+    """None if the cache holds all of it."""
     faults: list[Fault]
 
 
 class _Need(NamedTuple):
     rows: Rows
     blocks: np.ndarray
-    """Those to keep while the segment is loaded: of every window that a lane is in."""
+    """Blocks to keep while the segment is loaded: those of every window that a lane is in."""
 
 
 class Loader:
-    """One rank's segments: read by one thread in their order, since it reads ahead by one; parsed by any number."""
+    """Loads one rank's segments. One thread reads them in order, one ahead; any number of threads parse."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Loader:
         skip_bad: bool,
         cache: bool,
     ) -> None:
-        """`cache` keeps every parsed record in memory; `skip_bad` leaves out records that cannot be used."""
+        """`cache` keeps every parsed record in memory; `skip_bad` skips records that cannot be used."""
         self._plan, self._index, self._parser = plan, index, parser
         self._rank, self._size, self._skip_bad = rank, size, skip_bad
         self._reader = Reader(index, stage_dir)
@@ -95,19 +96,19 @@ class Loader:
         self._needs: dict[StepRange, _Need] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
-        """Records left out so far on this rank."""
+        """Records skipped so far on this rank."""
         record_bytes = int(index.blocks.length.sum()) / max(index.num_records, 1)
         records = min(_SEGMENT_RECORDS, _SEGMENT_BYTES / max(record_bytes, 1))
         self.steps = max(1, int(records / plan.rows_per_rank(size)))
         """Steps of a segment; fewer at the end of an epoch."""
 
     def segments(self, first_step: int, epochs: int) -> int:
-        """How many segments there are from a step to the end of its epoch, and in the `epochs` - 1 after it."""
+        """Return the number of segments from a step to the end of its epoch, and in the `epochs` - 1 after it."""
         steps = self._plan.steps_per_epoch
         return -(-(steps - first_step) // self.steps) + (epochs - 1) * -(-steps // self.steps)
 
     def span(self, number: int, epoch: int, first_step: int) -> StepRange:
-        """The steps of a segment, counted from the one that begins at `first_step` of `epoch`."""
+        """Return the steps of a segment, counted from the one that begins at `first_step` of `epoch`."""
         steps = self._plan.steps_per_epoch
         in_first = self.segments(first_step, epochs=1)
         if number >= in_first:
@@ -117,7 +118,7 @@ class Loader:
         return StepRange(epoch, first, min(first + self.steps, steps))
 
     def read(self, span: StepRange, following: StepRange | None) -> Unparsed:
-        """Reads a segment, and starts reading the following one. In the order of the spans. Raises UserError."""
+        """Read a segment, and start reading the following one. Call it in the order of the spans. Raises UserError."""
         with self._lock:
             need = self._need(span)
             near = [need.blocks, *([self._need(following).blocks] if following else [])]
@@ -129,13 +130,13 @@ class Loader:
         return Unparsed(span, records, need.rows.real.ravel(), data, faults)
 
     def parse(self, read: Unparsed) -> Chunk:
-        """Parses what was read; several at the same time, in any order. Raises UserError; names a bad record."""
+        """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
         arrays, bad = self._parse(read.records, read.data, read.faults)
         count = np.array([self._plan.count(step) for step in range(read.span.first, read.span.last)], np.int64)
         return Chunk(arrays, read.records, read.real & ~bad, count)
 
     def bad_record(self, record: int, problem: str) -> UserError:
-        """The error that names a bad record, what is wrong with it, and who met it."""
+        """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
         with self._lock:
             return self._error(self._reader.fault(record, problem).message)
 
@@ -145,14 +146,14 @@ class Loader:
         )
 
     def stored(self, record: int) -> Arrays:
-        """The stored values of one record, each with one row."""
+        """Return the stored values of one record, each with one row."""
         records = np.array([record])
         with self._lock:
             data, faults = self._reader.read(records)
         return self._parse(records, data, faults)[0]
 
     def _parse(self, records: np.ndarray, data: Data | None, faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
-        """The stored values of records, and which rows cannot be used: those hold another record, or zeros."""
+        """Return the stored values of records, and which rows are unusable: those hold another record, or zeros."""
         bad = np.zeros(len(records), bool)
         if data is None:
             assert self._cache is not None, "nothing was read, and there is no cache"
@@ -176,7 +177,7 @@ class Loader:
         return arrays, bad
 
     def _need(self, span: StepRange) -> _Need:
-        """What a segment consists of; reading it has begun."""
+        """Return the records and blocks of a segment, after starting to read them."""
         if span not in self._needs:
             line = self._line(span.epoch)
             places, real = self._plan.places(self._rank, self._size, span.first, span.last)

@@ -1,7 +1,7 @@
-"""Serialized records to arrays, many at once, and what is wrong with one where that fails.
+"""Parses serialized records to arrays, many in one call, and says what is wrong with a record if that fails.
 
 Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
-image decoding come after; see transforms. Or calls a user's function, which does it all.
+image decoding follow later; see transforms. Alternatively calls a user's function, which does it all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from horovod_train.errors import UserError
 
 Arrays = dict[str, np.ndarray]
 
-# TensorFlow quotes the record in its message, which Python then cannot always decode.
+# TensorFlow quotes the record in its message, which Python cannot always decode.
 _PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
 
 
@@ -28,24 +28,24 @@ class Parser(Protocol):
     """Parses batches of records into one array for each name, with rows as first axis."""
 
     dtypes: dict[str, str]
-    """Of the arrays, as TensorFlow names them; an image is its file's bytes still, a string."""
+    """Of the arrays, as TensorFlow names them; an image is still its file's bytes, a string."""
     shapes: dict[str, tuple[int, ...]]
-    """Of one row of them."""
+    """Of one row of the arrays."""
 
     def parse(self, records: Data) -> Arrays | None:
-        """The arrays; None if some record does not fit."""
+        """Return the arrays; None if some record does not fit."""
 
     def problem(self, record: bytes) -> str | None:
-        """What is wrong with one record; None if nothing is."""
+        """Return what is wrong with one record; None if nothing is."""
 
 
 def build_parser(features: dict[str, Feature], own: str | None) -> Parser:
-    """The parser of these features, or of the function `data.parse` names."""
+    """Build the parser of these features, or of the function that `data.parse` names."""
     return SchemaParser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
 
 
 def blank(parser: Parser, rows: int) -> Arrays:
-    """Zeros in the place of records that cannot be read."""
+    """Return zeros, to replace records that cannot be read."""
     shapes = {name: (rows, *shape) for name, shape in parser.shapes.items()}
     return {
         name: np.full(shapes[name], b"", object) if dtype == "string" else np.zeros(shapes[name], dtype)
@@ -77,7 +77,7 @@ class SchemaParser:
         return arrays if fits else None
 
     def _parse_alike(self, records: np.ndarray) -> Arrays | None:
-        """The arrays of records that differ in their values only; None if they do not."""
+        """Return the arrays of records that differ only in their values; None if they differ in more."""
         if self._template is not None:
             arrays = self._template.parse(records)
             if arrays is not None:
@@ -104,7 +104,7 @@ class OwnParser:
     """Parses with a user's function: string tensor [n] → dict of tensors [n, ...] of known shapes. A Parser."""
 
     def __init__(self, function: Callable[[tf.Tensor], dict[str, tf.Tensor]], name: str) -> None:
-        """`name` is what the config calls the function. Raises UserError for one that does not give such tensors."""
+        """`name`: the function's name in the config. Raises UserError if the function does not return such tensors."""
         try:
             self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
         except (TypeError, ValueError) as error:
@@ -152,12 +152,12 @@ class OwnParser:
 
 
 def _is_rows(output: Any) -> bool:
-    """Whether it is a tensor [n, ...] with known sizes behind n."""
+    """Return whether it is a tensor [n, ...] with known sizes after n."""
     return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
 
 
 def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
-    """How tf.io.parse_example finds a feature."""
+    """Return how tf.io.parse_example finds a feature."""
     dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
     if feature.max_length:
         return tf.io.RaggedFeature(dtype)
@@ -165,7 +165,7 @@ def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeatur
 
 
 def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray:
-    """The stored values as an array. Raises InvalidArgumentError if some row has another size."""
+    """Return the stored values as an array. Raises InvalidArgumentError if some row has another size."""
     if feature.max_length:
         tf.debugging.assert_less_equal(
             tf.cast(tensor.row_lengths(), tf.int64), tf.constant(feature.max_length, tf.int64)
@@ -180,7 +180,7 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
 
 
 def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
-    """Whether the values are classes that there are; those of an image are looked at when it has been decoded."""
+    """Return whether the values are valid classes; those of an image are checked after decoding."""
     if feature.decode == "image":
         return True
     return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)

@@ -1,7 +1,7 @@
-"""Batches for one rank as a tf.data pipeline: what the plan says, finished and cut into steps.
+"""Builds one rank's tf.data pipeline: reads the records of the plan, transforms them and cuts them into steps.
 
 Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records; the
-steps are cut in C++. Does not decide where an epoch starts; see loop.
+steps are cut in C++. Does not decide where an epoch starts; see training/loop.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from horovod_train.errors import UserError
 
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 
-_AUGMENT = 3  # so that augmentation has nothing in common with the order; see plan
+_AUGMENT = 3  # so that augmentation is independent of the order; see sampler
 _NOT_AN_IMAGE = "records that are no images: "
 
 
 class Batch(NamedTuple):
-    """One rank's share of a step. Shapes are static; rows that hold no record weigh 0 and repeat another record."""
+    """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record."""
 
     inputs: Tensors
-    """One tensor [rows, …], or a dict of them where the schema names several inputs."""
+    """One tensor [rows, …], or a dict of them if the schema names several inputs."""
     targets: Tensors
     weights: tf.Tensor
     """float32 [rows]: 1 for a record, 0 for padding."""
@@ -84,22 +84,22 @@ class Pipeline:
         self.element_spec: Batch = self._dataset(self._feed(iter(())).queue, 0).element_spec
 
     def count(self, step: int) -> int:
-        """Records over all ranks in a step of an epoch, counted from 0."""
+        """Return the number of records over all ranks in a step of an epoch, counted from 0."""
         return self._plan.count(step)
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two pipelines where a position in an epoch means the same records, whatever their rank and size."""
+        """Equal for two pipelines if a position in an epoch means the same records, whatever their rank and size."""
         return self._plan.fingerprint
 
     @property
     def bytes_to_cache(self) -> int:
-        """What this rank keeps in the end with `cache: memory`."""
+        """Return the memory that this rank uses in the end with `cache: memory`."""
         return bytes_to_cache(self._records.index, self._parser)
 
     @property
     def content(self) -> str:
-        """A digest of what the records hold: equal where a record's number means the same record."""
+        """A digest of what the records hold: equal if a record's number means the same record."""
         return self._records.index.digest
 
     @cached_property
@@ -109,16 +109,16 @@ class Pipeline:
 
     @property
     def skipped(self) -> int:
-        """Different records that this rank has left out so far, a few batches ahead of what was consumed.
+        """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed.
 
-        What all ranks left out of a step is `count` less the sum of their `weights`.
+        All ranks together have skipped `count` minus the sum of their `weights` in a step.
         """
         return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        """Batches from a step of an epoch on, through `epochs` epochs (that one included) or without end.
+        """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
 
-        Reading starts at once. The dataset is good for one pass: ask again for another.
+        Reading starts immediately. The dataset can be iterated once; call this again for another pass.
         """
         loader = self._loader
         segments = None if epochs is None else loader.segments(first_step, epochs)
@@ -131,7 +131,7 @@ class Pipeline:
         return data
 
     def explain(self, error: BaseException) -> Exception | None:
-        """The failure behind an error that iterating raised, naming the record; None if it is not about the data."""
+        """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):
             return None
         found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", str(error.message), re.DOTALL)
@@ -139,14 +139,14 @@ class Pipeline:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around what takes the batches: raises what went wrong with the data in the place of TensorFlow's error."""
+        """Raise data failures instead of TensorFlow's errors, inside a block that takes the batches."""
         try:
             yield
         except tf.errors.OpError as error:
             raise self.explain(error) or error from error
 
-    # What a segment is while it passes from Python into tf.data: the stored values by name, draws, weights and ids,
-    # each [steps, rows, …]; count [steps].
+    # A segment on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps,
+    # rows, …]; count [steps].
 
     @property
     def _dtypes(self) -> list[str]:
@@ -168,7 +168,7 @@ class Pipeline:
             yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]
 
     def _segments(self, spans: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
-        """The segments in order: read one after the other, several parsed at the same time."""
+        """Yield the segments in order: they are read one after the other, and several are parsed at the same time."""
         at_once = self._config.parallel_parse_calls
         begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
         span = next(spans, None)
@@ -201,7 +201,7 @@ class Pipeline:
         if self._finisher.by_step:
             data = data.unbatch().map(self._finish, num_parallel_calls=tf.data.AUTOTUNE)
         else:
-            # A whole segment at once: a tiny step costs less than the call that finishes it.
+            # Transform a whole segment in one call, because the call costs more than a tiny step.
             data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
 
@@ -241,10 +241,10 @@ def build_pipeline(
     global_batch_size: int,
     ranks_on_host: int = 1,
 ) -> Pipeline:
-    """The pipeline of one rank among `size`, `ranks_on_host` of which share memory. Only `training` shuffles, augments.
+    """Build the pipeline of one rank among `size`; `ranks_on_host` of them share memory.
 
-    Raises UserError where nothing is left to read, where the config asks for what the records do not have, and where
-    there is no room for what it keeps in memory.
+    Shuffles and augments only if `training`. Raises UserError if no record is left to read, if the config asks for what
+    the records do not have, or if memory is too small for what the pipeline keeps.
     """
     plan = build_plan(records, config, seed=seed, training=training, global_batch_size=global_batch_size)
     check_room_to_shuffle(plan, records, config, size)

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """The items, with a bar on standard error while they come, if that is a terminal."""
+    """Yield the items, and show a progress bar on standard error if that is a terminal."""
     if not sys.stderr.isatty() or total < 2:
         return iter(items)
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""What each rank would read in an epoch, worked out from the plan. Reads no records."""
+"""Computes what each rank would read in an epoch, from the plan. Reads no records."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class RankShare:
     rank: int
     records: int = 0
     padding: int = 0
-    """Rows that weigh nothing."""
+    """Rows with weight 0."""
     blocks: int = 0
     bytes: int = 0
-    """Of those blocks: what it reads at least."""
+    """Size of those blocks: the rank reads at least this."""
     first: tuple[int, ...] = ()
-    """The records it begins with."""
+    """The first records that it reads."""
 
 
 def epoch_shares(plan: Plan, index: Index, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
-    """The share of each of `size` ranks, and how often each record is read over all of them: int64 [records]."""
+    """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
     line, counts, found = plan.line(epoch), np.zeros(plan.num_records, np.int64), []
     for rank in range(size):
         share, touched = RankShare(rank), np.zeros(len(index.file), bool)

@@ -7,11 +7,12 @@ The *line* is every record once: blocks in an order drawn from (seed, epoch), ne
     line   | window | window | window | window | window | window |      lanes = 3, N = 16
     lanes  |  lane 0        |  lane 1        |  lane 2             |    step 0 takes the first of each lane, …
 
-A rank owns a run of neighbouring lanes. So what a step consumes does not depend on the number of ranks, every rank
-takes the same number of steps, and each reads its own stretch of the line, block after block. Only the last step can
-miss records, at most one per lane, spread evenly over the lanes and so over the ranks; missing ones are padding.
+A rank owns several neighbouring lanes. What a step consumes therefore does not depend on the number of ranks, every
+rank takes the same number of steps, and each rank reads a different stretch of the line, block after block. Only the
+last step can miss records, at most one per lane, spread evenly over the lanes and so over the ranks; missing ones are
+padding.
 
-A record is a number: its place in file order. A position in an epoch is a number of records over all ranks.
+A record is a number: its position in file order. A position in an epoch is a number of records over all ranks.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from horovod_train.data import counter_rng
 
 Order = Literal["shuffled", "lanes", "file"]
 
-_BLOCKS, _RECORDS = 1, 2  # so that the order of blocks and the order inside windows have nothing in common
+_BLOCKS, _RECORDS = 1, 2  # so that the order of blocks and the order inside windows are independent
 
 
 class Rows(NamedTuple):
     """What one rank reads: `records` int64 [steps, rows] to read, `real` bool [steps, rows], False for padding.
 
-    A padding row names a record too, a neighbour's, so that it can be read like any other and then weigh nothing.
+    A padding row contains a neighbour's record, so that it can be read like any other; its weight is then 0.
     """
 
     records: np.ndarray
@@ -50,8 +51,8 @@ class Plan:
     """The order of one dataset. `block_counts` int64 [blocks]: the records of each block, in file order.
 
     order "shuffled": as above. "lanes": the same lanes over the records in file order, each rank reading one stretch.
-    "file": step s takes the next `global_batch_size` records of the files, each rank a slice of them.
-    content: a digest of what the records hold; the order does not depend on it.
+    "file": step s takes the next `global_batch_size` records of the files, each rank a slice of them. content: a digest
+    of what the records hold; the order does not depend on it.
     """
 
     block_counts: np.ndarray
@@ -78,28 +79,28 @@ class Plan:
         return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + repr(facts).encode()).hexdigest()
 
     def count(self, step: int) -> int:
-        """Records that `step` of an epoch consumes over all ranks."""
+        """Return the number of records that `step` of an epoch consumes over all ranks."""
         return min(self.global_batch_size, self.num_records - step * self.global_batch_size)
 
     def rows_per_rank(self, size: int) -> int:
-        """Rows of one rank's batch, padding included; the same on every rank."""
+        """Return the rows of one rank's batch, padding included; the same on every rank."""
         return -(-self.global_batch_size // size)
 
     def line(self, epoch: int) -> Line:
-        """The order of all records in an epoch."""
+        """Return the order of all records in an epoch."""
         if self.order != "shuffled":
             return Line(self.block_counts, self.seed, epoch, None)
-        window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; they are all open at once
+        window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
         whole = self.shuffle_window >= self.num_records
         return Line(self.block_counts, self.seed, epoch, self.num_records if whole else window)
 
     def rows(self, line: Line, rank: int, size: int, first_step: int, last_step: int) -> Rows:
-        """What a rank reads in [first_step, last_step) of the epoch that `line` was made for."""
+        """Return what a rank reads in [first_step, last_step) of the epoch that `line` was made for."""
         places, real = self.places(rank, size, first_step, last_step)
         return Rows(line.records(places), real)
 
     def places(self, rank: int, size: int, first_step: int, last_step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Places in the line that the rank takes in [first_step, last_step): int64 and bool `real`, [steps, rows]."""
+        """Return the rank's positions in the line for [first_step, last_step): int64 and bool `real`, [steps, rows]."""
         lanes, records = self.global_batch_size, self.num_records
         first, last = rank * lanes // size, (rank + 1) * lanes // size
         lane = np.arange(first, first + self.rows_per_rank(size))
@@ -117,16 +118,16 @@ class Plan:
 
 
 class Line:
-    """All records of one epoch in order. Remembers the order inside the windows that were last asked for."""
+    """All records of one epoch in order. Caches the order inside the windows that were last asked for."""
 
     def __init__(self, block_counts: np.ndarray, seed: int, epoch: int, window: int | None) -> None:
-        """`window`: records that are mixed with one another, at least a block; None: file order."""
+        """`window`: how many records are mixed with one another, at least a block; None: file order."""
         self.blocks = np.arange(len(block_counts))
         if window is not None:
             self.blocks = counter_rng.permutation(counter_rng.key(seed, epoch, _BLOCKS), self.blocks)
         self._key = counter_rng.key(seed, epoch, _RECORDS)
         self._shuffled = window is not None
-        self._first_record = _running_sum(block_counts)[:-1][self.blocks]  # each block's, in file order
+        self._first_record = _running_sum(block_counts)[:-1][self.blocks]  # each block's first record, in file order
         starts = _running_sum(block_counts[self.blocks])  # where in the line each block starts
         changes = np.diff(starts[:-1] // (window or 1), prepend=-1)
         self._window_blocks = np.append(np.flatnonzero(changes), len(self.blocks))
@@ -135,7 +136,7 @@ class Line:
         self._orders: dict[int, np.ndarray] = {}
 
     def records(self, places: np.ndarray) -> np.ndarray:
-        """The record at each place of the line: int64 of the same shape."""
+        """Return the record at each position of the line: int64 of the same shape."""
         if not self._shuffled or not places.size:
             return places
         flat = places.ravel()
@@ -149,7 +150,7 @@ class Line:
         return records.reshape(places.shape)
 
     def blocks_near(self, places: np.ndarray) -> np.ndarray:
-        """The blocks of every window that a place is in: those to keep while a lane is there."""
+        """Return the blocks of every window that contains a position: those to keep while a lane is there."""
         windows = np.unique(self._windows(places.ravel()))
         first, last = self._window_blocks[windows], self._window_blocks[windows + 1]
         return np.concatenate([self.blocks[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])

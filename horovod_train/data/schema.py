@@ -1,6 +1,6 @@
-"""What a record holds and what becomes of it: the features, and which are inputs and which targets.
+"""What a record holds and how it is used: the features, and which are inputs and which targets.
 
-Read from `dataset.json` beside the records or one folder up, or from `data.features` in the config. Says nothing about
+Read from `dataset.json` in the folder of the records or its parent, or from `data.features` in the config. Does not say
 how records are read or parsed. Docs: docs/data.md.
 """
 
@@ -25,11 +25,11 @@ class Schema:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Records per split folder, as `prepare` wrote them; empty where they were not counted."""
+    """Records per split folder, as `prepare` wrote them; empty if they were not counted."""
     where: str = ""
-    """The file or config key that it comes from, for messages."""
+    """The file or config key that the schema comes from, for messages."""
     expected: dict[str, Expected] = dataclasses.field(default_factory=dict, compare=False)
-    """By the folder of the files that it was found for: each dataset.json counts its own folders."""
+    """By the folder of the files that the schema was found for: each dataset.json counts its own folders."""
 
 
 class Expected(NamedTuple):
@@ -41,9 +41,9 @@ class Expected(NamedTuple):
 
 def find_schema(files: Sequence[str], features: Mapping[str, Any], inputs: Sequence[str], targets: Sequence[str],
                 setting: str) -> Schema:  # fmt: skip
-    """The schema of these files: `features` from the config where given, else the dataset.json next to the files.
+    """Return the schema of these files: `features` from the config if given, else the dataset.json next to the files.
 
-    `inputs` and `targets`, where given, win over the file's. `setting` names the files in messages. Raises UserError.
+    `inputs` and `targets`, if given, win over the file's. `setting` names the files in messages. Raises UserError.
     """
     if features and not inputs:
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
@@ -77,14 +77,14 @@ def find_schema(files: Sequence[str], features: Mapping[str, Any], inputs: Seque
 
 
 def own_schema(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
-    """The schema where a user's function parses: names only."""
+    """Return a schema for a user's parse function: names only."""
     if not inputs:
         raise UserError("data.inputs: is required with data.parse: which of its tensors does the model get?")
     return Schema({}, tuple(inputs), tuple(targets), where="data.parse")
 
 
 def load_schema(path: str) -> Schema:
-    """Reads one dataset.json. Raises UserError."""
+    """Read one dataset.json. Raises UserError."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -96,7 +96,7 @@ def load_schema(path: str) -> Schema:
 
 
 def dump_schema(schema: Schema) -> str:
-    """The text of a dataset.json that `load_schema` takes back."""
+    """Return the text of a dataset.json that `load_schema` can read."""
     default = {f.name: f.default for f in dataclasses.fields(Feature)}
     features = {
         name: {key: value for key, value in dataclasses.asdict(feature).items() if value != default[key]}
@@ -107,7 +107,7 @@ def dump_schema(schema: Schema) -> str:
 
 
 def parse_schema(content: Any, where: str) -> Schema:
-    """A schema from plain dicts and lists. Raises UserError naming the key."""
+    """Build a schema from plain dicts and lists. Raises UserError that names the key."""
     content = check_mapping(content, where, "features, inputs, targets")
     check_known_keys(content, ("features", "inputs", "targets", "counts"), where)
     features = check_mapping(content.get("features"), f"{where}: features", "feature names")

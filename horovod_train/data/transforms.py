@@ -1,6 +1,6 @@
-"""Stored values to the tensors the model gets: images decoded and augmented, then everything cast and scaled.
+"""Turns stored values into the tensors that the model gets: decodes and augments images, then casts and scales.
 
-In TensorFlow's graph, a step or many at a time. Does not read or parse.
+Runs in TensorFlow's graph, for one or many steps per call. Does not read or parse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_train.errors import UserError
 
 
 class _Steps(NamedTuple):
-    """What is done to one feature."""
+    """The transformations of one feature."""
 
     feature: Feature
     augmentations: list[Augmentation]
@@ -29,9 +29,9 @@ class Finisher:
     """Turns the stored values of some features into tensors."""
 
     def __init__(self, features: dict[str, Feature], schema: Schema, augment: Sequence[Spec]) -> None:
-        """`augment` is done to inputs that are images, [height, width, channels], and to targets that are, alike.
+        """Apply `augment` to all inputs and targets that are images, [height, width, channels], in the same way.
 
-        Raises UserError where the two would not stay in step.
+        Raises UserError if inputs and targets would not stay aligned.
         """
         images = _images(features, schema.inputs)
         if augment and not images:
@@ -47,12 +47,12 @@ class Finisher:
         self.draws = max([1, *(sum(a.draws for a in steps.augmentations) for steps in self._steps.values())])
         """Random numbers that a row needs."""
         self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
-        """Whether it takes rows of one step at a time, [rows, ...]; else any number of leading axes."""
+        """Whether it takes rows of one step per call, [rows, ...]; otherwise any number of leading axes."""
 
     def finish(
         self, stored: dict[str, tf.Tensor], draws: tf.Tensor
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """The tensors, and for each feature that is an image, which rows could be decoded: bool [rows]."""
+        """Return the tensors, and for each image feature which rows could be decoded: bool [rows]."""
         tensors, fine = {}, {}
         for name, values in stored.items():
             if name not in self._steps:
@@ -79,7 +79,7 @@ def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Fea
 def _check_in_step(
     images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
 ) -> None:
-    """Each image gets the same draws; that is the same change only where they are alike. Raises UserError."""
+    """Raise UserError if images differ in a way that makes the same draws change them differently."""
     for name in filter(images.__contains__, targets):
         first = next(iter(images))  # an input
         one, other = images[first], images[name]
@@ -101,7 +101,7 @@ def _check_in_step(
 
 
 def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
-    """value * scale + offset in the feature's dtype, or just cast."""
+    """Return value * scale + offset in the feature's dtype, or the values cast only."""
     if feature.scale is not None or feature.offset is not None:
         dtype = tf.as_dtype(feature.tensor_dtype)
         values = tf.cast(values, dtype if dtype.is_floating else tf.float32)

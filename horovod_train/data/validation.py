@@ -1,6 +1,6 @@
-"""Reads every record of a split and says what is in it and what is wrong with it. Does not print; see tools.
+"""Reads every record of a split and reports what is in it and what is wrong. Does not print; see commands/check_data.
 
-Nothing stops at the first fault: every record that can be reached is looked at.
+Does not stop at the first fault: every record that can be reached is checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FeatureSummary:
     total: float = 0.0
     values: int = 0
     histogram: dict[int, int] | None = None
-    """How often each value comes, of a scalar integer with few different ones."""
+    """How often each value occurs, for a scalar integer with few different values."""
 
     def add(self, values: np.ndarray) -> None:
         if self.dtype == "string" or not values.size:
@@ -73,12 +73,12 @@ class Report:
     bad: list[str] = field(default_factory=list)
     """The sentence that names each bad record or file."""
     duplicates: int = 0
-    """Records with the very bytes of an earlier one."""
+    """Records with exactly the bytes of an earlier one."""
     features: dict[str, FeatureSummary] = field(default_factory=dict)
 
 
 def check_split(config: DataConfig, split: Literal["train", "eval"]) -> Report:
-    """Reads all records of `data.train` or `data.eval`. Raises UserError only where there is nothing to read."""
+    """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     files, schema = find_records(config, split)
     report = Report(", ".join(getattr(config, split)), files=len(files))
     readable = [name for name in files if os.access(name, os.R_OK)]

@@ -1,6 +1,6 @@
 """The command `prepare`: makes TFRecords with their dataset.json and index from other forms of data.
 
-Each kind has a file here; this one knows the command line only.
+Each kind has a file here; this module knows only the command line.
 """
 
 from __future__ import annotations

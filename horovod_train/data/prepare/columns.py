@@ -1,4 +1,4 @@
-"""Named arrays with one row a record, and the records that they become. Knows no file formats."""
+"""Named arrays with one row per record, and the records made from them. Knows no file formats."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from horovod_train.errors import UserError
 Columns = dict[str, np.ndarray]
 
 _RAW_VALUES = 16
-"""From this many small integers on, a record holds them as raw bytes: one byte each, not a varint list."""
+"""From this many small integers on, a record stores them as raw bytes: one byte each, not a varint list."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
-    """What the kinds that read tables have in common."""
+    """Add the arguments that all kinds with tables share."""
     parser.add_argument("--file", required=True, metavar=f"FILE.{kind}", help="the records")
     parser.add_argument(
         "--eval-file", metavar=f"FILE.{kind}", help="held-out records; default: a fraction of the others"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def write(columns: Columns, held_out: Columns | None, arguments: argparse.Namespace, inputs: Sequence[str],
           targets: Sequence[str]) -> None:  # fmt: skip
-    """Writes the records; `held_out` becomes the eval split, else --eval-fraction of them."""
+    """Write the records; `held_out` becomes the eval split, else --eval-fraction of them."""
     features = {name: _feature(array) for name, array in columns.items()}
     records = len(next(iter(columns.values())))
     splits = split_by_fraction(records, arguments)
@@ -46,7 +46,7 @@ def write(columns: Columns, held_out: Columns | None, arguments: argparse.Namesp
 
 
 def check_names(given: Sequence[str], columns: Sequence[str], option: str, path: str) -> None:
-    """Raises UserError for a name that no column has."""
+    """Raise UserError for a name that no column has."""
     for name in given:
         if name not in columns:
             raise UserError(f"{option}: {path} has no {name}; it has {', '.join(columns)}.")

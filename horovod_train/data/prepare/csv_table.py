@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_table(path: str) -> Columns:
-    """Each column as int64, float32 or strings, the narrowest that takes all its cells. Raises UserError."""
+    """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             lines = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]

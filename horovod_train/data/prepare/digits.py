@@ -34,14 +34,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [1797, 28, 28] and labels int64 [1797]."""
+    """Return images uint8 [1797, 28, 28] and labels int64 [1797]."""
     small, labels = import_extra("sklearn.datasets", "digits", "prepare digits").load_digits(return_X_y=True)
     images = np.stack([_enlarge(image) for image in small.reshape(-1, 8, 8)])
     return np.clip(np.rint(images * (255 / 16)), 0, 255).astype(np.uint8), labels.astype(np.int64)
 
 
 def _enlarge(image: np.ndarray) -> np.ndarray:
-    """8×8 to 28×28: bilinear to 24×24, then a border of 2, as MNIST has one."""
+    """Enlarge 8×8 to 28×28: bilinear to 24×24, then a border of 2, as in MNIST."""
     centres = (np.arange(24) + 0.5) / 3 - 0.5
     wide = np.stack([np.interp(centres, np.arange(8), row) for row in image])
     tall = np.stack([np.interp(centres, np.arange(8), column) for column in wide.T]).T

@@ -18,7 +18,7 @@ from horovod_train.errors import UserError
 
 
 def image_schema(height: int, width: int, classes: int) -> Schema:
-    """S6's records: pixels as raw bytes, scaled to x / 255 - 0.5; one label."""
+    """Return S6's schema: pixels as raw bytes, scaled to x / 255 - 0.5; one label."""
     image = Feature("bytes", (height, width, 1), decode="raw", cast="float32", scale=1 / 255, offset=-0.5)
     return Schema({"image_raw": image, "label": Feature("int64", classes=classes)}, ("image_raw",), ("label",))
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
+    """Return images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
     images, labels = load_idx(image_file, 3), load_idx(label_file, 1)
     if len(images) != len(labels):
         raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; they must match.")
@@ -71,7 +71,7 @@ def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def load_idx(path: str, dimensions: int) -> np.ndarray:
-    """One idx file: two zero bytes, type 8 (uint8), the number of dimensions, their big-endian sizes, the data."""
+    """Read one idx file: two zero bytes, type 8 (uint8), the number of dimensions, their big-endian sizes, the data."""
     try:
         data = Path(path).read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data

@@ -18,7 +18,7 @@ from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 LABELS = 1001
-"""ImageNet's 1000 classes count from 1; 0 is left for the background."""
+"""ImageNet's 1000 classes count from 1; 0 is the background."""
 _CLASSES, _IMAGES = 1, 2
 
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def imagenet_schema(size: int) -> Schema:
-    """Centre crops of a square, scaled to [-1, 1]; labels from 0, as losses want them."""
+    """Return a schema: centre crops of a square, scaled to [-1, 1]; labels from 0, as losses expect them."""
     image = Feature(
         "bytes", (size, size, 3), decode="image", resize="crop", crop_fraction=0.875, scale=1 / 127.5, offset=-1.0
     )
@@ -56,7 +56,7 @@ def imagenet_schema(size: int) -> Schema:
 
 
 def make_image(record: int, classes: int, size: int, seed: int) -> tuple[np.ndarray, int]:
-    """An image uint8 [height, width, 3], 0.9 to 1.5 times `size`, and its label from 1 to `classes`."""
+    """Make an image uint8 [height, width, 3], 0.9 to 1.5 times `size`, and its label from 1 to `classes`."""
     label = 1 + record % classes
     colours = counter_rng.uniforms(counter_rng.key(seed, _CLASSES), np.array([label]), 7)[0]
     own = counter_rng.uniforms(counter_rng.key(seed, _IMAGES), np.array([record]), 4)[0]

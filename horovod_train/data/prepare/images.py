@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
-    """Images cut to a square of `size` from the centre, and scaled to [-1, 1]."""
+    """Return a schema: images cut to a square of `size` from the centre, and scaled to [-1, 1]."""
     if size < 1:
         raise UserError(f"--size must be at least 1; received {size}.")
     image = Feature("bytes", (size, size, channels), decode="image", resize="crop", scale=1 / 127.5, offset=-1.0)
@@ -64,7 +64,7 @@ def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
 
 
 def list_images(folder: str) -> tuple[list[str], list[Path]]:
-    """The classes, and the images of all of them, in order of names. Raises UserError."""
+    """Return the classes, and the images of all of them, in order of names. Raises UserError."""
     try:
         classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
         files = [path for name in classes for path in sorted(Path(folder, name).iterdir())]
@@ -77,7 +77,7 @@ def list_images(folder: str) -> tuple[list[str], list[Path]]:
 
 
 def _read(path: Path) -> bytes:
-    """The file's bytes, once Pillow has seen that it is a whole image."""
+    """Return the file's bytes, after Pillow has verified that it is a complete image."""
     pillow = import_extra("PIL.Image", "images", "prepare images")
     try:
         with pillow.open(path) as image:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def make_samples(records: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples int64 [records, 5] from -4 to 4, and labels: 1 where a weighted sum of them is positive."""
+    """Make samples int64 [records, 5] from -4 to 4, and labels: 1 if a weighted sum of a sample is positive."""
     uniforms = counter_rng.uniforms(counter_rng.key(seed, _SAMPLES), np.arange(records), 5)
     samples = np.floor(uniforms * 9).astype(np.int64) - 4
     weights = counter_rng.uniforms(counter_rng.key(seed, _RULE), np.arange(1), 5)[0] - 0.5

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_arrays(path: str, names: list[str]) -> Columns:
-    """The arrays of these names. A folder of NAME.npy files serves like an npz file. Raises UserError."""
+    """Load the arrays of these names. A folder of NAME.npy files works like an npz file. Raises UserError."""
     try:
         if os.path.isdir(path):
             there = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))

@@ -18,7 +18,7 @@ from horovod_train.errors import UserError
 KINDS = 4
 _RULE, _SHAPE, _TOKENS = 1, 2, 3
 _BIAS = 0.3
-"""How much of a sentence is drawn from one kind alone; the rest from all."""
+"""The fraction of a sentence that is drawn from one kind alone; the rest is drawn from all kinds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Tokens int64 [records, max_length], 0 past the end; lengths int64 [records]; labels int64 [records].
+    """Make tokens int64 [records, max_length], 0 past the end; lengths int64 [records]; labels int64 [records].
 
-    The label is the kind most frequent in the sentence, of several the first.
+    The label is the most frequent kind of the sentence; of several such kinds, the first.
     """
     order = 1 + counter_rng.permutation(counter_rng.key(seed, _RULE), np.arange(vocabulary - 1))
     kind = np.zeros(vocabulary, np.int64)
@@ -66,7 +66,7 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
     favoured = np.floor(kind_draw * KINDS).astype(np.int64)
     uniforms = counter_rng.uniforms(counter_rng.key(seed, _TOKENS), np.arange(records), 2 * max_length)
     from_all = 1 + np.floor(uniforms[:, :max_length] * (vocabulary - 1)).astype(np.int64)
-    # order[i] is of kind i % KINDS, so the favoured kind's tokens are KINDS apart.
+    # order[i] is of kind i % KINDS, so the tokens of the favoured kind are KINDS apart.
     places = (vocabulary - 1) // KINDS
     own = order[np.floor(uniforms[:, :max_length] * places).astype(np.int64) * KINDS + favoured[:, None]]
     tokens = np.where(uniforms[:, max_length:] < _BIAS, own, from_all)

@@ -1,7 +1,7 @@
-"""A dataset folder, written as a whole or not at all: shards of each split, their indexes, dataset.json.
+"""Writes a dataset folder completely or not at all: shards of each split, their indexes, dataset.json.
 
-Everything goes to a hidden folder beside the final one, which is renamed when the last byte is on disk. So a folder
-of the final name is complete. Knows nothing of where records come from.
+Everything goes to a hidden folder next to the final one, which is renamed when the last byte is on disk. A folder with
+the final name is therefore complete. Does not know where records come from.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SAMPLED = 16
 def write_dataset(
     out: str, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode, *, shards: int | None, force: bool
 ) -> dict[str, int]:
-    """Writes the records that `splits` names, in that order; returns the number in each split.
+    """Write the records that `splits` names, in that order; return the number in each split.
 
     `shards`: files of each split; None: of about 128 MiB, at least 4. Raises UserError if `out` exists, unless `force`.
     """
@@ -68,26 +68,26 @@ def write_dataset(
 
 
 def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
-    """--eval-fraction and --shards. `of` says what the fraction is drawn from."""
+    """Add --eval-fraction and --shards. `of` says what the fraction is drawn from."""
     parser.add_argument("--eval-fraction", type=float, default=0.0, help=f"drawn from {of}; default %(default)s")
     parser.add_argument("--shards", type=int, metavar="N", help="files a split; default: of about 128 MB, at least 4")
 
 
 def split_by_fraction(records: int, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
-    """Draws --eval-fraction of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
+    """Draw --eval-fraction of 0 … records - 1 for evaluation and leave the others for training, both shuffled."""
     if not 0 <= arguments.eval_fraction < 1:
         raise UserError(f"--eval-fraction must be at least 0 and below 1; received {arguments.eval_fraction}.")
     return split_by_count(records, math.floor(arguments.eval_fraction * records), arguments.seed)
 
 
 def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
-    """Draws `eval_records` of 0 … records - 1 for evaluation and leaves the others for training, both shuffled."""
+    """Draw `eval_records` of 0 … records - 1 for evaluation and leave the others for training, both shuffled."""
     order = counter_rng.permutation(counter_rng.key(seed), np.arange(records))
     return {"train": order[eval_records:], "eval": order[:eval_records]}
 
 
 def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int | None) -> int:
-    """Writes one split's files and index; returns its records."""
+    """Write one split's files and index; return its number of records."""
     os.mkdir(folder)
     files = min(shards or _sensible_shards(records, encode), len(records))
     names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
@@ -165,5 +165,5 @@ def _new_folder(out: str) -> Iterator[str]:
 
 
 def _to_disk(fd: int) -> None:
-    """A rename may reach the disk before the data does; this waits for the data."""
+    """Wait for the data, because a rename may reach the disk before the data does."""
     os.fsync(fd)

@@ -1,1 +1,1 @@
-"""TFRecord files: where their records are, reading them, and copies on a local disk."""
+"""TFRecord files: finding records in them, reading them, and copies on a local disk."""

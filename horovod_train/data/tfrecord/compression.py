@@ -1,4 +1,4 @@
-"""GZIP and ZLIB files: told by their first bytes and unpacked as a whole, since records inside cannot be reached."""
+"""Detects GZIP and ZLIB files by their first bytes and unpacks them as a whole: records inside are not seekable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIECE = 1 << 20
 
 
 def detect(head: bytes) -> str:
-    """ "GZIP", "ZLIB" or "" from the first 12 bytes of a file."""
+    """Return "GZIP", "ZLIB" or "" from the first 12 bytes of a file."""
     if len(head) == tfrecord_framing.HEADER_BYTES and tfrecord_framing.Header().length(head, 0) is not None:
         return ""
     if head[:2] == b"\x1f\x8b":
@@ -25,14 +25,14 @@ def detect(head: bytes) -> str:
 
 
 def unpack(path: str, packing: str, out: BinaryIO) -> int:
-    """Writes what the file holds to `out`; returns the bytes. Raises UserError for a broken or cut file."""
+    """Write the file's content to `out`; return the number of bytes. Raises UserError for a broken or cut file."""
     written = sum(out.write(piece) for piece in pieces(path, packing))
     out.flush()
     return written
 
 
 def pieces(path: str, packing: str) -> Iterator[bytes]:
-    """What the file holds, piece by piece. Raises UserError for a file that is broken, cut or cannot be read."""
+    """Yield the file's content in pieces. Raises UserError for a file that is broken, cut or cannot be read."""
     written = 0
     with open(path, "rb") as file:
         decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
@@ -42,7 +42,7 @@ def pieces(path: str, packing: str) -> Iterator[bytes]:
                     unpacked = decoder.decompress(piece)
                     written += len(unpacked)
                     yield unpacked
-                    piece = decoder.unused_data  # gzip files may be several, one after another
+                    piece = decoder.unused_data  # a file may contain several gzip files, one after another
                     if decoder.eof and piece:
                         decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
         except zlib.error as error:

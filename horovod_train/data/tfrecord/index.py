@@ -1,8 +1,8 @@
-"""Where the records of TFRecord files start, block by block, and the cached form of that. Does not parse records.
+"""Finds where the records of TFRecord files start, block by block, and caches this. Does not parse records.
 
-A block is up to 256 neighbouring records of one file, fewer where they reach 1 MiB; it is read in one piece. Scanning
-checks the framing and each length's checksum, not the data. What was found is kept in `index.npz` beside the records,
-or in the user's cache folder where that is read-only, and scanned again when a file's size or time has changed.
+A block is up to 256 neighbouring records of one file, fewer if they reach 1 MiB; it is read in one piece. Scanning
+checks the framing and each length's checksum, not the data. The result is stored in `index.npz` in the records' folder,
+or in the user's cache folder if that is read-only. A file whose size or time has changed is scanned again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Stats = Mapping[str, os.stat_result]
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Every block of a dataset in file order; a record's number is its place in that order."""
+    """Every block of a dataset in file order; a record's number is its position in that order."""
 
     files: tuple[Source, ...]
     file: np.ndarray
@@ -58,7 +58,7 @@ class Index:
 
     @cached_property
     def facts(self) -> tuple[FileFacts, ...]:
-        """What tells each file from others, wherever it lies."""
+        """What identifies each file, in any folder."""
         records = np.bincount(self.file, self.blocks.records, len(self.files)).astype(np.int64).tolist()
         return tuple(
             FileFacts(os.path.basename(source.path), source.size, count, source.digest)
@@ -67,29 +67,29 @@ class Index:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the facts: equal where a record's number means the same record."""
+        """SHA-256 of the facts: equal if a record's number means the same record."""
         return digest_of(self.facts)
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each file that is not whole."""
+        """A sentence for each file that is not complete."""
         return [f"{source.path}: {source.problem}" for source in self.files if source.problem]
 
     def block_of(self, records: np.ndarray) -> np.ndarray:
-        """The block that each record is in."""
+        """Return the block that contains each record."""
         return np.searchsorted(self.first_record, records, side="right") - 1
 
     def number_in_file(self, record: int) -> int:
-        """A record's place in its own file, from 0."""
+        """Return a record's number within its own file, from 0."""
         first_block = np.searchsorted(self.file, self.file[self.block_of(np.array([record]))[0]])
         return int(record - self.first_record[first_block])
 
 
 def open_index(files: Sequence[str], index_dir: str | None = None, *, allow_damage: bool = False) -> Index:
-    """The index of these files, from the cache where it is fresh.
+    """Return the index of these files, from the cache if it is current.
 
-    allow_damage: of a file that is not whole take the records before its damage, and name it in `problems`. Otherwise
-    it raises UserError; so does, always, a file that cannot be read or that two of the paths lead to.
+    allow_damage: of an incomplete file use the records before the damage, and name the file in `problems`. Without it
+    such a file raises UserError. A file that cannot be read, or that two of the paths lead to, always raises UserError.
     """
     stats = {name: stat for name in files if (stat := _stat(name)) is not None}
     _check_different(stats)
@@ -110,7 +110,7 @@ def open_index(files: Sequence[str], index_dir: str | None = None, *, allow_dama
 
 
 def write_index(folder: str, names: Iterable[str]) -> int:
-    """Scans the files of a folder that was just written and leaves the index there; returns the number of records."""
+    """Scan the files of a folder that was just written and store the index there; return the number of records."""
     entries = {name: scan(os.path.join(folder, name)) for name in names}
     assert not any(source.problem for source, _ in entries.values()), "a file that was just written is not whole"
     save_entries(os.path.join(folder, INDEX_NAME), entries)
@@ -118,7 +118,7 @@ def write_index(folder: str, names: Iterable[str]) -> int:
 
 
 def damage(path: str, record: int, offset: int, problem: str) -> str:
-    """Names a bad record. `record` counts from 0 within the file."""
+    """Name a bad record. `record` counts from 0 within the file."""
     return f"{path}: {at_record(record, offset, problem)}"
 
 
@@ -130,10 +130,10 @@ def _stat(name: str) -> os.stat_result | None:
 
 
 def _check_different(stats: Stats) -> None:
-    """Two names for one file would have its records read twice. Raises UserError."""
+    """Raise UserError for two names of one file, whose records would be read twice."""
     seen: dict[tuple[int, ...], str] = {}
     for name, stat in stats.items():
-        # Size and time too: some network file systems give inode numbers twice.
+        # Size and time too: some network file systems use an inode number twice.
         other = seen.setdefault((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns), name)
         if other != name and stat.st_ino:
             raise UserError(f"{name}: is the same file as {other}; its records would be read twice. Name it once.")
@@ -159,7 +159,7 @@ def _open_folder(folder: str, names: list[str], stats: Stats, index_dir: str | N
 
 
 def _load(where: Sequence[str], names: Sequence[str], stats: Stats) -> tuple[Entries, Entries]:
-    """All that is kept of a folder; and, of `names`, what still holds, by the full name."""
+    """Return all that is stored for a folder and, of `names`, what is still valid, by the full name."""
     known: Entries = {}
     for place in reversed(where):
         known.update(load_entries(place))

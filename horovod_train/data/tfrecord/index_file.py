@@ -1,4 +1,4 @@
-"""The blocks of a folder's files as kept on disk, in `index.npz`: where, in which form, how long they hold.
+"""Stores the blocks of a folder's files on disk, in `index.npz`: where, in which form, and how long they are valid.
 
 Does not find blocks; see index.
 """
@@ -28,7 +28,7 @@ _NUMBERS = ("size", "mtime_ns")
 
 
 def _is_index(path: Path) -> bool:
-    """Other programs too call a file index.npz. One that is broken is not known for ours, and stays."""
+    """Check the content: other programs also call a file index.npz. A broken file may not be ours, so it stays."""
     if path.name != INDEX_NAME or not path.stat().st_size:
         return True
     try:
@@ -54,7 +54,7 @@ class Source(NamedTuple):
     digest: str
     """128 bits in hex, of the length and the stored checksum of every record in `Blocks`."""
     problem: str
-    """Why nothing is read after those blocks: which record, at which byte; "" for a file that is whole."""
+    """Why nothing is read after those blocks: which record, at which byte; "" for a complete file."""
 
 
 class Blocks(NamedTuple):
@@ -70,7 +70,7 @@ Entries = dict[str, tuple[Source, Blocks]]
 
 
 def places(folder: str, index_dir: str | None) -> list[str]:
-    """Where the index of a folder may lie, best first."""
+    """Return where the index of a folder may be, best first."""
     unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
     if index_dir:
         return [os.path.join(index_dir, f"{unique}.npz")]
@@ -82,7 +82,7 @@ def places(folder: str, index_dir: str | None) -> list[str]:
 
 
 def is_of(source: Source, stat: os.stat_result) -> bool:
-    """Whether the file is as it was when it was scanned."""
+    """Return whether the file is as it was when it was scanned."""
     return (stat.st_size, stat.st_mtime_ns) == (source.size, source.mtime_ns)
 
 
@@ -90,7 +90,7 @@ def load_entries(place: str) -> Entries:
     try:
         with np.load(place, allow_pickle=False) as saved:
             return _unpack({key: saved[key] for key in saved.files})
-    except Exception:  # a damaged zip file raises nearly anything; whatever it is, the files are scanned again
+    except Exception:  # a damaged zip file raises nearly any error; the files are then scanned again
         return {}
 
 
@@ -133,7 +133,7 @@ def save_entries(place: str, entries: Entries) -> None:
             remove(draft, DRAFT)
 
 
-# An array of strings would give each the room of the longest.
+# An array of strings would give each string the size of the longest.
 
 
 def _bytes(texts: Iterable[str]) -> np.ndarray:
@@ -146,9 +146,9 @@ def _texts(array: np.ndarray) -> list[str]:
 
 @contextlib.contextmanager
 def one_at_a_time(places: Sequence[str]) -> Iterator[None]:
-    """Holds the lock of an index, so that of all processes that need it only one scans.
+    """Lock an index, so that of all processes that need it only one scans.
 
-    Best effort: where no file can be made or locked, several may scan, and the last one's index stays.
+    Best effort: if no file can be made or locked, several may scan, and the last one's index stays.
     """
     locks = (_open_lock(f"{place}.lock") for place in places)
     path, fd = next(filter(None, locks), ("", -1))

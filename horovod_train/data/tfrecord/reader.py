@@ -1,6 +1,6 @@
-"""Records by number: reads whole blocks ahead of need, splits them and verifies every checksum. Does not parse.
+"""Reads records by number: reads whole blocks ahead of need, splits them and verifies every checksum. Does not parse.
 
-Holds the blocks that it is told to keep and no others, so its memory is what the plan's windows span.
+Keeps only the blocks that it is told to keep, so its memory is what the plan's windows span.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
 
 
 Data = list[bytes] | np.ndarray
-"""Records: one by one, or uint8 [records, bytes] where all have one length."""
+"""Records: one by one, or uint8 [records, bytes] if all have one length."""
 
 
 def as_list(data: Data) -> list[bytes]:
@@ -39,41 +39,41 @@ def as_list(data: Data) -> list[bytes]:
 class _Block(NamedTuple):
     data: bytes
     table: np.ndarray | None
-    """As framing.even_table gives it."""
+    """From tfrecord_framing.even_table."""
     frames: tfrecord_framing.Frames
     error: tfrecord_framing.FramingError | None
 
 
 class Reader:
-    """Not for several threads at once."""
+    """Not for several threads at the same time."""
 
     def __init__(self, index: Index, stage_dir: str | None) -> None:
-        """`stage_dir` is a node-local folder for copies of what is read."""
+        """`stage_dir`: a node-local folder for copies of what is read."""
         self._index, self._stage = index, Stage(stage_dir, index.files, _unpacked_bytes(index))
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
         self._blocks: dict[int, Future[_Block]] = {}
         self._header = tfrecord_framing.Header()
 
     def room_needed(self) -> str | None:
-        """A sentence on the disk space that unpacking will take; None where nothing is packed."""
+        """Return a sentence on the disk space that unpacking will need; None if no file is packed."""
         return self._stage.room_needed()
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
-        """Starts reading the blocks that are not held yet."""
+        """Start reading the blocks that are not in memory yet."""
         for block in blocks:
             if block not in self._blocks:
                 self._blocks[block] = self._threads.submit(self._load, block)
 
     def keep_only(self, blocks: Iterable[int]) -> None:
-        """Lets go of all other blocks."""
+        """Free all other blocks."""
         kept = set(blocks)
         for block in self._blocks.keys() - kept:
             del self._blocks[block]
 
     def read(self, records: np.ndarray) -> tuple[Data, list[Fault]]:
-        """The bytes of each record, in the order asked; empty where a fault is returned for it.
+        """Return the bytes of each record, in the order asked; empty for a record with a fault.
 
-        Raises UserError where a file has gone, changed or cannot be read.
+        Raises UserError if a file has disappeared, has changed or cannot be read.
         """
         numbers = self._index.block_of(records)
         order = np.argsort(numbers, kind="stable")
@@ -105,7 +105,7 @@ class Reader:
         return found, faults
 
     def fault(self, record: int, problem: str) -> Fault:
-        """Names a record: file, place in it, byte. Reads its block if need be."""
+        """Name a record: file, number in it, byte. Reads its block if necessary."""
         block = int(self._index.block_of(np.array([record]))[0])
         self.read_ahead([block])
         starts = self._blocks[block].result().frames.starts
@@ -115,7 +115,7 @@ class Reader:
         return Fault(record, damage(path, self._index.number_in_file(record), offset, problem))
 
     def _framing_fault(self, record: int) -> Fault:
-        """Names the record that broke the framing; those after it in its block are lost with it."""
+        """Name the record that broke the framing; those after it in its block are lost too."""
         block = int(self._index.block_of(np.array([record]))[0])
         error = self._blocks[block].result().error
         assert error is not None, "a block has fewer records than its index says, and whole framing"
@@ -146,14 +146,14 @@ class Reader:
 
 
 def _unpacked_bytes(index: Index) -> dict[Source, int]:
-    """Of each packed file, what it holds."""
+    """Return the size of each packed file's content."""
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.file, index.blocks.offset + index.blocks.length)
     return {source: int(end) for source, end in zip(index.files, ends.tolist(), strict=True) if source.packing}
 
 
 def _join_tables(groups: list[tuple[_Block, np.ndarray]], inside: np.ndarray) -> np.ndarray | None:
-    """All records as one table; None if their lengths differ, or where a checksum is wrong and wants a closer look."""
+    """Return all records as one table; None if their lengths differ, or if a wrong checksum needs a closer look."""
     widths = {None if block.table is None else block.table.shape[1] for block, _ in groups}
     width = widths.pop()
     if width is None or widths:
@@ -174,7 +174,7 @@ def _join_tables(groups: list[tuple[_Block, np.ndarray]], inside: np.ndarray) ->
 
 def _read_source(source: Source, offset: int, length: int, stage: Stage) -> bytes:
     try:
-        # Opened anew for each block: only so is a file noticed that was removed or replaced.
+        # Opened again for each block, because only then is a removed or replaced file noticed.
         fd = os.open(source.path, os.O_RDONLY)
         try:
             stat = os.fstat(fd)

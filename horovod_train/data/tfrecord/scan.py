@@ -1,8 +1,8 @@
-"""Finds the blocks of one TFRecord file, and a digest of what its records hold. Does not keep them; see index.
+"""Finds the blocks of one TFRecord file, and a digest of what its records hold. Does not store them; see index.
 
-The digest is taken of the length and the stored checksum of every record, not of a sample: both lie where scanning
-reads anyway (a record's checksum is the four bytes before the next record's length), so leaving some out would save
-little and would miss a change in the others. Data that do not match their checksum are found when they are read.
+The digest covers the length and the stored checksum of every record, not of a sample. Scanning reads both anyway: a
+record's checksum is the four bytes before the next record's length. A sample would save little and would miss changes
+in the other records. Data that do not match their checksum are found when they are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK_RECORDS = 256
 BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
 _SHORT = 1 << 14  # bytes; between longer records, only headers are read
-_CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # in place of a length that the file does not hold whole
+_CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut off at the end of the file
 
 
 class _Found(NamedTuple):
@@ -33,7 +33,7 @@ class _Found(NamedTuple):
 
 
 def scan(path: str) -> tuple[Source, Blocks]:
-    """Finds the blocks of one file, up to where it is damaged. Raises UserError where it cannot be read."""
+    """Find the blocks of one file, up to where it is damaged. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             stat = os.fstat(file.fileno())
@@ -45,7 +45,7 @@ def scan(path: str) -> tuple[Source, Blocks]:
 
 
 def at_record(record: int, offset: int, problem: str) -> str:
-    """The one form in which a bad record is named, after its file. `record` counts from 0 within the file."""
+    """Return the one form in which a bad record is named, after its file. `record` counts from 0 within the file."""
     return f"record {record} at byte {offset}: {problem}."
 
 
@@ -53,7 +53,7 @@ def _scan_packed(path: str, packing: str) -> _Found:
     with tempfile.TemporaryFile() as unpacked:
         try:
             size = compression.unpack(path, packing, unpacked)
-        except UserError as error:  # then none of it can be read: blocks are read from the whole, unpacked
+        except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return _found([], [], 0, "", str(error).removeprefix(f"{path}: "))
         found = _scan_blocks(unpacked.fileno(), size)
         if not size:
@@ -72,7 +72,7 @@ def _scan_blocks(fd: int, size: int) -> _Found:
         if at + tfrecord_framing.HEADER_BYTES > len(chunk):
             content.update(b"".join(seen))
             seen.clear()
-            # From the checksum on that ends the record before.
+            # Starts at the checksum that ends the previous record.
             base = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
             chunk, at = os.pread(fd, 1 << 20 if length < _SHORT else 4096, base), offset - base
         found = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
@@ -99,7 +99,7 @@ def _found(edges: list[int], counts: list[int], end: int, digest: str, problem: 
 
 
 def _problem(record: int, offset: int, length: int | None, over: int) -> str:
-    """What is wrong with a record of this length, which ends so many bytes beyond the file; None: with its header."""
+    """Return what is wrong with a record that ends `over` bytes beyond the file; length None: with its header."""
     if length is None and record == 0:
         return "is not a TFRecord file: its first 12 bytes are not a length and its checksum."
     if length is None:

@@ -1,8 +1,8 @@
-"""Copies on a node-local disk, made block by block as the ranks of the node read; also of unpacked files.
+"""Copies on a node-local disk, made block by block as the ranks of the node read; also copies of unpacked files.
 
-A block is copied by the rank that reads it first and serves all ranks of the node from then on. The source is a file
-that the index describes; when that changes, so does the name of the copy. What an earlier boot left is not trusted: its
-last writes may be lost. Without a folder, only unpacked files are kept; see unpacked.
+The rank that first reads a block copies it; all ranks of the node then read the copy. The source is a file that the
+index describes; when that changes, the name of the copy changes too. Copies from before the last boot are not trusted,
+because their last writes may be lost. Without a folder, only unpacked files are stored; see unpacked.
 """
 
 from __future__ import annotations
@@ -30,69 +30,70 @@ _PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
 
 
 class Stage:
-    """The copies of one node, or of one process where `folder` is None. For several threads and processes at once."""
+    """The copies of one node, or of one process if `folder` is None. Threads and processes may share it."""
 
     def __init__(self, folder: str | None, sources: Sequence[Source], unpacked_bytes: Mapping[Source, int]) -> None:
-        """unpacked_bytes: of the packed ones among the sources, what each holds.
+        """Open or create the copies.
 
-        Raises UserError for a folder of no use.
+        unpacked_bytes: of each packed file among the sources, the size of its content. Raises UserError for an unusable
+        folder.
         """
         self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
         self._unpacked = UnpackedFiles(unpacked_bytes)
         if folder:
             try:
                 self._folder = _open_folder(folder)
-                # A byte for each block: whether it is there. Not mapped, since a mapped page that finds no room on the
-                # disk ends the process.
+                # One byte for each block says whether it is there. Not mapped into memory, because writing to a mapped
+                # page on a full disk ends the process.
                 self._flags = os.open(self._folder / f"{_name(*sources)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
                 raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
 
     def load(self, source: Source, block: int, offset: int, length: int) -> bytes | None:
-        """A block's bytes if this node has them."""
+        """Return a block's bytes if this node has them."""
         if self._folder is None:
             return None
         try:
             if not source.packing and os.pread(self._flags, 1, block) != b"\1":
                 return None
             data = _read(self._folder / f"{_name(source)}.{'unpacked' if source.packing else 'blocks'}", offset, length)
-        except OSError:  # somebody cleaned up, or it is not unpacked yet: the source still serves
+        except OSError:  # removed by a clean-up, or not unpacked yet: the source still serves
             return None
         return data if len(data) == length else None
 
     def save(self, source: Source, block: int, offset: int, data: bytes) -> None:
-        """Keeps a block for the next rank that asks. A full disk ends the copying, not the run."""
+        """Store a block for the next rank that asks. A full disk ends the copying, not the run."""
         if self._folder is None or self._is_full or source.packing:
             return
         try:
             fd = os.open(self._folder / f"{_name(source)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 if os.pwrite(fd, data, offset) == len(data):
-                    os.pwrite(self._flags, b"\1", block)  # only now: another rank may look at any moment
+                    os.pwrite(self._flags, b"\1", block)  # last, because another rank may look at any moment
             finally:
                 os.close(fd)
         except OSError as error:
             self._stop_copying(error)
 
     def read_unpacked(self, source: Source, offset: int, length: int) -> bytes:
-        """Bytes of a packed file's content. The first call unpacks it; with a folder, once per node.
+        """Return bytes of a packed file's content. The first call unpacks it; with a folder, once per node.
 
-        Raises UserError where the file is broken, or where there is no room for it anywhere.
+        Raises UserError if the file is broken, or if no disk has space for it.
         """
         if self._folder is not None and not self._is_full:
             path = self._folder / f"{_name(source)}.unpacked"
             if self._unpack(source, path):
-                with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
+                with contextlib.suppress(FileNotFoundError):  # removed by a clean-up
                     return _read(path, offset, length)
         return self._unpacked.read(source, offset, length)
 
     def room_needed(self) -> str | None:
-        """A sentence on the disk space that packed files will take; None where there are none."""
+        """Return a sentence on the disk space that packed files will need; None if there are none."""
         each = "on each rank" if self._where is None else "once for all ranks of a node"
         return self._unpacked.room_needed(self._where, each)
 
     def _unpack(self, source: Source, path: Path) -> bool:
-        """Makes the file if it is not there. Ranks that want the same file wait for one of them, no others do."""
+        """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
         if path.exists():
             return True
         try:
@@ -112,7 +113,7 @@ class Stage:
 
     def _write(self, source: Source, path: Path) -> None:
         partial = path.with_suffix(".partial")
-        remove(partial, _PARTIAL)  # of a rank that was killed
+        remove(partial, _PARTIAL)  # left by a rank that was killed
         try:
             with partial.open("xb") as out:
                 for piece in compression.pieces(source.path, source.packing):
@@ -122,21 +123,21 @@ class Stage:
             remove(partial, _PARTIAL)
 
     def _stop_copying(self, error: OSError) -> None:
-        """Only a lack of room is for good."""
+        """Stop copying for good only if there is no space."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
             self._is_full = True
             to_stderr(f"warning: data.stage_dir: {self._where}: {error.strerror}. What is not there yet is not copied.")
 
 
 def _open_folder(folder: str) -> Path:
-    """The part of the folder that belongs to this user and boot; removes what this user's earlier boots left."""
+    """Return this user's and this boot's part of the folder; remove what this user's earlier boots left."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     own = Path(folder) / f".horovod_train-stage-{os.geteuid()}"
     here = own / boot
     own.parent.mkdir(parents=True, exist_ok=True)
     own.mkdir(mode=0o700, exist_ok=True)
     found = own.lstat()
-    # Its name is known beforehand, so another user may have made it, and could put false records there.
+    # Its name is predictable, so another user may have made it and could put false records there.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise UserError(
             f"data.stage_dir: expected {own} to be a folder that belongs to user {os.geteuid()} alone (mode 700); it "
@@ -152,13 +153,13 @@ def _open_folder(folder: str) -> Path:
 
 
 def _name(*sources: Source) -> str:
-    """Another name for every other content."""
+    """Return the copy's name: a hash of path, size and mtime of the sources."""
     facts = [(os.path.realpath(source.path), source.size, source.mtime_ns) for source in sources]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
 def _read(path: Path, offset: int, length: int) -> bytes:
-    # Opened anew each time: there may be more files than a process may hold open.
+    # Opened again each time, because there may be more files than a process may have open.
     fd = os.open(path, os.O_RDONLY)
     try:
         return os.pread(fd, length, offset)

@@ -1,4 +1,4 @@
-"""What packed files hold, in one unnamed temporary file of this process; it goes with the process, however that ends.
+"""Stores what packed files hold in one unnamed temporary file of this process, which disappears with the process.
 
 For runs without a folder that all ranks of a node share; see staging.
 """
@@ -18,10 +18,10 @@ from horovod_train.errors import UserError
 
 
 class UnpackedFiles:
-    """For several threads at once. Each file has its place in the one temporary file, so one descriptor serves all."""
+    """Several threads may use it. Each file has its part of the one temporary file, so one descriptor is enough."""
 
     def __init__(self, sizes: Mapping[Source, int]) -> None:
-        """sizes: of each packed file, the bytes it holds once unpacked."""
+        """sizes: the bytes of each packed file's content."""
         self._sizes, self._places, end = sizes, {}, 0
         for source, size in sizes.items():
             self._places[source] = end
@@ -33,8 +33,8 @@ class UnpackedFiles:
         self._file: BinaryIO | None = None
 
     def read(self, source: Source, offset: int, length: int) -> bytes:
-        """Bytes of a file's content. The first call unpacks it. Raises UserError where it is broken or has no room."""
-        with self._locks[source]:  # those who want another file do not wait
+        """Return bytes of a file's content. The first call unpacks it. Raises UserError if that cannot be done."""
+        with self._locks[source]:  # threads that need another file do not wait
             if not self._is_whole[source]:
                 self._unpack(source)
                 self._is_whole[source] = True
@@ -42,7 +42,7 @@ class UnpackedFiles:
         return os.pread(self._descriptor(), length, self._places[source] + offset)
 
     def room_needed(self, folder: str | None, each: str) -> str | None:
-        """A sentence on what unpacking takes, `each` saying how often; None where nothing is packed."""
+        """Return a sentence on the space that unpacking needs; None if no file is packed. `each` says how often."""
         if not self._sizes:
             return None
         place = folder or tempfile.gettempdir()
