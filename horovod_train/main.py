@@ -1,4 +1,4 @@
-"""The command line: arguments → Config → train.run, and the other commands. Imports TensorFlow only to train.
+"""The command line: arguments → Config → training.run, and the other commands. Imports TensorFlow only to train.
 
 python -m horovod_train.main --config A.yaml [B.yaml ...] [section.key=value ...] [--output-dir DIR]
 horovodrun -np 4 python -m horovod_train.main --config ...
@@ -75,7 +75,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
     with _root_speaks_first():
         try:
             arguments = parser.parse_intermixed_args(words)
-        except TypeError:  # a command of several kinds, each with arguments of its own
+        except TypeError:  # a command of several kinds, each with its own arguments
             arguments = parser.parse_args(words)
     if name in WITH_KERAS:
         _choose_backend()
@@ -97,7 +97,10 @@ def _train(words: Sequence[str]) -> int:
 
 @contextmanager
 def _root_speaks_first() -> Iterator[None]:
-    """Bad arguments are the same for all ranks, so root says it for all; a rank that alone has others speaks later."""
+    """Let root report a UserError first. Bad arguments are the same on all ranks, and root's end then ends the others.
+
+    A rank that alone has other arguments reports later.
+    """
     try:
         yield
     except UserError as error:
@@ -131,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions() -> str:
-    """What a bug report needs, without importing any of it."""
+    """Return the versions that a bug report needs, without importing any package."""
 
     def of(package: str) -> str:
         try:
@@ -144,7 +147,7 @@ def _versions() -> str:
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    # `--config a.yaml train.epochs=3`: argparse takes the override for a second file.
+    # `--config a.yaml train.epochs=3`: argparse parses the override as a second file.
     files = [word for word in arguments.config if "=" not in word]
     overrides = [word for word in [*arguments.config, *arguments.overrides] if "=" in word]
     if arguments.resume:
@@ -166,7 +169,7 @@ def _load(arguments: argparse.Namespace) -> Config:
 
 
 def _check_paths(config: Config) -> None:
-    """What can be seen to be wrong before TensorFlow is loaded."""
+    """Check what can be checked before TensorFlow is loaded."""
     from horovod_train.data.dataset import look_before_start
 
     place = launcher.detect()
@@ -180,7 +183,7 @@ def _check_paths(config: Config) -> None:
 
 def _run(config: Config, place: launcher.Launch) -> int:
     _choose_backend()
-    # TensorFlow takes seconds, so it is not loaded before the config is good.
+    # TensorFlow takes seconds to load, so check the config first.
     tensorflow_noise.load_tensorflow()
     from horovod_train.distributed.group import is_connection_loss
     from horovod_train.training import run
@@ -190,7 +193,7 @@ def _run(config: Config, place: launcher.Launch) -> int:
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
-        # Found by all ranks alike: one line is enough.
+        # All ranks find the same error, so one line is enough.
         if place.rank == 0 or isinstance(error, UserError):
             raise
         return error.exit_code

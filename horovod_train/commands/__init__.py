@@ -1,1 +1,1 @@
-"""One file or folder for each command of the command line, but training."""
+"""One file or folder for each command of the command line except training."""

@@ -1,4 +1,4 @@
-"""The parser of every command: no argument may be a remote path, and what is wrong takes one line."""
+"""The parser of every command: it refuses remote paths, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from horovod_train.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Subcommands get a parser of the same class. Raises UserError where argparse would print its usage and exit."""
+    """Raises UserError where argparse would print its usage and exit. Subcommands get a parser of the same class."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # For every argument without a type of another kind, so that no path can be without the check.
+        # For every argument without another type, so that no path escapes the check.
         self.register("type", None, _local)
 
     def error(self, message: str) -> NoReturn:
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_subparsers(self, **options: Any) -> Any:
         action = super().add_subparsers(**options)
-        action.type = str  # the subcommand's own parser checks its words, and knows what they are called
+        action.type = str  # the subcommand's own parser checks its arguments and knows their names
         return action
 
 

@@ -1,4 +1,4 @@
-"""The command `bench`: measures a part of the trainer beside other ways to do the same, taking turns.
+"""The command `bench`: measures a part of the trainer against other ways to do the same, taking turns.
 
 python -m horovod_train.main bench input data/digits/train
 """

@@ -20,13 +20,13 @@ Contender = Callable[[int], tf.data.Dataset]
 
 
 def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
-    """The trainer's own pipeline, without augmentation."""
+    """Build the trainer's own pipeline, without augmentation."""
     data = dataclasses.replace(config.data, augment=())
     return build_pipeline(records, data, rank=0, size=1, seed=config.seed, training=True, global_batch_size=batch_size)
 
 
 def build(records: Records, config: Config, batch_size: int, parse_calls: int, plan_name: str) -> dict[str, Contender]:
-    """The contenders by name. `parse_calls` is how many records at once are parsed by the one that does it singly."""
+    """Build the contenders by name. `parse_calls`: parallel parse calls of the contender that parses records singly."""
     pipeline, window = build_ours(records, config, batch_size), config.data.shuffle_window
     used = {*records.schema.inputs, *records.schema.targets}
     features = {name: feature for name, feature in records.schema.features.items() if name in used}
@@ -63,7 +63,7 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
 
 
 def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) -> tf.Tensor:
-    """The tensor of a feature; `rank` is 1 for a batch, 0 for one record."""
+    """Return the tensor of a feature; `rank` is 1 for a batch, 0 for one record."""
     if feature.max_length:
         if rank:
             values = values.to_tensor(feature.padding, shape=[None, feature.max_length])

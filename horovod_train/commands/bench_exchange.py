@@ -1,9 +1,9 @@
-"""`bench exchange`: steps a second of ranks on this host, by the way in which they exchange gradients.
+"""`bench exchange`: steps per second of ranks on this host, by the way in which they exchange gradients.
 
 python -m horovod_train.main bench exchange --np 2
 
-Each contender is a launch of its own, since Horovod reads its settings when it starts. They take turns, so that what
-else the machine does meets all of them; medians over the rounds. The ceiling trains without any exchange.
+Each contender is launched separately, because Horovod reads its settings when it starts. They take turns, so that other
+load on the machine affects all of them; the medians over the rounds are shown. The ceiling trains without any exchange.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Contender(NamedTuple):
 
 
 def contenders() -> dict[str, Contender]:
-    """By name. What is not named is Horovod's or MPI's own default."""
+    """Return the contenders by name. Settings that are not named are Horovod's or MPI's own defaults."""
 
     def mpi(cycle_ms: str, yields: str = "1") -> Contender:
         return Contender("mpirun", {"HOROVOD_CYCLE_TIME": cycle_ms, "OMPI_MCA_mpi_yield_when_idle": yields})
@@ -104,7 +104,7 @@ def _choose(only: list[str] | None) -> dict[str, Contender]:
 
 
 def _measure(name: str, contender: Contender, ranks: int, systems: list[str], seconds: float) -> dict[str, float]:
-    """Records a second over all ranks, by system."""
+    """Return records per second over all ranks, by system."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
         words = [sys.executable, "-m", "horovod_train.commands.bench_exchange_rank", str(out), "--systems", *systems]

@@ -1,6 +1,6 @@
-"""What each rank of `bench exchange` runs: trains a system on made-up records, and root writes how fast that went.
+"""What each rank of `bench exchange` runs: trains a system on synthetic records; root writes how fast that was.
 
-The step is the trainer's own. `--alone` leaves out the exchange and nothing else: the ceiling.
+The step is the trainer's own. `--alone` omits only the exchange: the ceiling.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from horovod_train.training.step import TrainStep  # noqa: E402
 from horovod_train.training.sync import EveryStep, Exchanged  # noqa: E402
 
 WINDOWS = 5
-"""Parts that the measured time is cut into; the median counts."""
+"""Number of parts of the measured time; the median counts."""
 
 
 class System(NamedTuple):
-    """A model, and what it is trained on: `shape` of one record, `rows` of one rank's batch."""
+    """A model and its training data: `shape` of one record, `rows` of one rank's batch."""
 
     model: Spec
     loss: Spec
@@ -64,14 +64,14 @@ def systems() -> dict[str, System]:
 
 
 class Alone(EveryStep):
-    """Each rank applies its own gradients, and nobody meets."""
+    """Each rank applies its own gradients, without any exchange."""
 
     def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
         return Exchanged(list(own), own)
 
 
 def measure(group: WorkerGroup, system: System, seconds: float, *, alone: bool) -> float:
-    """Steps a second of all ranks together, the median of WINDOWS."""
+    """Return steps per second of all ranks together, the median of WINDOWS."""
     keras.utils.set_random_seed(1)
     model = build_model(system.model)
     optimizer = DistributedOptimizer(system.optimizer)

@@ -1,4 +1,4 @@
-"""`bench input`: records a second of the plan, of TensorFlow's shuffle with whole batches parsed, and of one by one.
+"""`bench input`: records per second of the plan, of TensorFlow's shuffle with whole batches parsed, and of one by one.
 
 All three read the same files, give the same tensors, and are drained inside TensorFlow. One rank.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"
 PARSE_CALLS = 10
-"""Records parsed at once by those who parse one by one, as S1 does."""
+"""Number of parse calls in parallel in the contender that parses records one by one, as S1 does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def _load(words: list[str]) -> Config:
 
 
 def _measure(records: Records, config: Config, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds a pass, of each turn of each contender. One more turn, first, is not counted."""
+    """Return seconds per pass, for each turn of each contender. The first turn is a warm-up and is not counted."""
     from horovod_train.commands import bench_contenders
 
     contenders = bench_contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
@@ -76,7 +76,7 @@ def _drain(build: Callable[[int], tf.data.Dataset], passes: int, num_records: in
 
 
 def _starts(records: Records, config: Config, batch_size: int) -> dict[str, float]:
-    """Seconds until the first batch, at the beginning of an epoch and near its end."""
+    """Return seconds until the first batch, at the beginning of an epoch and near its end."""
     from horovod_train.commands import bench_contenders
 
     pipeline = bench_contenders.build_ours(records, config, batch_size)

@@ -2,7 +2,7 @@
 
 python -m horovod_train.main bench synchronization --np 2 --config configs/digits_convnet_plain.yaml
 
-Whole runs of the trainer, started as scripts/run_local.sh starts them; in each round every way once.
+Runs the whole trainer, started as scripts/run_local.sh starts it; each round runs every way once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _train(words: list[str], ranks: int, limit_s: float) -> dict[str, Any]:
-    """The summary of one run."""
+    """Return the summary of one run."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
         command = [sys.executable, "-m", "horovod_train.main", "--config", *words, "log.tensorboard=false"]
@@ -75,7 +75,7 @@ def _speed(summaries: list[dict[str, Any]]) -> float:
 
 
 def _figures(summaries: list[dict[str, Any]]) -> str:
-    """The evaluation at the end; of several runs, from the least to the greatest."""
+    """Return the evaluation at the end; for several runs, from the least to the greatest."""
     parts = []
     for name in summaries[0]["eval"]:
         values = [summary["eval"][name] for summary in summaries]

@@ -1,4 +1,4 @@
-"""The command `check-data`: reads every record and prints what is there; or what each rank would read; or did read.
+"""The command `check-data`: reads every record and prints what it holds; or what each rank would read, or has read.
 
 python -m horovod_train.main check-data data/digits
 python -m horovod_train.main check-data --config configs/digits_convnet.yaml --np 6 --epochs 2
@@ -30,7 +30,7 @@ from horovod_train.output import tensorflow_noise
 if TYPE_CHECKING:
     from horovod_train.data.validation import FeatureSummary, Report
 
-_ROWS_PER_RANK = 32  # of a batch, where nobody has said how large it is
+_ROWS_PER_RANK = 32  # of a batch, if its size is not given
 _SHOWN = 100
 
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(console: Console, configs: Sequence[Config]) -> int:
     for config in configs:
-        find_records(config.data, "train")  # a wrong path is said before TensorFlow is loaded
+        find_records(config.data, "train")  # reports a wrong path before TensorFlow is loaded
     tensorflow_noise.load_tensorflow()
     from horovod_train.data.validation import check_split
 
@@ -74,7 +74,7 @@ def _check(console: Console, configs: Sequence[Config]) -> int:
 
 
 def _configs(arguments: argparse.Namespace) -> list[Config]:
-    """One for each split, which is its `data.train`."""
+    """Return one config for each split, with the split as its `data.train`."""
     if bool(arguments.paths) == bool(arguments.config):
         raise UserError("check-data: give either the path of records or --config.")
     if arguments.paths:
@@ -167,7 +167,7 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
 
 
 def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
-    """Says whether the records that were numbered in the audit are those that lie there now. Raises UserError."""
+    """Say whether the records of the audit are those that data.train holds now. Raises UserError."""
     try:
         config, _ = load([os.path.join(run_dir, "config.yaml")], [])
         found = scan_records(config.data, "train").index.digest

@@ -1,4 +1,4 @@
-"""The command `evaluate`: loss and metrics of a trained model over data.eval, on as many ranks as are started.
+"""The command `evaluate`: loss and metrics of a trained model over data.eval, on any number of ranks.
 
 python -m horovod_train.main evaluate runs/digits_convnet --checkpoint best
 horovodrun -np 4 python -m horovod_train.main evaluate runs/digits_convnet data.eval=data/other/eval --out figures.json

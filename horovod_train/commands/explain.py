@@ -1,9 +1,9 @@
-"""The command `explain`: what happened to a run, from what its ranks have left, and what to do next.
+"""The command `explain`: what happened to a run, from the files that its ranks have left, and what to do next.
 
 python -m horovod_train.main explain runs/digits_convnet
 
-Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads the newest checkpoint, and
-where it is damaged the one before it, byte by byte: what is called good is what a run would go on from.
+Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads the newest checkpoint byte
+by byte, and if it is damaged the one before it: a run would resume from the checkpoint that is called good.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 
 
 class Outcome(NamedTuple):
-    """How the run ended, in a sentence; where and when it began to."""
+    """How the run ended, in a sentence; the rank where that began, and when."""
 
     state: State
     what: str
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """followed: ranks that ended because of another; silent: those that left no word on their end."""
+    """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
 
     run_dir: str
     state: State
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
-    """Raises UserError where no run has written to `run_dir`. watch_s: for how long a lease is watched, if need be."""
+    """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
     if not any((run_dir / name).exists() for name in _LEFT_BY_A_RUN):
         found = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(_LEFT_BY_A_RUN)}; found {found}.")
@@ -131,7 +131,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
 def _judge(
     stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
 ) -> Outcome:
-    """Of all that went wrong, what was first. The hosts' clocks are taken to agree."""
+    """Return what went wrong first. Assumes that the hosts' clocks agree."""
     ends = {rank: story.end for rank, story in stories.items() if story.end}
     went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
     if went_wrong:
@@ -167,7 +167,7 @@ def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
 def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     stalled = [end for end in ends.values() if end["ended"] == "stalled"]
     if stalled:
-        # The most common: a rank that was frozen, and goes on, tells of the others.
+        # The most common text, because a rank that was frozen and then continues reports the others instead.
         text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
         suspect = re.match(r"rank (\d+) ", text)
         first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
@@ -179,13 +179,13 @@ def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
         for entry in story.find("cause"):
             gone = _DISAPPEARED.match(entry.text)
             other = stories.get(int(gone[1])) if gone else None
-            # One that has left its end only lost its connection.
+            # A rank whose log has an end has only lost its connection.
             if gone and not (other and other.end):
                 yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
 
 
 def _followed(story: RankStory) -> bool:
-    """Whether it knew of another's end when its own came: perhaps from a launcher, before it could leave a word."""
+    """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
     return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
 
 
@@ -212,7 +212,7 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
 
 
 def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
-    """What starts the run again as it was started."""
+    """Return the command that starts the run again as it was started."""
     words = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
     if not resumes_by_itself(run_dir):
         words.append("checkpoint.resume=auto")
@@ -233,7 +233,7 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
 
 
 def _is_alive(story: RankStory) -> bool:
-    """Whether its process is on this host: that one, not a later one with its number."""
+    """Return whether its process is on this host: the same process, not a later one with its number."""
     if story.host != socket.gethostname():
         return False
     try:

@@ -1,4 +1,4 @@
-"""For `explain`: how far a run came and from where it can go on, read off its files without TensorFlow."""
+"""For `explain`: how far a run came and from where it can resume, from its files, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Checkpoint:
 
 
 def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest that a run can resume from, and what is wrong with newer ones.
+    """Return the newest checkpoint that a run can resume from, and what is wrong with newer ones.
 
-    Reads them byte by byte, as a run would. Raises UserError where the folder cannot be read.
+    Reads them byte by byte, as a run would. Raises UserError if the folder cannot be read.
     """
     folder = run_dir / CHECKPOINTS
     try:
@@ -40,7 +40,7 @@ def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 def _read(folder: Path) -> Checkpoint:
     try:
         return Checkpoint(str(folder), int(verify(folder)["step"]))
-    except UserError as error:  # It takes a later version to read it.
+    except UserError as error:  # Only a later version can read it.
         raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its manifest tells no step: {error}") from error
@@ -55,7 +55,7 @@ def last_step_in_metrics(run_dir: Path) -> int | None:
 
 
 def resumes_by_itself(run_dir: Path) -> bool:
-    """Whether the run, started again with its own config, goes on from its newest checkpoint."""
+    """Return whether the run, started again with its own config, resumes from its newest checkpoint."""
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         return bool(config["checkpoint"]["resume"] != "never")
@@ -64,7 +64,7 @@ def resumes_by_itself(run_dir: Path) -> bool:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Empty where there is no whole JSON object."""
+    """Return the JSON object; empty if there is no complete one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""For `explain`: whether a run still holds its directory, on any host. Changes nothing there."""
+"""For `explain`: whether a run still has a valid lease on its directory, on any host. Changes nothing there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ WATCH_S = 2 * REFRESH_S
 
 
 def find_running(run_dir: Path, say: Callable[[str], None], watch_s: float = WATCH_S) -> str | None:
-    """Return who holds the directory and how that shows, in words; None where no run holds it.
+    """Return which run has the directory and how that shows, in words; None if no run has it.
 
-    A lease that was refreshed within watch_s is held. One that looks older is watched for that long, since the clock
-    that stamps it may differ from ours; say: told before that.
+    A lease refreshed within watch_s is valid. A lease that looks older is watched for that long, because the clock that
+    stamps it may differ from ours. say: called before that.
     """
     try:
         holder, first, lives_here = read_lease(run_dir)

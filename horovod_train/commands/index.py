@@ -1,4 +1,4 @@
-"""The command `index`: finds where the records of TFRecord files start and keeps it, so that no run has to.
+"""The command `index`: finds where the records of TFRecord files start and stores it, so that no run has to scan.
 
 python -m horovod_train.main index data/foreign
 """

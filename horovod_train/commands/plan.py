@@ -1,4 +1,4 @@
-"""The command `plan`: what a config comes to on N ranks, before anything is started. Needs neither GPU nor TensorFlow.
+"""The command `plan`: what a config means on N ranks, before anything starts. Needs neither GPU nor TensorFlow.
 
 python -m horovod_train.main plan --config configs/digits_convnet.yaml --np 64
 python -m horovod_train.main plan --config … --np 64 --parameters 25.6M --examples-per-s 20000 --time 04:00:00

@@ -1,4 +1,4 @@
-"""For `plan`: what a run on N ranks comes to, in numbers. Reads the records' index, no records; needs no TensorFlow."""
+"""For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def collect(
     examples_per_s: float | None,
     time_s: float | None,
 ) -> tuple[Facts, list[str]]:
-    """The facts by section, as JSON can hold them, and what is worth a second look. Raises UserError.
+    """Return the facts by section, in JSON types, and a sentence for each that may be unintended. Raises UserError.
 
     start: the checkpoint to resume from. parameters: as `--parameters` was given. examples_per_s: over all ranks.
     time_s: until the scheduler ends the job.
@@ -65,7 +65,7 @@ def collect(
             "every_minutes": config.checkpoint.every_minutes,
             "kept": at_once,
             "bytes_each": size.checkpoint_bytes,
-            # One more while it is being written.
+            # One more exists while it is being written.
             "bytes_at_most": None if size.checkpoint_bytes is None else (at_once + 1) * size.checkpoint_bytes,
             "source": size.source,
         },
@@ -77,12 +77,12 @@ def collect(
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
-    """Records of a whole batch on each rank: neighbouring lanes of the plan, cut as evenly as it goes."""
+    """Return the records of a whole batch on each rank: neighbouring lanes of the plan, cut as evenly as possible."""
     return np.diff(np.arange(ranks + 1) * global_batch_size // ranks).tolist()
 
 
 def records_by_rank(plan: Plan, ranks: int) -> list[int]:
-    """Records of an epoch on each rank."""
+    """Return the records of an epoch on each rank."""
     lanes = plan.global_batch_size
     used = plan.steps_per_epoch * lanes if plan.drop_remainder else plan.num_records
     used = min(used, plan.num_records)
@@ -97,7 +97,7 @@ def records_by_rank(plan: Plan, ranks: int) -> list[int]:
 
 
 def save_steps(config: Config, horizon: Horizon) -> list[int]:
-    """The steps at which a checkpoint is saved, but for those that the clock decides on or an evaluation."""
+    """Return the steps at which a checkpoint is saved, except saves that depend on the clock or on an evaluation."""
     every = config.checkpoint.every_steps
     steps = set(range(every, horizon.total_steps + 1, every)) if every else set()
     if config.checkpoint.every_epochs:
@@ -107,9 +107,9 @@ def save_steps(config: Config, horizon: Horizon) -> list[int]:
 
 
 def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
-    """epoch, step and rate at about a dozen steps: the first, the last, where warm-up ends, where the rate jumps.
+    """Return epoch, step and rate at about a dozen steps: first, last, end of warm-up, jumps of the rate.
 
-    Of a decay of the user's own the name: its rates need TensorFlow.
+    For a user's own decay returns its name, because its rates need TensorFlow.
     """
     decay = config.lr_schedule.decay
     if ":" in decay.name:
@@ -158,7 +158,10 @@ def _time(
     examples_per_s: float | None,
     time_s: float | None,
 ) -> Facts | None:
-    """Seconds of the whole run at a throughput, evaluation counted at the same; or the throughput that a time takes."""
+    """Return the seconds of the whole run at a throughput, which also counts for evaluation.
+
+    If a time is given instead, return the throughput that it needs.
+    """
     whole, rest = divmod(horizon.total_steps, horizon.steps_per_epoch)
     per_epoch = min(plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
     trained = whole * per_epoch + rest * horizon.global_batch_size
@@ -182,7 +185,7 @@ def _evaluations(config: Config, horizon: Horizon) -> int:
 
 
 def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
-    """Where a resumed run keeps the global batch that it began with; see resume.resolve_as_before."""
+    """Warn if a resumed run keeps the global batch that it began with; see training.resume.resolve_as_before."""
     per_rank = asked.data.batch_size_per_rank
     if asked.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
         alone = per_rank * ranks
@@ -190,7 +193,7 @@ def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
 
 
 def _second_look(config: Config, facts: Facts) -> Iterator[str]:
-    """What is no fault and yet may not be meant."""
+    """Yield what is valid but may be unintended."""
     rows, ranks, data = facts["batch"]["rows_per_rank"], facts["ranks"], config.data
     if len(rows) > 1:
         batch = facts["batch"]["global"]

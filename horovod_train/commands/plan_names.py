@@ -1,4 +1,4 @@
-"""For `plan`: do the names in a config lead anywhere, and take their options? Imports nothing; see plan_sources."""
+"""For `plan`: whether the names in a config exist and accept their options. Imports nothing; see plan_sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_train.optim.schedules import Horizon, build_formula
 
 
 def wrong_names(config: Config) -> Iterator[str]:
-    """A sentence for each name that leads nowhere and each option that would be refused, as far as source tells."""
+    """Yield a sentence for each name that does not exist and each option that would be refused, as source shows it."""
     ours = "horovod_train.models"
     yield from _check(config.model, "model", in_table=(ours, "MODELS"))
     for where, loss in _losses(config.loss):
@@ -41,7 +41,7 @@ def wrong_names(config: Config) -> Iterator[str]:
 
 
 def _losses(loss: Spec) -> Iterator[tuple[str, Spec]]:
-    """The loss, or those of the outputs where it is one for each; what is no loss's form is left to training."""
+    """Return the loss, or one per output if there are several; a value that is no valid loss is left to training."""
     if loss.name != "per_output":
         yield "loss", loss
         return
@@ -60,7 +60,7 @@ def _check(
     given: int = 0,
     named: Sequence[str] = (),
 ) -> Iterator[str]:
-    """given: arguments that the trainer passes by place; named: those that it passes by name."""
+    """given: arguments that the trainer passes by position; named: those that it passes by name."""
     if ":" in spec.name:
         module, _, attribute = spec.name.partition(":")
         try:
@@ -103,7 +103,7 @@ def _check_options(
         definition, given = (made[0] if made else None), 1
     if definition is None or definition.decorator_list or definition.args.vararg:
         return
-    # Keras' optimizers have one, and refuse whatever comes by it.
+    # Keras' optimizers accept **kwargs, and then refuse every argument in it.
     if definition.args.kwarg and not (is_keras and where == "optimizer"):
         return
     places = [argument.arg for argument in [*definition.args.posonlyargs, *definition.args.args]]

@@ -1,6 +1,6 @@
-"""For `plan`: the paths in a config that a run would write to. Makes nothing there.
+"""For `plan`: the paths in a config that a run would write to. Creates nothing there.
 
-The records are looked at where they are opened, see plan_facts; the checkpoint to resume from in plan_resume.
+plan_facts checks the records when it opens them; plan_resume checks the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from horovod_train.config.settings import Config
 
 
 def wrong_paths(config: Config) -> Iterator[str]:
-    """A sentence for each path that the run could not write to; makes nothing there."""
+    """Yield a sentence for each path that the run could not write to. Creates nothing there."""
     if config.output_dir is None:
         yield "output_dir: is required: the folder that the run writes to. Give --output-dir DIR."
     else:

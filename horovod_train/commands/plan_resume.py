@@ -14,7 +14,7 @@ from horovod_train.config.settings import Config
 
 @dataclass(frozen=True)
 class Start:
-    """What the manifest of a checkpoint tells. size: bytes of its files. ranks: None where it does not tell."""
+    """What the manifest of a checkpoint says. size: bytes of its files. ranks: None if it does not say."""
 
     folder: Path
     step: int
@@ -29,10 +29,10 @@ class Start:
 
 
 def find_resume(config: Config) -> tuple[Start | None, list[str]]:
-    """Return the checkpoint that a run of this config would resume from, and a sentence for each that it passes over.
+    """Return the checkpoint that a run of this config would resume from, and a sentence for each that it skips.
 
-    Looked up as the run does, and believed as far as its manifest and the sizes of its files go. Raises UserError where
-    the run would refuse to start.
+    Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
+    refuse to start.
     """
     if config.output_dir is None:
         return None, []

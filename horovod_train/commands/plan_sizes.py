@@ -1,7 +1,7 @@
 """For `plan`: bytes of checkpoints and of a rank's memory, from the number of parameters. Builds no model.
 
 Weights, gradients and slots are float32, under mixed precision too. What the layers keep for the backward pass is not
-counted: only building the model would tell.
+counted, because that needs the model to be built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from horovod_train.errors import UserError
 _FLOAT32 = 4
 _LOOKS = 16
 FUSION_BYTES = 128 << 20
-"""Horovod's buffer for tensors that are exchanged at once, where nothing is set (operations.cc of 0.28.1)."""
+"""Horovod's default buffer for tensors that are exchanged together (operations.cc of 0.28.1)."""
 
 SLOTS = {
     "adadelta": 2, "adafactor": 1, "adagrad": 1, "adam": 2, "adamax": 2, "adamw": 2, "ftrl": 2, "lamb": 2, "lion": 1,
@@ -30,12 +30,12 @@ SLOTS = {
 """Optimizer → values that it keeps for each parameter, without options."""
 
 _OPTIONS = {"adam": ["amsgrad"], "adamw": ["amsgrad"], "rmsprop": ["centered", "momentum"], "sgd": ["momentum"]}
-"""Options that add one more where they are given and not 0."""
+"""Options that add one more value if they are given and not 0."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """parameters and checkpoint_bytes: None where nobody knows. source: where the figures come from, in words."""
+    """parameters and checkpoint_bytes: None if unknown. source: where the figures come from, in words."""
 
     parameters: int | None
     checkpoint_bytes: int | None
@@ -43,7 +43,7 @@ class Size:
 
 
 def parse_count(text: str) -> int:
-    """25600000, 25.6M or 7B. Raises UserError."""
+    """Parse 25600000, 25.6M or 7B. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGB]?)", text.strip(), re.IGNORECASE)
     if not found:
         raise UserError(f"--parameters: expected a number such as 25600000, 25.6M or 7B; received {text!r}.")
@@ -51,19 +51,19 @@ def parse_count(text: str) -> int:
 
 
 def slots(optimizer: Spec) -> int | None:
-    """Values that the optimizer keeps for each parameter; None for a user's own."""
+    """Return the values that the optimizer keeps for each parameter; None for a user's own."""
     name = optimizer.name.replace("_", "").lower()
     kept = SLOTS.get(name)
     return None if kept is None else kept + sum(bool(optimizer.options.get(more)) for more in _OPTIONS.get(name, []))
 
 
 def beside_slots(config: Config) -> int:
-    """Values that a run keeps for each parameter besides weights and slots: moving average, gradients one step late."""
+    """Return the values per parameter in addition to weights and slots: moving average, gradients one step late."""
     return (config.train.ema_decay is not None) + (config.train.synchronization == "stale")
 
 
 def find_size(config: Config, parameters: str | None, start: Start | None) -> Size:
-    """From `parameters` (an option), else from the checkpoint that the run would resume from, if there is one."""
+    """Return the size from `parameters` (an option), else from the checkpoint to resume from, if there is one."""
     kept = slots(config.optimizer)
     per_parameter = _FLOAT32 * (1 + (2 if kept is None else kept) + beside_slots(config))
     if parameters is not None:
@@ -76,7 +76,7 @@ def find_size(config: Config, parameters: str | None, start: Start | None) -> Si
 
 
 def memory(config: Config, size: Size, record_bytes: dict[str, int]) -> dict[str, int]:
-    """Bytes of one rank by what holds them. record_bytes: the same of what holds records."""
+    """Return the bytes of one rank by what uses them. record_bytes: the same for what keeps records."""
     kept = slots(config.optimizer)
     weights = (size.parameters or 0) * _FLOAT32
     fusion_mb = config.horovod.fusion_threshold_mb
@@ -89,17 +89,17 @@ def memory(config: Config, size: Size, record_bytes: dict[str, int]) -> dict[str
 def record_bytes(
     config: Config, plan: Plan, records: Records, eval_records: Records | None, ranks: int
 ) -> dict[str, int]:
-    """Bytes of records that one rank holds: those that wait to be drawn, and those that data.cache keeps."""
+    """Return the bytes of records in a rank's memory: those that wait to be drawn, and those that data.cache keeps."""
     kept = 0
     if config.data.cache == "memory":
-        # Shuffled, a rank comes to meet every record; in the files' order it meets the same ones in every pass.
+        # With shuffling, a rank reads every record in time; in the files' order it reads the same ones in every pass.
         kept = _parsed_bytes(records) // (1 if plan.order == "shuffled" else ranks)
         kept += _parsed_bytes(eval_records) // ranks if eval_records else 0
     return {"shuffle": _shuffle_bytes(plan, records, ranks), "cache": kept}
 
 
 def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
-    """Most bytes of the blocks that rank 0 holds for a step, of some steps all over the first epoch."""
+    """Return the largest size of the blocks that rank 0 keeps for a step, for some steps all over the first epoch."""
     if plan.order != "shuffled":
         return 0
     line, lengths = plan.line(0), records.index.blocks.length
@@ -109,9 +109,9 @@ def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
 
 
 def _parsed_bytes(records: Records) -> int:
-    """Bytes of all records as data.cache keeps them: numbers as arrays, strings and images as they are stored.
+    """Return the bytes of all records as data.cache keeps them: numbers as arrays, strings and images as stored.
 
-    Of a user's data.parse only the stored bytes are known.
+    For a user's data.parse only the stored bytes are known.
     """
     schema, stored = records.schema, int(records.index.blocks.length.sum())
     used = [schema.features[name] for name in {*schema.inputs, *schema.targets} if name in schema.features]

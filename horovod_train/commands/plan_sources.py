@@ -1,6 +1,6 @@
-"""For `plan`: where a name is defined, read off source files with ast. Imports nothing, so it needs no TensorFlow.
+"""For `plan`: where a name is defined, read from source files with ast. Imports nothing, so it needs no TensorFlow.
 
-What only running the code would show stays unseen: a name that comes from `import *`, a function behind a decorator.
+Cannot see what only running the code would show: a name that comes from `import *`, a function behind a decorator.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _FURTHEST = 8  # imports to follow from one module to the next
 
 @dataclass(frozen=True)
 class Found:
-    """A name that is there; `definition` where its source can be read."""
+    """A name that exists; `definition` if its source can be read."""
 
     definition: Definition | None
 
 
 @functools.cache
 def read_source(module: str) -> ast.Module | None:
-    """The source of a module; an empty one where it is there without source; None where it is not there.
+    """Return the source of a module; an empty one if the module exists without source; None if it does not exist.
 
     Raises SyntaxError.
     """
@@ -42,7 +42,7 @@ def read_source(module: str) -> ast.Module | None:
 
 
 def find_module(module: str) -> importlib.machinery.ModuleSpec | None:
-    """As importlib.util.find_spec, but without importing the packages that the module is in."""
+    """Do as importlib.util.find_spec, but without importing the packages that contain the module."""
     path, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(path)
@@ -57,7 +57,7 @@ def find_module(module: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def look_up(module: str, name: str, hops: int = 0) -> Found | None:
-    """None only where it is certain that the module has no such name."""
+    """Return None only if it is certain that the module has no such name."""
     try:
         tree = read_source(module)
     except SyntaxError:
@@ -74,7 +74,7 @@ def look_up(module: str, name: str, hops: int = 0) -> Found | None:
 
 
 def bound_names(tree: ast.Module) -> dict[str, ast.stmt]:
-    """Name → the statement outside of functions and classes that binds it last."""
+    """Return name → the statement outside of functions and classes that binds it last."""
     found: dict[str, ast.stmt] = {}
     todo: list[ast.stmt] = list(tree.body)
     for node in todo:
@@ -96,7 +96,7 @@ def bound_names(tree: ast.Module) -> dict[str, ast.stmt]:
 
 
 def find_table(module: str, name: str) -> dict[str, Found | None] | None:
-    """A dict of functions as it stands in a module of ours: {"convnet": convnet.build}."""
+    """Return a dict of functions that stands in a module of this package: {"convnet": convnet.build}."""
     tree = read_source(module)
     node = bound_names(tree).get(name) if tree else None
     if tree is None or not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Dict):

@@ -1,4 +1,4 @@
-"""What evaluate, predict and export have in common on the command line: whose weights, and under which config."""
+"""Arguments that evaluate, predict and export share: which weights, and under which config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_train.output.removal import Made, check
 class Choice(NamedTuple):
     config: Config
     checkpoint: str
-    """Its folder, or one above whose newest is meant."""
+    """Its folder, or a folder above whose newest checkpoint is used."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def choose(arguments: argparse.Namespace) -> Choice:
-    """The config and the checkpoint that the words mean. Raises UserError. Opens no checkpoint."""
+    """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint."""
     words = [*(arguments.config or []), *arguments.words]
     overrides = [word for word in words if "=" in word]
     files = [word for word in arguments.config or [] if "=" not in word]
@@ -53,7 +53,7 @@ def choose(arguments: argparse.Namespace) -> Choice:
 
 
 def check_out(out: str, made: Made) -> None:
-    """Raises UserError, on root, where `made` cannot be put under this name, or would take another thing's place."""
+    """Raise UserError, on root, if `made` cannot be written under this name or would replace something else."""
     if launcher.detect().rank != 0:
         return
     folder = os.path.dirname(out) or "."

@@ -17,7 +17,7 @@ from horovod_train.config.settings import Config, resolve
 from horovod_train.errors import UserError
 
 CPUS_PER_GPU = 8
-"""Threads that read and decode for one GPU, where nothing is asked for: what eight-GPU hosts have to spare for each."""
+"""Default number of threads that read and decode for one GPU: what eight-GPU hosts can spare for each."""
 
 NOTICE_S = 300
 """A checkpoint of some GB to a busy file server takes minutes."""
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the script on standard output and the choices on standard error."""
+    """Print the script on standard output and the choices on standard error."""
     files = [word for word in arguments.config if "=" not in word]
     overrides = [word for word in [*arguments.config, *arguments.overrides] if "=" in word]
     config, _ = load(files, overrides)
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{job.nodes * job.tasks_per_node} ranks of horovod_train on {job.nodes} host(s); submit it with sbatch.",
         "It is asked to save before its time is over, and puts itself in the queue again until the run is done.",
     ]
-    # An environment is used where it is: the script need not be submitted from any folder.
+    # Use an environment by its absolute path, so that the script can be submitted from any folder.
     venv = sys.prefix if sys.prefix != sys.base_prefix else ".venv"
     print(render(job, head=head, words=words, folder=str(Path.cwd()), venv=venv), end="")
     for line in _explain(job, config, arguments, output_dir):
@@ -105,7 +105,7 @@ def _explain(job: Job, config: Config, arguments: argparse.Namespace, output_dir
 
 
 def shipped(gpus_per_node: int, nodes: int) -> str:
-    """The scripts of scripts/slurm, for any config: they differ in what is asked for only."""
+    """Return one of the scripts in scripts/slurm, for any config; they differ only in what they request."""
     name = ("gpu" if gpus_per_node else "cpu") + ("_nodes" if nodes > 1 else "_node")
     job = Job(
         name=name,
@@ -130,7 +130,7 @@ def shipped(gpus_per_node: int, nodes: int) -> str:
 
 
 def _name(word: str) -> str:
-    """Of a partition or an account: what an #SBATCH line takes as one word."""
+    """Parse a partition or an account: what an #SBATCH line accepts as one word."""
     if not re.fullmatch(r"[\w.,:@/+-]+", word):
         raise argparse.ArgumentTypeError(f"expected a name without spaces and quotes; received {word!r}")
     return word

@@ -15,7 +15,7 @@ LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of SLURM, and how the ranks are started."""
+    """What is requested from SLURM, and how the ranks are started."""
 
     name: str
     nodes: int
@@ -35,7 +35,7 @@ class Job:
 
 
 def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder: str | None, venv: str) -> str:
-    """The script. head: its first comment.
+    """Return the script. head: its first comment.
 
     words: what follows `python -m horovod_train.main`; None: what follows the script's name in the call of sbatch.
     folder: where to run; None: where sbatch was called. venv: the virtual environment; its folder.
@@ -66,7 +66,7 @@ def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder
         "@FOLDER@": where,
         "@VENV@": shlex.quote(venv),
     }
-    # In one pass: a path may hold what looks like another placeholder.
+    # In one pass, because a path may contain text that looks like another placeholder.
     return "\n".join(lines) + re.sub("|".join(filled), lambda found: filled[found.group()], _BODY)
 
 

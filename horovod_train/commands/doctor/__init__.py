@@ -1,4 +1,4 @@
-"""The command `doctor`: is this machine, or this job, fit to train on? One line a check, and what to do.
+"""The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
 
 python -m horovod_train.main doctor                                   this machine
 horovodrun -np 4 python -m horovod_train.main doctor                  the job, as it would be started to train

@@ -1,4 +1,4 @@
-"""What a check of `doctor` finds: one line, and what to do about it."""
+"""The result of a check of `doctor`: one line, and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Level = Literal["ok", "warning", "fail"]
 
 @dataclass(frozen=True)
 class CheckResult:
-    """level "fail": a run here would fail, hang or be wrong. "warning": it would be slow, or part of it."""
+    """level "fail": a run here would fail, hang or be wrong. "warning": all or part of it would be slow."""
 
     name: str
     level: Level
     text: str
     do: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the line, as JSON can hold them."""
+    """The figures behind the line, in JSON types."""
     rows: tuple[str, ...] = ()
-    """Lines of a table that belongs below."""
+    """Lines of a table to show below."""
 
     def as_dict(self) -> dict[str, Any]:
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "rows"}

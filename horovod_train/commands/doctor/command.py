@@ -1,4 +1,4 @@
-"""Brings the ranks together, runs the checks in order, shows what they found. Judges nothing itself; see the checks."""
+"""Brings the ranks together, runs the checks in order and shows the results. Judges nothing itself; see the checks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if no check failed, 1 if one did. Collective."""
+    """Return 0 if no check failed, 1 if one did. Collective."""
     words = arguments.config or []
     config = None
     if words:
@@ -69,11 +69,11 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
     except AlreadySaid:
         return [fail("start", "another rank could not start; it says why", "")], False
     except RunError as error:
-        # Mostly the same for all ranks: root says it, and its end ends the others before they do.
+        # Usually the same on all ranks: root reports it, and its end ends the others before they report.
         time.sleep(0.0 if launcher.detect().rank == 0 else ROOT_SPEAKS_FIRST_S)
         return [fail("start", str(error), "")], True
     except Exception as error:
-        # Libraries raise what they like here; for a doctor that is a finding.
+        # Libraries may raise anything here; doctor reports it as a result.
         text = " ".join(str(error).split())[:300]
         return [
             fail("start", f"Horovod does not start: {text}", "See README on installing.")
@@ -108,7 +108,7 @@ def _checks(config: Config | None, folder: Path) -> list[Callable]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it: doctor makes no run directory."""
+    """Return the folder, or the nearest existing one above it: doctor makes no run directory."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.resolve()
@@ -126,7 +126,7 @@ def _show(findings: Sequence[CheckResult], to: str | None) -> None:
             raise UserError(f"--json {to}: {error.strerror}. Choose another name.") from error
     console = open_screen(launched=launcher.detect().launcher != "none")
     for finding in findings:
-        # Written at once: launchers put a prefix before what comes apart.
+        # In one write: launchers put a prefix before each part.
         level, rest = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
         console.print(Text.assemble((level, COLOURS[finding.level]), rest))
         for row in finding.rows:
@@ -139,13 +139,13 @@ def _advice(finding: CheckResult) -> str:
 
 
 class _Alarm:
-    """Ends the process where Horovod waits forever for a rank that does not come: no exception gets through to it."""
+    """Ends the process if Horovod waits forever for a rank that does not arrive: no exception can interrupt it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timer = threading.Timer(timeout_s, self._ring, [timeout_s])
         self._timer.daemon = True
         self._timer.start()
-        # MPI may wait while it holds Python's lock, and then no thread of Python can ring.
+        # MPI may wait while it holds Python's lock, and then no Python thread can run.
         faulthandler.dump_traceback_later(timeout_s + 2, exit=True)
 
     def off(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of `doctor` on the exchange: is the mean right, and how fast is it?"""
+"""Checks of `doctor` on the exchange: whether the mean is right, and how fast it is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from horovod_train.distributed.optimizer import DistributedOptimizer
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
 SLOW_GB_PER_S = 0.1
-"""What a network of 1 Gbit/s gives."""
+"""Throughput of a network of 1 Gbit/s."""
 MOST_ERROR = 1e-6
 
 
 def check_averaging(group: WorkerGroup) -> CheckResult:
-    """Collective: one step of a DistributedOptimizer on other data on each rank, against the mean worked out here.
+    """Collective: one step of a DistributedOptimizer on different data per rank, against the mean computed here.
 
-    The same step of the plain optimizer must leave the ranks with different weights: else nothing would be proved.
+    The same step of the plain optimizer must give the ranks different weights; otherwise the check proves nothing.
     """
     own, wrapped = _step(group, distributed=False), _step(group, distributed=True)
     by_rank = group.gather((own, wrapped))
@@ -30,7 +30,7 @@ def check_averaging(group: WorkerGroup) -> CheckResult:
 
 
 def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], version: str) -> CheckResult:
-    """own, wrapped: of each rank its weights after a step without and with the exchange; from the same weights."""
+    """own, wrapped: each rank's weights after a step without and with the exchange; from the same weights."""
     expected = np.mean(own, axis=0)  # plain SGD: the mean of the ranks' weights is a step along the mean gradient
     error = float(max(np.max(np.abs(weights - expected)) for weights in wrapped))
     differ = len({weights.tobytes() for weights in own})
@@ -50,7 +50,7 @@ def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], ve
 
 
 def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
-    """Weights after one compiled step on this rank's data, float32 [12]."""
+    """Return the weights after one compiled step on this rank's data, float32 [12]."""
     kernel = keras.initializers.RandomNormal(seed=3)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2, kernel_initializer=kernel)])
     optimizer = keras.optimizers.SGD(0.1)
@@ -71,7 +71,7 @@ def _step(group: WorkerGroup, *, distributed: bool) -> np.ndarray:
 
 
 def check_speed(group: WorkerGroup, seconds: float = 2.0) -> CheckResult:
-    """Collective: time and throughput of one allreduce by its size; beside MPI alone where MPI runs."""
+    """Collective: time and throughput of one allreduce by its size, compared with MPI alone if MPI runs."""
     return judge_speed(measure_allreduce(group, SIZES, seconds), group.size, len(set(group.hosts)))
 
 

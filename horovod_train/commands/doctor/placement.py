@@ -38,7 +38,7 @@ def check_launcher(group: WorkerGroup) -> CheckResult:
 def judge_counts(
     text: str, counts: Mapping[str, int], places: Sequence[tuple[int, int]], facts: Mapping[str, object]
 ) -> CheckResult:
-    """counts: ranks by who counts them. places: of each rank Horovod's number and MPI's."""
+    """counts: numbers of ranks by source. places: for each rank Horovod's number and MPI's."""
     said = ", ".join(f"{who} counts {count}" for who, count in counts.items())
     if [rank for rank, _ in places] != list(range(len(places))):
         return fail("launcher", f"{text}; ranks are numbered {[rank for rank, _ in places]}", "Report this.", facts)
@@ -57,7 +57,7 @@ def judge_counts(
 
 
 def check_hosts(group: WorkerGroup) -> CheckResult:
-    """Ranks by host; an uneven spread makes the hosts with fewer wait."""
+    """Show ranks by host; with an uneven spread the hosts with fewer ranks wait."""
     spread = Counter(group.hosts)
     text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
     text = f"ranks by host: {text}{', …' if len(spread) > 8 else ''}"
@@ -68,14 +68,14 @@ def check_hosts(group: WorkerGroup) -> CheckResult:
 
 
 def check_devices(group: WorkerGroup) -> CheckResult:
-    """Collective: GPUs of its own for each rank, by UUID; or why there are none."""
+    """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
     seen = len(tf.config.list_physical_devices("GPU"))
     return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), seen)))
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
-    """rows: of each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
+    """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
     for rank, (host, uuids, listed, seen) in enumerate(rows):
         if not uuids and listed and not seen:
@@ -113,7 +113,7 @@ def check_threads(group: WorkerGroup) -> CheckResult:
 
 
 def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> CheckResult:
-    """rows: of each rank host, threads, the cores that it is bound to, how many the host has, and its quota of them."""
+    """rows: for each rank host, threads, cores it is bound to, number of the host's cores, and its quota of them."""
     per_host = Counter(host for host, *_ in rows)
     shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
     text = f"threads of a rank: {', '.join(shown)}; {max(per_host.values())} rank(s) on a host"
@@ -135,7 +135,7 @@ def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> Chec
 
 
 def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores' worth of time that the container may use; infinite where nothing limits it (cgroup version 2)."""
+    """Return how many cores' worth of time the container may use; infinite without a limit (cgroup version 2)."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)
@@ -144,7 +144,7 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def check_settings(group: WorkerGroup) -> CheckResult:
-    """What Horovod and MPI were told, and by whom."""
+    """Show the settings of Horovod and MPI, and where each comes from."""
     rows = tuple(
         f"{setting.name}={setting.value}  ({setting.origin}{f': {setting.why}' if setting.why else ''})"
         for setting in group.settings

@@ -1,4 +1,4 @@
-"""Checks of `doctor` on what is installed: versions, how Horovod was built, the same on all ranks."""
+"""Checks of `doctor` on what is installed: versions, how Horovod was built, and equality on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "mpi4py")
 
 
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
-    """Collective: the versions, and whether all ranks have the same, and the same code and config."""
+    """Collective: the versions, and whether all ranks have the same versions, code and config."""
     versions = {"horovod_train": __version__, "python": platform.python_version(), **_packages()}
     shown = ", ".join(f"{name} {value}" for name, value in versions.items())
     facts = {f"version of {name}": value for name, value in versions.items()}
@@ -47,7 +47,7 @@ def _packages() -> dict[str, str]:
 
 
 def check_build(group: WorkerGroup) -> CheckResult:
-    """What Horovod was built with, and what the ranks use of it."""
+    """Show what Horovod was built with, and what the ranks use of it."""
     build = horovod_build(group)
     text = f"Horovod built with {', '.join(build.built)}; ranks meet over {build.controller}"
     text += f" and exchange gradients over {build.exchange}"

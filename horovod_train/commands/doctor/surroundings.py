@@ -29,7 +29,7 @@ _PLACE = Made("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root
 class Interface(NamedTuple):
     address: str
     mbit_per_s: int
-    """0 where the driver does not say."""
+    """0 if the driver does not say."""
 
 
 def check_network(group: WorkerGroup) -> CheckResult:
@@ -41,10 +41,10 @@ def check_network(group: WorkerGroup) -> CheckResult:
 
 
 def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> CheckResult:
-    """rows: of each rank its host, the interfaces that are up there, and those that it was told to use.
+    """rows: for each rank its host, the interfaces that are up there, and those that it was told to use.
 
-    These are names with commas, or None where nobody has said. Horovodrun tells all ranks the same; under plain srun
-    each finds its own, for hosts may name theirs differently.
+    These are names with commas, or None if there is no setting. horovodrun tells all ranks the same; under plain srun
+    each rank finds its own, because hosts may use different names.
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
     shown = "; ".join(
@@ -73,7 +73,7 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
 
 
 def own_interfaces() -> dict[str, Interface]:
-    """Interfaces of this host that are up and have an IPv4 address."""
+    """Return the interfaces of this host that are up and have an IPv4 address."""
     found = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
@@ -90,7 +90,7 @@ def _speed(found: Interface) -> str:
 
 
 def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
-    """Collective: what root writes and syncs, all ranks see; what each rank writes, root sees. Leaves nothing."""
+    """Collective: whether all ranks see what root writes and syncs, and root what each rank writes. Leaves no files."""
     token = group.broadcast_object(f".doctor-{secrets.token_hex(6)}")
     place = folder / token
     began, problem = time.perf_counter(), ""
@@ -147,7 +147,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _try(action: Callable[[], None]) -> str:
-    """What the file system says against it; nothing where it is done."""
+    """Return the file system's error; empty if the action succeeds."""
     try:
         action()
     except OSError as error:
@@ -160,7 +160,7 @@ def _sees(path: Path) -> bool:
 
 
 def _wait_for(is_so: Callable[[], bool]) -> bool:
-    """Network file systems show new files late."""
+    """Retry for a while, because network file systems show new files late."""
     until = time.monotonic() + SEEN_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ def check_clocks(group: WorkerGroup) -> CheckResult:
 
 
 def judge_clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> CheckResult:
-    """offsets_s: of each rank's clock from root's."""
+    """offsets_s: each rank's clock minus root's."""
     worst = max(range(len(offsets_s)), key=lambda rank: abs(offsets_s[rank]))
     facts = {"offsets_s": [round(offset, 6) for offset in offsets_s]}
     skew = abs(offsets_s[worst])
