@@ -1,6 +1,6 @@
 """`bench synchronization`: speed and result of a config under each way to exchange, taking turns.
 
-python -m horovod_train.main bench synchronization --np 2 --config configs/digits_convnet_plain.yaml
+python -m horovod_train.main bench synchronization --np 2 --config configs/s6_convnet.yaml
 
 Runs the whole trainer, started as scripts/run_local.sh starts it; each round runs every way once.
 """

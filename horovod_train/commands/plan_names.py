@@ -13,7 +13,7 @@ from horovod_train.optim.schedules import Horizon, build_formula
 
 
 def wrong_names(config: Config) -> Iterator[str]:
-    """Yield a sentence for each name that does not exist and each option that would be refused, as source shows it."""
+    """Yield a sentence for each name that does not exist and each option that is refused, as far as source tells."""
     ours = "horovod_train.models"
     yield from _check(config.model, "model", in_table=(ours, "MODELS"))
     for where, loss in _losses(config.loss):

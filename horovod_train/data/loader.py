@@ -108,7 +108,7 @@ class Loader:
         return -(-(steps - first_step) // self.steps) + (epochs - 1) * -(-steps // self.steps)
 
     def span(self, number: int, epoch: int, first_step: int) -> StepRange:
-        """Return the steps of a segment, counted from the one that begins at `first_step` of `epoch`."""
+        """Return the steps of segment `number`; segment 0 begins at `first_step` of `epoch`."""
         steps = self._plan.steps_per_epoch
         in_first = self.segments(first_step, epochs=1)
         if number >= in_first:

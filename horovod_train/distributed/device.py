@@ -88,7 +88,8 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
 def traced_memory_environment() -> dict[str, str]:
     """Return variables that make TensorFlow trace each CPU allocation, as on a GPU. Set them before the first op.
 
-    TensorFlow's BFC allocator traces allocations, the system's does not. The limit must be a number; default: 64 GiB.
+    TensorFlow's BFC allocator traces allocations, the system's does not. Without a limit, given as a number, it would
+    be 64 GiB.
     """
     mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
     return {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(mib)}

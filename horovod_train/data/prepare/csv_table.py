@@ -1,4 +1,4 @@
-"""A csv file with a header: one line a record. Columns of numbers become one vector, `inputs`, or stay --separate."""
+"""A csv file with a header: one record per line. Numeric columns become one vector, `inputs`, or stay --separate."""
 
 from __future__ import annotations
 

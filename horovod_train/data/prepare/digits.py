@@ -1,6 +1,6 @@
-"""Handwritten digits that come with scikit-learn, as S6-format records: 1437 to train on, 360 to evaluate.
+"""Handwritten digits from scikit-learn, as S6-format records: 1437 for training, 360 for evaluation.
 
-Scaled from 8×8 to 28×28, so that whatever runs on them runs on MNIST. Which are held out is drawn by --seed.
+Scaled from 8×8 to 28×28, so that models for MNIST run on them unchanged. --seed draws which are for evaluation.
 """
 
 from __future__ import annotations

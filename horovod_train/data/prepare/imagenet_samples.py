@@ -1,6 +1,6 @@
-"""Made images as JPEG in records with all of ImageNet's names, labels from 1: to try what is meant for ImageNet.
+"""Synthetic JPEG images in records with all of ImageNet's names, labels from 1: to try programs for ImageNet.
 
-A class has its own colours and direction of stripes; where and how wide they are, and the image's size, differ.
+Each class has its own colours and direction of stripes. Position and width of the stripes and the image's size vary.
 """
 
 from __future__ import annotations

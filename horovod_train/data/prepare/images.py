@@ -1,6 +1,6 @@
-"""JPEG and PNG files, one folder a class, as records with ImageNet's names: image/encoded and image/class/label.
+"""JPEG and PNG files, one folder per class, as records with ImageNet's names: image/encoded and image/class/label.
 
-Labels count from 0, in the order of the folders' names. Files are kept as they are.
+Labels count from 0, in the order of the folders' names. Files are stored unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Made samples in S1's format: five small integers and a 0/1 label that a rule drawn by --seed gives them."""
+"""Synthetic samples in S1's format: five small integers and a 0/1 label from a rule that --seed draws."""
 
 from __future__ import annotations
 

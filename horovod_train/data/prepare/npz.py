@@ -1,4 +1,4 @@
-"""Arrays in an npz file, or in npy files: one row a record, one feature an array."""
+"""Arrays in an npz file, or in npy files: one record per row, one feature per array."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Made sentences of tokens, of any length up to --max-length, and which kind of token each holds most of.
+"""Synthetic sentences of tokens, of any length up to --max-length, labelled with their most frequent kind of token.
 
-Every token is of a kind, drawn by --seed; so is the label's rule. Token 0 is left for padding.
+--seed draws the kind of each token, and so the rule for labels. Token 0 is padding.
 """
 
 from __future__ import annotations

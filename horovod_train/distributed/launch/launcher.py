@@ -36,7 +36,7 @@ class Launch:
     """The scheduler's name for this job."""
 
     step: Step | None = None
-    """Under plain srun: the place of each task, which Horovod gets from no one else."""
+    """Under plain srun: the place of each task, which Horovod cannot get elsewhere."""
 
     fault: str = ""
     """Why a run must not start like this, in one sentence with what to do; empty if all is well."""

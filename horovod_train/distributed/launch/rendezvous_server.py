@@ -44,7 +44,7 @@ def _sign(text: str) -> str:
 
 
 class StepServer(RendezvousHTTPServer):
-    """Closes connections without a request in time, and the oldest of too many. Ranks queue up to 1024 to connect."""
+    """Closes connections without a request in time, and the oldest of too many. Its listen queue has 1024 places."""
 
     request_queue_size = 1024
     daemon_threads = True

@@ -1,4 +1,4 @@
-"""Root's watchdog: hears all ranks, detects stalls, and passes each rank's messages on to all.
+"""Root's watchdog: hears all ranks, detects stalls, and passes on to all ranks what one of them reports.
 
 A stalled run ends in two turns: root sends `stop`, the ranks write their stacks and answer `ready`, root sends `leave`.
 A launcher kills all ranks when the first has ended, so no rank ends before all have written.
