@@ -79,14 +79,14 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     taken: set[str] = set()
     new = {}
     for node in graph.node:
-        components = [plain[prefix] for prefix in _prefixes(node.name)]
-        if components[:2] == ["gradient_tape", "rank"]:
-            components[:2] = ["rank", "gradient_tape"]
-        if "moving_average" in components:  # covers all weights, so not part of one update
-            components = components[components.index("moving_average") :]
+        parts = [plain[prefix] for prefix in _prefixes(node.name)]
+        if parts[:2] == ["gradient_tape", "rank"]:
+            parts[:2] = ["rank", "gradient_tape"]
+        if "moving_average" in parts:  # covers all weights, so not part of one update
+            parts = parts[parts.index("moving_average") :]
         if node.name in variables:
-            components = variables[node.name].split("/")
-        path = "/".join(kept for part in components if (kept := names.get(part, part)))
+            parts = variables[node.name].split("/")
+        path = "/".join(kept for part in parts if (kept := names.get(part, part)))
         new[node.name] = _unused(path or node.name, taken)
         taken.add(new[node.name])
     copy = type(graph)()
@@ -155,8 +155,8 @@ def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
 
 
 def _prefixes(name: str) -> list[str]:
-    components = name.split("/")
-    return ["/".join(components[: end + 1]) for end in range(len(components))]
+    parts = name.split("/")
+    return ["/".join(parts[: end + 1]) for end in range(len(parts))]
 
 
 def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:

@@ -146,28 +146,28 @@ class Objective:
 
     def _forward_backward(self, batch: Batch) -> Passed:
         with tf.GradientTape() as tape:
-            outputs, losses, penalty, total = self.forward(batch, components=self.accumulate_steps)
+            outputs, losses, penalty, total = self.forward(batch, passes=self.accumulate_steps)
             scaled = self.optimizer.scale_loss(total)
         return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
-    def forward(self, batch: Batch, *, components: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+    def forward(self, batch: Batch, *, passes: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
         """Run a forward pass in training: return outputs, losses, penalty as in Passed, and the value to differentiate.
 
-        The last is a float32 scalar. components: the number of such passes whose gradients are added up.
+        The last is a float32 scalar. passes: the number of such passes whose gradients are added up.
         """
         with rows_that_count(batch.weights):
             outputs = self.model(batch.inputs, training=True)
         with tf.name_scope("loss_function"):
             losses = self.loss.sums(batch.targets, outputs, batch.weights)
             penalty = self._penalty()
-            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / components
+            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / passes
 
     def _penalty(self) -> tf.Tensor:
-        components = [tf.cast(value, tf.float32) for value in self.model.losses]
+        penalties = [tf.cast(value, tf.float32) for value in self.model.losses]
         if self.l2:
             matrices = [variable for variable in self.model.trainable_variables if len(variable.shape) > 1]
-            components += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
-        return tf.add_n(components) if components else tf.constant(0.0)
+            penalties += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
+        return tf.add_n(penalties) if penalties else tf.constant(0.0)
 
 
 def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
@@ -189,7 +189,7 @@ def _indices_dtype(gradient: Any) -> tf.DType | None:
     return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
 
 
-def _nothing(kind: _Kind | None, components: int) -> Any:
+def _nothing(kind: _Kind | None, passes: int) -> Any:
     """Return a zero total for adding up gradients of one kind over the parts; sparse ones keep all rows."""
     if kind is None:
         return ()
@@ -197,7 +197,7 @@ def _nothing(kind: _Kind | None, components: int) -> Any:
         return tf.zeros(kind.shape, kind.dtype)
     rows, indices = ([None, *kind.shape[1:]], kind.dtype), ([None], kind.indices_dtype)
     return tuple(
-        tf.TensorArray(dtype, components, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
+        tf.TensorArray(dtype, passes, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
     )
 
 
