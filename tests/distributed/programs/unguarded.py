@@ -39,8 +39,8 @@ def _broadcast_counters(group: WorkerGroup, variables: Sequence[tf.Variable]) ->
     broadcast(group, [variable for variable in variables if variable.dtype.is_integer])
 
 
-def _count(group: WorkerGroup, facts: Mapping[str, str], when: str) -> None:
-    """In the place of agreement.check, which would end the process: notes how many different answers ranks give."""
+def _count(group: WorkerGroup, facts: Mapping[str, str], when: str, *kind: type[Exception]) -> None:
+    """In the place of consistency.check, which would end the process: notes how many different answers ranks give."""
     answers.append(len({str(rank_facts) for rank_facts in group.gather(dict(facts))}))
 
 
