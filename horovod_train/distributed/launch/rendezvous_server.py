@@ -103,8 +103,11 @@ def _cut(strangers: dict[socket.socket, float], request: socket.socket) -> None:
 
 
 class _Handler(RendezvousHandler):
+    """Sends head and content together: of a head alone Horovod's client makes an empty value, and aborts the rank."""
+
     server: StepServer
     path: str
+    wbufsize = 1 << 18
 
     def parse_request(self) -> bool:
         if not super().parse_request():
