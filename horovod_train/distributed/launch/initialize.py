@@ -42,7 +42,9 @@ def initialise(started_by: launcher.Launch) -> set[int]:
         # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     if not started_by.uses_mpi:
-        hvd.init()
+        speaks = started_by.step is not None and started_by.rank == 0
+        with _survivor(_GLOO_FAILED) if speaks else nullcontext():
+            hvd.init()
         return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
     with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
@@ -65,6 +67,10 @@ def initialise(started_by: launcher.Launch) -> set[int]:
     return {int(core) for core in np.flatnonzero(cores)}
 
 
+_GLOO_FAILED = (
+    "error: rank 0 ended while Horovod started: the ranks did not find each other over gloo; what it says is above. "
+    "See that the hosts of the step reach each other, and start again."
+)
 _MPI_FAILED = (
     "error: the MPI that Horovod was built with did not start under srun --mpi=pmix; what it says is above. Start with "
     "srun --mpi=none, which needs no MPI."
@@ -73,11 +79,15 @@ _MPI_FAILED = (
 
 @contextmanager
 def _survivor(last_words: str) -> Iterator[None]:
-    """Print last_words if this process ends inside the block: Open MPI ends it if it finds no PMIx that it knows."""
+    """Print last_words if this process ends inside the block: Open MPI ends it if it finds no PMIx that it knows, and
+    Horovod aborts it if the rendezvous fails for good.
+    """
     script = 'read -r done || echo "$1" >&2'
     heir = subprocess.Popen(["sh", "-c", script, "sh", last_words], stdin=subprocess.PIPE)
-    yield
-    heir.communicate(b"done\n")
+    try:
+        yield
+    finally:
+        heir.communicate(b"done\n")
 
 
 def check_place(started_by: launcher.Launch) -> None:
