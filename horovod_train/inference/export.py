@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.checkpoint.manifest import reason
 from horovod_train.errors import RunError, UserError
 
 _UNKNOWN_SIZE = 32
@@ -35,11 +36,13 @@ def write_model(model: keras.Model, path: Path) -> None:
             model.export(path, format="tf_saved_model", verbose=False)
             loaded = tf.saved_model.load(str(path))  # keep the reference: it owns the variables that `serve` uses
             serve = loaded.serve
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         kind = "Keras file" if is_keras else "SavedModel"
         hint = " A SavedModel, --out DIR, needs no code to load; or see docs/models.md." if is_keras else ""
         text = " ".join(str(error).split())[:400]
         raise UserError(f"export: {model.name} cannot be made a {kind}: {text}{hint}") from error
+    except tf.errors.OpError as error:  # a SavedModel is written by TensorFlow's own C++
+        raise OSError(reason(error)) from error
     sample = _sample(model)
     if sample is None:
         return

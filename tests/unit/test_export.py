@@ -106,6 +106,13 @@ def test_a_layer_without_its_config_is_named_and_a_saved_model_needs_none(tmp_pa
     assert saved.serve(tf.ones((1, 3))).numpy().tolist() == [[2.0] * 3]
 
 
+def test_a_saved_model_that_the_disk_refuses_is_an_os_error(tmp_path: Path) -> None:
+    """TensorFlow's own errors are none of those that the command shows in one line."""
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="file is not a directory"):
+        write_model(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]), tmp_path / "file" / "model")
+
+
 def test_exported_models_are_known_for_what_they_are_and_other_things_stay(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     kinds = {"a.keras": KERAS_FILE, "a": SAVED_MODEL}
