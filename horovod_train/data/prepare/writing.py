@@ -159,6 +159,9 @@ def _new_folder(out: str) -> Iterator[str]:
     try:
         yield str(partial)
         replace(partial, place, DATASET)
+    except OSError as error:
+        about = f": {error.filename}" if error.filename else ""
+        raise UserError(f"--out {out}: cannot be made: {error.strerror or error}{about}.") from error
     finally:
         with contextlib.suppress(OSError):
             remove(partial, _DRAFT)
