@@ -73,7 +73,8 @@ def remove(path: Path, made: Made) -> None:
 def replace(draft: Path, path: Path, made: Made) -> None:
     """Rename a draft to `path`, replacing what matches `made`. Raises NotOurs, before any change, for anything else.
 
-    An old folder is removed only after the draft has its name, and is restored if that fails.
+    An old folder is removed only after the draft has its name, and is restored if that fails; if the restore fails
+    too, the error says what the old folder is called now.
     """
     there = check(path, made)
     if not there or made.kind != "folder":
@@ -83,8 +84,11 @@ def replace(draft: Path, path: Path, made: Made) -> None:
     path.rename(aside)
     try:
         draft.rename(path)
-    except OSError:
-        aside.rename(path)
+    except OSError as error:
+        try:
+            aside.rename(path)
+        except OSError:
+            raise OSError(error.errno, f"{error.strerror}, and what was there is now called {aside}") from error
         raise
     remove(aside, dataclasses.replace(made, name=re.escape(aside.name)))
 
