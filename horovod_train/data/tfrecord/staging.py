@@ -39,6 +39,7 @@ class Stage:
         folder.
         """
         self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
+        self._of = os.path.dirname(sources[0].path) if sources else ""
         self._unpacked = UnpackedFiles(unpacked_bytes)
         if folder:
             try:
@@ -126,7 +127,8 @@ class Stage:
         """Stop copying for good only if there is no space."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
             self._is_full = True
-            to_stderr(f"warning: data.stage_dir: {self._where}: {error.strerror}. What is not there yet is not copied.")
+            what = f"What is not there yet of {self._of} is not copied."
+            to_stderr(f"warning: data.stage_dir: {self._where}: {error.strerror}. {what}")
 
 
 def _open_folder(folder: str) -> Path:
