@@ -24,8 +24,9 @@
 enum kind { OPEN, WRITE, SYNC, RENAME, MKDIR, REMOVE, LINK, TRUNCATE, ALLOCATE, TIMES, CLOSE, SEND, KINDS };
 static const char *const names[] = {"open",     "write",    "sync",  "rename", "mkdir", "remove", "link",
                                     "truncate", "allocate", "times", "close",  "send"};
-/* ONCE: the n-th call of the kind. ON: it, and every call of every kind from then on, but for closing. HALF: of the n-th
-   write half is done, which is no failure; FULL: so is this one, and then all writing calls fail. */
+/* ONCE: the n-th call of the kind. ON: it, and every call from then on, but for closing: all sends where it is one, and
+   where it is none all but those. HALF: of the n-th write half is done, which is no failure; FULL: so is this one, and
+   then all writing calls fail. */
 enum mode { ONCE, ON, HALF, FULL };
 
 static char folder[PATH_MAX];
@@ -69,7 +70,8 @@ static int due(enum kind kind, const char *about) {
     if ((int)kind == armed_kind && n == armed_n) {
         failure = armed_mode == HALF || armed_mode == FULL ? -1 : armed_errno;
         is_on = armed_mode == ON || armed_mode == FULL;
-    } else if (is_on && kind != CLOSE && (armed_mode == ON || kind == WRITE || kind == OPEN || kind == MKDIR))
+    } else if (is_on && kind != CLOSE && (kind == SEND) == (armed_kind == SEND) &&
+               (armed_mode == ON || kind == WRITE || kind == OPEN || kind == MKDIR))
         failure = armed_errno;
     note(failure ? "hit" : "call", kind, n, about);
     errno = before;

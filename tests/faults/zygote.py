@@ -26,9 +26,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
+FILE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
+SEND_ERRORS = (errno.EPIPE, errno.ECONNRESET, *FILE_ERRORS)
+_PR_SET_CHILD_SUBREAPER = 36
 MODES = {"once": 0, "on": 1, "half": 2, "full": 3}
-"""once: one call fails; on: it and all after it; half: a write is cut in two; full: so it is, and the disk is full."""
+"""once: one call fails; on: it and all after it, of sends or of the rest; half: a write is cut in two; full: so it is,
+and the disk is full."""
+AFTER_DEATH_S = 15.0
 
 CHANGING = re.compile(r"\d{9,}\.\d+|[0-9a-f]{8,}|(?<=[.-])\d{2,7}(?=\.|$|/|-old)|(?<=tmp)\w{8}")
 """What differs between the names of two runs: times, tokens, process numbers, temporary names."""
@@ -108,7 +112,8 @@ class Zygote:
         gc.freeze()
         self.tries = getattr(self, "tries", 0) + 1
         children = [self._fork(folder, rank, len(actions), action, fault) for rank, action in enumerate(actions)]
-        exit_codes = [_wait(child, time.monotonic() + self.scenario.limit_s) for child in children]
+        exit_codes = _wait(children, self.scenario.limit_s)
+        _wait_for_orphans()
         hits = [
             line for rank in range(len(actions)) for line in self._log(rank).read_text(errors="replace").splitlines()
         ]
@@ -136,7 +141,8 @@ class Zygote:
                 place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_JOB_ID": os.getppid() * 1000 + self.tries}
                 step = {"SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": size, "SLURM_STEP_ID": 0}
                 os.environ |= {name: str(value) for name, value in {**place, **step, "SLURM_NODEID": 0}.items()}
-                os.environ["SLURM_STEP_NODELIST"] = "localhost"
+                os.environ |= {"SLURM_STEP_NODELIST": "localhost", "HOROVOD_TRAIN_TOKEN": "a secret of these ranks"}
+                os.environ["HOROVOD_START_TIMEOUT"] = "15"
             self.shim.faults_watch(str(folder).encode(), str(self._log(rank)).encode())
             if fault is not None and fault.point.rank == rank:
                 point = fault.point
@@ -162,41 +168,66 @@ def _run(action: Any) -> int:
         return error.exit_code
 
 
-def _wait(child: int, until: float) -> int:
-    """The exit code, as subprocess gives it; a child that takes longer is killed."""
-    while time.monotonic() < until:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
+def _wait(children: list[int], limit_s: float) -> list[int]:
+    """The exit codes, as subprocess gives them; children that take longer are killed.
+
+    As under `srun --wait`: once a rank has died of a signal, the others are ended AFTER_DEATH_S later.
+    """
+    codes: dict[int, int] = {}
+    until, ending = time.monotonic() + limit_s, signal.SIGKILL
+    while len(codes) < len(children):
+        for child in set(children) - set(codes):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child] < 0 and ending is not signal.SIGTERM:
+                    until, ending = min(until, time.monotonic() + AFTER_DEATH_S), signal.SIGTERM
+            elif time.monotonic() > until:
+                os.kill(child, ending)
+        if time.monotonic() > until:
+            until, ending = time.monotonic() + AFTER_DEATH_S, signal.SIGKILL
         time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -signal.SIGALRM
+    return [codes[child] for child in children]
+
+
+def _wait_for_orphans() -> None:
+    """What a rank has left behind to speak for it comes to this process, and ends by itself."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
-    """how: {"per_place": N or null for all, "faults": "all", "turns" or a number, "share": [i, of]}.
+    """how: {"per_place": N or null for all, "faults": "all", "turns" or a number, "share": [i, of], "about": regex}.
 
+    about: only points where it is found in what they are about.
     per_place: of the calls of one kind on one file so many, the first and the last among them. faults: each with every
     error, alone and from then on; or alone and from then on with one error each, the errors taking turns; or so many
     of all, drawn at random. And every write in halves.
     """
     places: dict[tuple[int, str, str], list[Point]] = {}
-    for point in points:
+    for point in (point for point in points if re.search(how.get("about", ""), point.about)):
         places.setdefault((point.rank, point.kind, point.about), []).append(point)
     most = how["per_place"] or len(points)
     kept = [found[:1] + found[1:][-(most - 1) :] if most > 1 else found[:1] for found in places.values()]
     chosen = [point for found in kept for point in found]
     if how["faults"] == "turns":
-        turns = [itertools.cycle(ERRORS), itertools.cycle(ERRORS[2:] + ERRORS[:2])]
-        faults = [Fault(p, next(turn), mode) for p in chosen for turn, mode in zip(turns, ("once", "on"), strict=True)]
+        turns = {errors: itertools.cycle(errors) for errors in (FILE_ERRORS, SEND_ERRORS)}
+        other = {errors: itertools.cycle(errors[2:] + errors[:2]) for errors in turns}
+        faults = [
+            Fault(p, next(turn[_errors(p)]), mode) for p in chosen for turn, mode in ((turns, "once"), (other, "on"))
+        ]
     else:
-        faults = [Fault(p, error, mode) for p in chosen for error in ERRORS for mode in ("once", "on")]
+        faults = [Fault(p, error, mode) for p in chosen for error in _errors(p) for mode in ("once", "on")]
     faults += [Fault(p, errno.ENOSPC, mode) for p in chosen if p.kind == "write" for mode in ("half", "full")]
     if isinstance(how["faults"], int):
         faults = random.Random(1).sample(faults, min(how["faults"], len(faults)))
     share, of = how.get("share", (0, 1))
     return faults[share::of]
+
+
+def _errors(point: Point) -> tuple[int, ...]:
+    return SEND_ERRORS if point.kind == "send" else FILE_ERRORS
 
 
 def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +239,8 @@ def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
         finished = zygote.run(fault)
         hit |= {CHANGING.sub("#", line) for line in finished.hits[:1]}
         found = zygote.scenario.judge(zygote, plain, finished)
-        print(f"{len(complaints)} complaints; {fault}: {finished.exit_codes} {found}", file=sys.stderr, flush=True)
+        said = f"{len(complaints)} complaints; {fault}, hit {finished.hits[:1]}: {finished.exit_codes} {found}"
+        print(said, file=sys.stderr, flush=True)
         if found:
             complaints.append({"fault": str(fault), "hit": finished.hits[:1], "said": found, "text": finished.text})
     return {
@@ -226,6 +258,7 @@ def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"}
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     task = json.loads(sys.argv[3])
     from scenarios import SCENARIOS
 
