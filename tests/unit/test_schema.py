@@ -104,11 +104,12 @@ def test_two_prepared_datasets_are_each_held_to_their_own_counts(tmp_path: Path)
 def test_paths_and_schemas_are_checked_without_tensorflow(tmp_path: Path) -> None:
     program = """
 import sys
-from horovod_train.config import DataConfig
-from horovod_train.data import index, plan, records, schema
+from horovod_train.config.settings import DataConfig
+from horovod_train.data import dataset, sampler, schema
+from horovod_train.data.tfrecord import index
 from horovod_train.errors import UserError
 try:
-    records.open_records(DataConfig(train=(sys.argv[1],)), "train")
+    dataset.open_records(DataConfig(train=(sys.argv[1],)), "train")
 except UserError as error:
     print(error)
 print("tensorflow" in sys.modules)
