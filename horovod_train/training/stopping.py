@@ -54,7 +54,9 @@ class PeriodicSync:
         self._recent_s.append(own_seconds)
         sums, seconds = self.group.sum([values, own_seconds])
         mean_seconds = float(seconds) / self.group.size  # the same on all ranks
-        self._calls_between = max(1, int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6)))
+        wanted = int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6))
+        # At most twice as many as were just measured: right after a restart the time measured is no call's.
+        self._calls_between = max(1, min(wanted, 2 * self._calls))
         self._last, self._calls = time.monotonic(), 0
         return sums
 

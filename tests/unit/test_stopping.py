@@ -54,6 +54,19 @@ def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pyt
     assert longest_without_a_meeting(pace, clock, 10.0, calls=20) == 10.0
 
 
+def test_a_vote_right_after_the_pace_was_forgotten_does_not_put_off_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after the first call, or after an evaluation: no time has passed, so the vote measured no call."""
+    clock = Clock(monkeypatch)
+    pace = PeriodicSync(Alone())  # type: ignore[arg-type]
+    for start_over in (pace.forget, pace.restart):
+        start_over()
+        assert pace.is_due()
+        pace.meet([0.0])
+        assert longest_without_a_meeting(pace, clock, 0.1, calls=200) <= SECONDS_BETWEEN_VOTES + 0.11
+
+
 def test_how_long_building_and_compiling_took_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = PeriodicSync(Alone())  # type: ignore[arg-type]
