@@ -207,6 +207,8 @@ def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
     try:
         line = connect(polled.address, 1, 5)
         assert line.socket.fileno() > 1023
+        line.send({"kind": "beat"})
+        assert polled.wait_for(1) == [(1, {"kind": "beat"})]  # now root has the connection, and can answer on it
         polled.server.send_all({"kind": "beat"})
         assert line.wait(10) == [{"kind": "beat"}]
     finally:
