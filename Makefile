@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # Two at a time, since ranks mostly wait while they start; the long files first.
 TEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install train test test-all test-faults test-cluster lint format clean
+.PHONY: help install train test test-all test-faults test-cluster lint format docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -42,6 +42,9 @@ lint: install ## style and types, changing nothing
 format: install ## put the code in the project's style
 	ruff check --fix-only --quiet .
 	ruff format .
+
+docs: install ## the site, in build/site; a dead link is an error
+	mkdocs build --quiet
 
 clean: ## remove .venv and everything made from it; not data, not runs
 	rm -rf .venv .cache install.log build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
