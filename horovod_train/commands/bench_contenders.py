@@ -12,8 +12,10 @@ from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records
 from horovod_train.data.decoding import decode_image
 from horovod_train.data.features import Feature
+from horovod_train.data.loader import Ranks
 from horovod_train.data.parsing import example_spec
 from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.data.transforms import cast_and_scale
 
 Contender = Callable[[int], tf.data.Dataset]
@@ -22,7 +24,7 @@ Contender = Callable[[int], tf.data.Dataset]
 def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
     """Build the trainer's own pipeline, without augmentation."""
     data = dataclasses.replace(config.data, augment=())
-    return build_pipeline(records, data, rank=0, size=1, seed=config.seed, training=True, global_batch_size=batch_size)
+    return build_pipeline(records, data, Ranks(0, 1), seed=config.seed, training=True, global_batch_size=batch_size)
 
 
 def build(records: Records, config: Config, batch_size: int, parse_calls: int, plan_name: str) -> dict[str, Contender]:
@@ -38,7 +40,9 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         return pipeline.batches(epoch, epochs=passes)
 
     def shuffled(passes: int) -> tf.data.Dataset:
-        names, packing = [source.path for source in records.index.files], records.index.files[0].packing
+        assert isinstance(records.source, TFRecords)
+        files = records.source.index.files
+        names, packing = [file.path for file in files], files[0].packing
         data = tf.data.TFRecordDataset(names, packing, num_parallel_reads=tf.data.AUTOTUNE)
         return data.shuffle(window, reshuffle_each_iteration=True).repeat(passes)
 

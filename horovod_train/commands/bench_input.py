@@ -62,7 +62,7 @@ def _measure(records: Records, config: Config, arguments: argparse.Namespace) ->
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(arguments.rounds + 1):
         for name, build in contenders.items():
-            drained = _drain(build, arguments.passes, records.index.num_records, arguments.batch_size)
+            drained = _drain(build, arguments.passes, records.num_records, arguments.batch_size)
             seconds[name].append(drained / arguments.passes)
     return {name: times[1:] for name, times in seconds.items()}
 
@@ -96,10 +96,10 @@ def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, f
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in ("", "records/s", "slowest", "fastest", "MB/s", "ratio"):
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    size = sum(source.size for source in records.index.files)
+    size = sum(part.size for part in records.source.parts)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
-        rates = [f"{records.index.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
+        rates = [f"{records.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
         ratio = f"{median[name] / median[PLAN]:.2f}"
         table.add_row(name, *rates, f"{size / median[name] / 1e6:.1f}", ratio)
     console.print(table)

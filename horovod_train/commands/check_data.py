@@ -21,7 +21,7 @@ from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
-from horovod_train.data.dataset import build_plan, find_records, open_records, scan_records
+from horovod_train.data.dataset import SOURCES, build_plan, find_records, open_records, scan_records
 from horovod_train.data.files import record_folders
 from horovod_train.data.rank_shares import epoch_shares
 from horovod_train.errors import UserError
@@ -78,7 +78,7 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if bool(arguments.paths) == bool(arguments.config):
         raise UserError("check-data: give either the path of records or --config.")
     if arguments.paths:
-        folders = [folder for path in arguments.paths for folder in record_folders(path)]
+        folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
         return [Config(data=DataConfig(train=(folder,))) for folder in folders]
     files = [word for word in arguments.config if "=" not in word]
     config, _ = load(files, [word for word in arguments.config if "=" in word])
@@ -124,17 +124,16 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
     if size < 1 or epochs < 1:
         raise UserError(f"check-data: --np and --epochs must be at least 1; received {size} and {epochs}.")
     records = open_records(data, "train")
-    index = records.index
     batch = data.global_batch_size or (data.batch_size_per_rank or _ROWS_PER_RANK) * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
     console.print(
-        f"{', '.join(data.train)}: {plan.num_records} records in {len(index.file)} blocks; {size} ranks, "
+        f"{', '.join(data.train)}: {plan.num_records} records in {len(plan.block_counts)} blocks; {size} ranks, "
         f"global batch {batch}, {plan.steps_per_epoch} steps an epoch, seed {config.seed}",
         markup=False,
     )
     rows, wrong = [], 0
     for epoch in range(epochs):
-        shares, counts = epoch_shares(plan, index, epoch, size)
+        shares, counts = epoch_shares(plan, records.source.blocks, epoch, size)
         for s in shares:
             first = ", ".join(map(str, s.first)) + ", …"
             rows.append((epoch, s.rank, s.records, s.padding, s.blocks, f"{s.bytes / 1e6:.1f}", first))
@@ -170,7 +169,7 @@ def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
     """Say whether the records of the audit are those that data.train holds now. Raises UserError."""
     try:
         config, _ = load([os.path.join(run_dir, "config.yaml")], [])
-        found = scan_records(config.data, "train").index.digest
+        found = scan_records(config.data, "train").digest
     except UserError as error:
         console.print(f"not compared with data.train as it is now: {error}", markup=False)
         return 0

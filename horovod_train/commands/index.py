@@ -6,11 +6,13 @@ python -m horovod_train.main index data/foreign
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import list_files, record_folders
-from horovod_train.data.tfrecord.index import open_index
+from horovod_train.data.tfrecord.source import open_tfrecords
+
+_PATTERNS = ["*.tfrecord*"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,11 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    for path in itertools.chain.from_iterable(map(record_folders, arguments.paths)):
+    config = DataConfig(index_dir=arguments.index_dir)
+    folders = [folder for path in arguments.paths for folder in record_folders(path, _PATTERNS)]
+    for folder in folders:
         started = time.perf_counter()
-        index = open_index(list_files([path], "index"), arguments.index_dir)
+        _, files = list_files([folder], "index", _PATTERNS)
+        blocks = open_tfrecords(files, config, allow_damage=False).blocks
         print(
-            f"{path}: {index.num_records} records in {len(index.files)} files, {len(index.file)} blocks, "
+            f"{folder}: {blocks.num_records} records in {len(files)} files, {len(blocks.records)} blocks, "
             f"{time.perf_counter() - started:.1f} s"
         )
     return 0

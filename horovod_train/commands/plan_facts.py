@@ -129,11 +129,11 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
 
 
 def _records(records: Records) -> Facts:
-    files = records.index.files
+    parts = records.source.parts
     return {
-        "records": records.index.num_records,
-        "files": len(files),
-        "bytes": sum(file.size for file in files),
+        "records": records.num_records,
+        "files": len(parts),
+        "bytes": sum(part.size for part in parts),
         "inputs": list(records.schema.inputs),
         "targets": list(records.schema.targets),
     }
@@ -166,7 +166,7 @@ def _time(
     per_epoch = min(plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
     trained = whole * per_epoch + rest * horizon.global_batch_size
     evaluations = _evaluations(config, horizon) if eval_records else 0
-    work = trained + evaluations * (eval_records.index.num_records if eval_records else 0)
+    work = trained + evaluations * (eval_records.num_records if eval_records else 0)
     if examples_per_s is not None:
         seconds = work / examples_per_s
         jobs = None if time_s is None else math.ceil(seconds / time_s)

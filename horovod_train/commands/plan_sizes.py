@@ -102,10 +102,10 @@ def _shuffle_bytes(plan: Plan, records: Records, ranks: int) -> int:
     """Return the largest size of the blocks that rank 0 keeps for a step, for some steps all over the first epoch."""
     if plan.order != "shuffled":
         return 0
-    line, lengths = plan.line(0), records.index.blocks.length
+    sequence, sizes = plan.sequence(0), records.source.blocks.bytes
     steps = {plan.steps_per_epoch * part // _LOOKS for part in range(_LOOKS)}
-    places = (plan.places(0, ranks, step, step + 1)[0] for step in sorted(steps))
-    return max(int(lengths[line.blocks_near(place)].sum()) for place in places)
+    positions = (plan.positions(0, ranks, step, step + 1)[0] for step in sorted(steps))
+    return max(int(sizes[sequence.blocks_near(some)].sum()) for some in positions)
 
 
 def _parsed_bytes(records: Records) -> int:
@@ -113,8 +113,8 @@ def _parsed_bytes(records: Records) -> int:
 
     For a user's data.parse only the stored bytes are known.
     """
-    schema, stored = records.schema, int(records.index.blocks.length.sum())
+    schema, stored = records.schema, records.source.blocks.total_bytes
     used = [schema.features[name] for name in {*schema.inputs, *schema.targets} if name in schema.features]
     numbers = [feature for feature in used if feature.decode != "image" and feature.stored_dtype != "string"]
     row = sum(np.dtype(feature.stored_dtype).itemsize * math.prod(feature.tensor_shape) for feature in numbers)
-    return records.index.num_records * row + (stored if len(numbers) < len(used) or not used else 0)
+    return records.num_records * row + (stored if len(numbers) < len(used) or not used else 0)

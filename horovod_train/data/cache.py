@@ -7,8 +7,7 @@ import os
 
 import numpy as np
 
-from horovod_train.data.parsing import Arrays, Parser
-from horovod_train.data.tfrecord.index import Index
+from horovod_train.data.source import Arrays, Blocks, Parser
 from horovod_train.errors import UserError
 
 
@@ -16,14 +15,14 @@ class ParsedCache:
     """Space for every record of a data set, filled as they arrive. Pages that were never filled use no memory."""
 
     def __init__(self, num_records: int, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
-        self._held = np.zeros(num_records, bool)
+        self._is_filled = np.zeros(num_records, bool)
         self._arrays: Arrays = {
             name: np.empty((num_records, *shapes[name]), object if dtype == "string" else dtype)
             for name, dtype in dtypes.items()
         }
 
     def holds(self, records: np.ndarray) -> bool:
-        return bool(self._held[records].all())
+        return bool(self._is_filled[records].all())
 
     def load(self, records: np.ndarray) -> Arrays:
         return {name: array[records] for name, array in self._arrays.items()}
@@ -31,18 +30,18 @@ class ParsedCache:
     def keep(self, records: np.ndarray, arrays: Arrays) -> None:
         for name, array in arrays.items():
             self._arrays[name][records] = array
-        self._held[records] = True
+        self._is_filled[records] = True
 
 
-def bytes_to_cache(index: Index, parser: Parser) -> int:
+def bytes_to_cache(blocks: Blocks, parser: Parser) -> int:
     """Return the size of all parsed records; for strings, and so for images, the number of stored bytes."""
     sizes = {
         name: np.dtype(dtype).itemsize * math.prod(parser.shapes[name])
         for name, dtype in parser.dtypes.items()
         if dtype != "string"
     }
-    stored = int(index.blocks.length.sum()) if len(sizes) < len(parser.dtypes) else 0
-    return index.num_records * sum(sizes.values()) + stored
+    stored = blocks.total_bytes if len(sizes) < len(parser.dtypes) else 0
+    return blocks.num_records * sum(sizes.values()) + stored
 
 
 def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:

@@ -2,61 +2,74 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from horovod_train.data.tfrecord.index_file import INDEX_NAME
 from horovod_train.errors import UserError
 
-_PATTERN = "*.tfrecord*"
+INDEX_NAME = "index.npz"
+"""An index of records, which may be in their folder; see tfrecord.index_file."""
 
 
-def list_files(patterns: Sequence[str], setting: str) -> list[str]:
+def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) -> tuple[str, list[str]]:
     """Return the files that folders and globs stand for: in the order given, and by name within each.
 
-    `setting` is the config key of the patterns, for messages. Raises UserError if there are no files.
+    All are of one kind, which is returned too: the first of `patterns` that fits any of the paths, or else the first.
+    `setting` is the config key of the paths, for messages. Raises UserError if there are no files.
     """
+    first = next(iter(patterns))
+    kind = next((pattern for pattern in patterns if any(_fits(path, pattern) for path in paths)), first)
     files: list[str] = []
-    for pattern in patterns:
-        found = _list_folder(pattern, setting) if os.path.isdir(pattern) else _list_glob(pattern, setting)
-        files.extend(found)
+    for path in paths:
+        files.extend(_list_folder(path, setting, kind) if os.path.isdir(path) else _list_glob(path, setting))
     seen: set[str] = set()
     for name in map(os.path.normpath, files):
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)
-    return files
+    return kind, files
 
 
-def record_folders(path: str) -> list[str]:
-    """Return the path itself, or if it holds no records, those of its folders that do."""
-    if not os.path.isdir(path) or _records_in(path):
+def record_folders(path: str, patterns: Collection[str]) -> list[str]:
+    """Return the path itself, or if it is a folder without records, those of its folders that have some."""
+
+    def has_records(folder: str) -> bool:
+        return any(_records_in(folder, pattern) for pattern in patterns)
+
+    if not os.path.isdir(path) or has_records(path):
         return [path]
     below = sorted(os.path.join(path, name) for name in os.listdir(path))
-    return [folder for folder in below if os.path.isdir(folder) and _records_in(folder)] or [path]
+    return [folder for folder in below if os.path.isdir(folder) and has_records(folder)] or [path]
 
 
-def _records_in(folder: str) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(folder), _PATTERN)))
+def _fits(path: str, pattern: str) -> bool:
+    if os.path.isdir(path):
+        return bool(_records_in(path, pattern))
+    return fnmatch.fnmatchcase(os.path.basename(path), pattern)
 
 
-def _list_folder(folder: str, setting: str) -> list[str]:
+def _records_in(folder: str, pattern: str) -> list[str]:
+    return sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+
+
+def _list_folder(folder: str, setting: str, pattern: str) -> list[str]:
     try:
         inside = sorted(os.listdir(folder))
     except OSError as error:
         raise UserError(f"{setting}: {folder} cannot be read: {error.strerror}.") from error
-    names = _records_in(folder)
+    names = _records_in(folder, pattern)
     if names:
         return names
-    below = record_folders(folder)
+    below = record_folders(folder, [pattern])
     if below != [folder]:
         hint = f" Its folders have some: {setting}={below[0]}?"
     elif inside:
         hint = f" It holds {', '.join(inside[:3])}{', …' if len(inside) > 3 else ''}; name other files with a glob."
     else:
         hint = " It is empty."
-    raise UserError(f"{setting}: {folder} holds no {_PATTERN} files.{hint}")
+    raise UserError(f"{setting}: {folder} holds no {pattern} files.{hint}")
 
 
 def _list_glob(pattern: str, setting: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Tells whether two datasets hold the same records in the same order, and if not, which file differs.
 
-A file is identified by its base name, its size, its number of records and a digest of their lengths and checksums. Its
-folder and time do not matter, so copies on other disks and hosts are equal. Opens no files; see scan.
+A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
+they hold. Its folder and time do not matter, so copies on other disks and hosts are equal. Opens no files.
 """
 
 from __future__ import annotations
@@ -9,35 +9,30 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from horovod_train.data.source import Part
 
 _SHORT = 8  # hex digits: enough to tell which file differs once it is known that one does
 
 
-class FileFacts(NamedTuple):
-    name: str
-    size: int
-    records: int
-    digest: str
-
-
 Names = list[tuple[str, str]]
-"""For each file in order, its base name and a short digest of all that is known about it."""
+"""For each part in order, its base name and a short digest of all that identifies it."""
 
 
-def digest_of(files: Sequence[FileFacts]) -> str:
-    """Return the SHA-256, in hex, of all that is known about all files, in their order."""
+def digest_of(parts: Sequence[Part]) -> str:
+    """Return the SHA-256, in hex, of all that identifies the parts, in their order."""
     total = hashlib.sha256()
-    for file in files:
-        total.update(_line(file))
+    for part in parts:
+        total.update(_identity(part))
     return total.hexdigest()
 
 
-def names_of(files: Sequence[FileFacts]) -> Names:
-    return [(file.name, hashlib.sha256(_line(file)).hexdigest()[:_SHORT]) for file in files]
+def names_of(parts: Sequence[Part]) -> Names:
+    return [(os.path.basename(part.path), hashlib.sha256(_identity(part)).hexdigest()[:_SHORT]) for part in parts]
 
 
 def pack(names: Names) -> str:
@@ -79,5 +74,6 @@ def _several(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])} and {len(names) - 3} more files" if len(names) > 3 else ", ".join(names)
 
 
-def _line(file: FileFacts) -> bytes:
-    return "\0".join([file.name, str(file.size), str(file.records), file.digest, ""]).encode(errors="surrogateescape")
+def _identity(part: Part) -> bytes:
+    facts = [os.path.basename(part.path), str(part.size), str(part.records), part.digest, ""]
+    return "\0".join(facts).encode(errors="surrogateescape")

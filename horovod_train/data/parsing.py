@@ -7,7 +7,7 @@ image decoding follow later; see transforms. Alternatively calls a user's functi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,33 +15,16 @@ import tensorflow as tf
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.data.features import Feature
 from horovod_train.data.fixed_layout import NotPlain, Template, is_plain
-from horovod_train.data.tfrecord.reader import Data, as_list
+from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
-
-Arrays = dict[str, np.ndarray]
 
 # TensorFlow quotes the record in its message, which Python cannot always decode.
 _PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
 
 
-class Parser(Protocol):
-    """Parses batches of records into one array for each name, with rows as first axis."""
-
-    dtypes: dict[str, str]
-    """Of the arrays, as TensorFlow names them; an image is still its file's bytes, a string."""
-    shapes: dict[str, tuple[int, ...]]
-    """Of one row of the arrays."""
-
-    def parse(self, records: Data) -> Arrays | None:
-        """Return the arrays; None if some record does not fit."""
-
-    def problem(self, record: bytes) -> str | None:
-        """Return what is wrong with one record; None if nothing is."""
-
-
-def build_parser(features: dict[str, Feature], own: str | None) -> Parser:
-    """Build the parser of these features, or of the function that `data.parse` names."""
-    return SchemaParser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+def build_parser(source: RecordSource, features: dict[str, Feature], own: str | None) -> Parser:
+    """Build the source's parser of these features, or that of the function that `data.parse` names."""
+    return source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
 
 
 def blank(parser: Parser, rows: int) -> Arrays:
@@ -69,7 +52,7 @@ class SchemaParser:
         if arrays is None:
             try:
                 with tf.device("cpu:0"):
-                    tensors = tf.io.parse_example(np.array(as_list(records), object), self._specs)
+                    tensors = tf.io.parse_example(np.array(one_by_one(records), object), self._specs)
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
@@ -122,13 +105,13 @@ class OwnParser:
 
     def parse(self, records: Data) -> Arrays | None:
         try:
-            arrays = {name: tensor.numpy() for name, tensor in self._call(as_list(records)).items()}
+            arrays = {name: tensor.numpy() for name, tensor in self._call(one_by_one(records)).items()}
         except _PARSE_ERRORS:
             return None
         wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
         if wrong is None:
             return arrays
-        if any(map(self.problem, as_list(records))):
+        if any(map(self.problem, one_by_one(records))):
             return None
         raise UserError(
             f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "

@@ -25,7 +25,7 @@ from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed
-from horovod_train.data.loader import Chunk, Loader, StepRange, Unparsed
+from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Finisher
@@ -54,25 +54,14 @@ class Batch(NamedTuple):
 class Pipeline:
     """What one rank reads of one split. Made by build_pipeline."""
 
-    def __init__(
-        self, records: Records, plan: Plan, config: DataConfig, rank: int, size: int, *, training: bool
-    ) -> None:
+    def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
         self._plan, self._records, self._config = plan, records, config
         used = {*records.schema.inputs, *records.schema.targets}
         self._features = {name: f for name, f in records.schema.features.items() if name in used}
-        self._parser = build_parser(self._features, config.parse)
+        self._parser = build_parser(records.source, self._features, config.parse)
         _check_names(used, self._parser.dtypes, config.parse)
         self._finisher = Finisher(self._features, records.schema, config.augment if training else ())
-        self._loader = Loader(
-            plan,
-            records.index,
-            self._parser,
-            rank,
-            size,
-            stage_dir=config.stage_dir,
-            skip_bad=config.on_bad_record == "skip",
-            cache=config.cache == "memory",
-        )
+        self._loader = Loader(plan, records.source, self._parser, ranks, config)
         self._failure: Exception | None = None
         self._finish = tf.function(self._finish_rows, autograph=False)  # so that it is traced once, not for every pass
         with tf.device("cpu:0"):
@@ -80,7 +69,7 @@ class Pipeline:
         self.num_records = plan.num_records
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
-        self.batch_size_per_rank = plan.rows_per_rank(size)
+        self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
         self.element_spec: Batch = self._dataset(self._feed(iter(())).queue, 0).element_spec
 
     def count(self, step: int) -> int:
@@ -95,17 +84,17 @@ class Pipeline:
     @property
     def bytes_to_cache(self) -> int:
         """Return the memory that this rank uses in the end with `cache: memory`."""
-        return bytes_to_cache(self._records.index, self._parser)
+        return bytes_to_cache(self._records.source.blocks, self._parser)
 
     @property
     def content(self) -> str:
         """A digest of what the records hold: equal if a record's number means the same record."""
-        return self._records.index.digest
+        return self._records.digest
 
     @cached_property
     def files(self) -> str:
-        """The files as identity.pack packs them: enough to name those that differ later."""
-        return identity.pack(identity.names_of(self._records.index.facts))
+        """The parts as identity.pack packs them: enough to name those that differ later."""
+        return identity.pack(identity.names_of(self._records.source.parts))
 
     @property
     def skipped(self) -> int:
@@ -121,10 +110,10 @@ class Pipeline:
         Reading starts immediately. The dataset can be iterated once; call this again for another pass.
         """
         loader = self._loader
-        segments = None if epochs is None else loader.segments(first_step, epochs)
-        numbers = itertools.count() if segments is None else range(segments)
-        feed = self._feed(self._values(loader.span(number, epoch, first_step) for number in numbers))
-        data = self._dataset(feed.queue, segments)
+        chunks = None if epochs is None else loader.num_chunks(first_step, epochs)
+        numbers = itertools.count() if chunks is None else range(chunks)
+        feed = self._feed(self._values(loader.steps_of(number, epoch, first_step) for number in numbers))
+        data = self._dataset(feed.queue, chunks)
         # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
         weakref.finalize(data, feed.stop)
         feed.start()
@@ -145,8 +134,8 @@ class Pipeline:
         except tf.errors.OpError as error:
             raise self.explain(error) or error from error
 
-    # A segment on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps,
-    # rows, …]; count [steps].
+    # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
+    # …]; count [steps].
 
     @property
     def _dtypes(self) -> list[str]:
@@ -158,30 +147,30 @@ class Pipeline:
         stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
         return [*stored, (*rows, self._finisher.draws), rows, rows, (None,)]
 
-    def _values(self, spans: Iterator[StepRange]) -> Iterator[list[np.ndarray]]:
-        for span, segment in self._segments(spans):
-            key = counter_rng.key(self._plan.seed, span.epoch, _AUGMENT)
-            by_row = [segment.arrays[name] for name in self._parser.dtypes]
-            by_row.append(counter_rng.uniforms(key, segment.records, self._finisher.draws))
-            by_row += [segment.real.astype(np.float32), segment.ids]
-            rows = (span.last - span.first, self.batch_size_per_rank)
-            yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), segment.count]
+    def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray]]:
+        for steps, chunk in self._chunks(ranges):
+            key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
+            by_row = [chunk.arrays[name] for name in self._parser.dtypes]
+            by_row.append(counter_rng.uniforms(key, chunk.records, self._finisher.draws))
+            by_row += [chunk.real.astype(np.float32), chunk.ids]
+            rows = (steps.last - steps.first, self.batch_size_per_rank)
+            yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), chunk.count]
 
-    def _segments(self, spans: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
-        """Yield the segments in order: they are read one after the other, and several are parsed at the same time."""
-        at_once = self._config.parallel_parse_calls
+    def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
+        """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
+        most = self._config.parallel_parse_calls
         begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
-        span = next(spans, None)
+        steps = next(ranges, None)
         with (
-            ThreadPoolExecutor(1, thread_name_prefix="read-segments") as reading,
-            ThreadPoolExecutor(at_once, thread_name_prefix="parse-segments") as parsing,
+            ThreadPoolExecutor(1, thread_name_prefix="read-chunks") as reading,
+            ThreadPoolExecutor(most, thread_name_prefix="parse-chunks") as parsing,
         ):
-            while span or begun:
-                while span and len(begun) < at_once:
-                    following = next(spans, None)
-                    read = reading.submit(self._loader.read, span, following)
-                    begun.append((span, parsing.submit(self._parse, read)))
-                    span = following
+            while steps or begun:
+                while steps and len(begun) < most:
+                    following = next(ranges, None)
+                    read = reading.submit(self._loader.read, steps, following)
+                    begun.append((steps, parsing.submit(self._parse, read)))
+                    steps = following
                 first, parsed = begun.popleft()
                 yield first, parsed.result()
 
@@ -194,14 +183,14 @@ class Pipeline:
     def _remember(self, failure: Exception) -> None:
         self._failure = failure
 
-    def _dataset(self, queue: tf.queue.QueueBase, segments: int | None) -> tf.data.Dataset:
-        data = tf.data.Dataset.range(np.iinfo(np.int64).max if segments is None else segments)
+    def _dataset(self, queue: tf.queue.QueueBase, chunks: int | None) -> tf.data.Dataset:
+        data = tf.data.Dataset.range(np.iinfo(np.int64).max if chunks is None else chunks)
         dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
         data = data.map(dequeue).prefetch(1)
         if self._finisher.by_step:
             data = data.unbatch().map(self._finish, num_parallel_calls=tf.data.AUTOTUNE)
         else:
-            # Transform a whole segment in one call, because the call costs more than a tiny step.
+            # Transform a whole chunk in one call, because the call costs more than a tiny step.
             data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
 
@@ -231,26 +220,18 @@ class Pipeline:
 
 
 def build_pipeline(
-    records: Records,
-    config: DataConfig,
-    *,
-    rank: int,
-    size: int,
-    seed: int,
-    training: bool,
-    global_batch_size: int,
-    ranks_on_host: int = 1,
+    records: Records, config: DataConfig, ranks: Ranks, *, seed: int, training: bool, global_batch_size: int
 ) -> Pipeline:
-    """Build the pipeline of one rank among `size`; `ranks_on_host` of them share memory.
+    """Build the pipeline of one rank.
 
     Shuffles and augments only if `training`. Raises UserError if no record is left to read, if the config asks for what
     the records do not have, or if memory is too small for what the pipeline keeps.
     """
     plan = build_plan(records, config, seed=seed, training=training, global_batch_size=global_batch_size)
-    check_room_to_shuffle(plan, records, config, size)
-    pipeline = Pipeline(records, plan, config, rank, size, training=training)
+    check_room_to_shuffle(plan, records, config, ranks.size)
+    pipeline = Pipeline(records, plan, config, ranks, training=training)
     if config.cache == "memory":
-        check_room_to_cache(pipeline.bytes_to_cache, ranks_on_host)
+        check_room_to_cache(pipeline.bytes_to_cache, ranks.on_host)
     return pipeline
 
 

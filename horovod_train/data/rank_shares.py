@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_train.data.sampler import Plan
-from horovod_train.data.tfrecord.index import Index
+from horovod_train.data.source import Blocks
 
 _STEPS = 256  # at a time
 
@@ -27,19 +27,19 @@ class RankShare:
     """The first records that it reads."""
 
 
-def epoch_shares(plan: Plan, index: Index, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
+def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
     """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
-    line, counts, found = plan.line(epoch), np.zeros(plan.num_records, np.int64), []
+    sequence, counts, shares = plan.sequence(epoch), np.zeros(plan.num_records, np.int64), []
     for rank in range(size):
-        share, touched = RankShare(rank), np.zeros(len(index.file), bool)
+        share, touched = RankShare(rank), np.zeros(len(blocks.records), bool)
         for first in range(0, plan.steps_per_epoch, _STEPS):
-            rows = plan.rows(line, rank, size, first, min(first + _STEPS, plan.steps_per_epoch))
+            rows = plan.rows(sequence, rank, size, first, min(first + _STEPS, plan.steps_per_epoch))
             records = rows.records[rows.real]
             np.add.at(counts, records, 1)
-            touched[index.block_of(records)] = True
+            touched[blocks.containing(records)] = True
             share.records += len(records)
             share.padding += rows.real.size - len(records)
             share.first = share.first or tuple(records[:4].tolist())
-        share.blocks, share.bytes = int(touched.sum()), int(index.blocks.length[touched].sum())
-        found.append(share)
-    return found, counts
+        share.blocks, share.bytes = int(touched.sum()), int(blocks.bytes[touched].sum())
+        shares.append(share)
+    return shares, counts

@@ -1,18 +1,18 @@
 """Which records each rank reads in each step of an epoch. Arithmetic only: no files, no TensorFlow, no communication.
 
-The *line* is every record once: blocks in an order drawn from (seed, epoch), neighbouring blocks grouped into
-*windows*, and the records of a window in an order drawn from (seed, epoch) as well. The line is cut into
-`global_batch_size` *lanes* of equal length (to within one record), and step s takes the s-th record of every lane:
+The *sequence* of an epoch is every record once: blocks in an order drawn from (seed, epoch), neighbouring blocks
+grouped into *windows*, and the records of a window in an order drawn from (seed, epoch) as well. The sequence is cut
+into `global_batch_size` *lanes* of equal length (to within one record), and step s takes the s-th record of every lane:
 
-    line   | window | window | window | window | window | window |      lanes = 3, N = 16
-    lanes  |  lane 0        |  lane 1        |  lane 2             |    step 0 takes the first of each lane, …
+    sequence | window | window | window | window | window | window |      lanes = 3, N = 16
+    lanes    |  lane 0        |  lane 1        |  lane 2             |    step 0 takes the first of each lane, …
 
 A rank owns several neighbouring lanes. What a step consumes therefore does not depend on the number of ranks, every
-rank takes the same number of steps, and each rank reads a different stretch of the line, block after block. Only the
-last step can miss records, at most one per lane, spread evenly over the lanes and so over the ranks; missing ones are
-padding.
+rank takes the same number of steps, and each rank reads a different stretch of the sequence, block after block. Only
+the last step can miss records, at most one per lane, spread evenly over the lanes and so over the ranks; missing ones
+are padding.
 
-A record is a number: its position in file order. A position in an epoch is a number of records over all ranks.
+A record is a number: its position in file order. A run's position in an epoch is a number of records over all ranks.
 """
 
 from __future__ import annotations
@@ -86,21 +86,21 @@ class Plan:
         """Return the rows of one rank's batch, padding included; the same on every rank."""
         return -(-self.global_batch_size // size)
 
-    def line(self, epoch: int) -> Line:
+    def sequence(self, epoch: int) -> EpochSequence:
         """Return the order of all records in an epoch."""
         if self.order != "shuffled":
-            return Line(self.block_counts, self.seed, epoch, None)
+            return EpochSequence(self.block_counts, self.seed, epoch, None)
         window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
         whole = self.shuffle_window >= self.num_records
-        return Line(self.block_counts, self.seed, epoch, self.num_records if whole else window)
+        return EpochSequence(self.block_counts, self.seed, epoch, self.num_records if whole else window)
 
-    def rows(self, line: Line, rank: int, size: int, first_step: int, last_step: int) -> Rows:
-        """Return what a rank reads in [first_step, last_step) of the epoch that `line` was made for."""
-        places, real = self.places(rank, size, first_step, last_step)
-        return Rows(line.records(places), real)
+    def rows(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> Rows:
+        """Return what a rank reads in [first_step, last_step) of the epoch of `sequence`."""
+        positions, real = self.positions(rank, size, first_step, last_step)
+        return Rows(sequence.records(positions), real)
 
-    def places(self, rank: int, size: int, first_step: int, last_step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rank's positions in the line for [first_step, last_step): int64 and bool `real`, [steps, rows]."""
+    def positions(self, rank: int, size: int, first_step: int, last_step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return a rank's positions in a sequence in [first_step, last_step): int64 and bool `real`, [steps, rows]."""
         lanes, records = self.global_batch_size, self.num_records
         first, last = rank * lanes // size, (rank + 1) * lanes // size
         lane = np.arange(first, first + self.rows_per_rank(size))
@@ -110,14 +110,14 @@ class Plan:
         if self.order == "file":
             count = np.minimum(lanes, records - steps * lanes)
             start, end = lane * count // lanes, (lane + 1) * count // lanes  # a full step: lane and lane + 1
-            places, ends = steps * lanes + start, steps * lanes + end
+            positions, ends = steps * lanes + start, steps * lanes + end
         else:
-            places, ends = lane * records // lanes + steps, (lane + 1) * records // lanes
-        real = owned & (places < ends)
-        return np.clip(places, 0, np.maximum(ends - 1, 0)), real
+            positions, ends = lane * records // lanes + steps, (lane + 1) * records // lanes
+        real = owned & (positions < ends)
+        return np.clip(positions, 0, np.maximum(ends - 1, 0)), real
 
 
-class Line:
+class EpochSequence:
     """All records of one epoch in order. Caches the order inside the windows that were last asked for."""
 
     def __init__(self, block_counts: np.ndarray, seed: int, epoch: int, window: int | None) -> None:
@@ -128,18 +128,18 @@ class Line:
         self._key = counter_rng.key(seed, epoch, _RECORDS)
         self._shuffled = window is not None
         self._first_record = _running_sum(block_counts)[:-1][self.blocks]  # each block's first record, in file order
-        starts = _running_sum(block_counts[self.blocks])  # where in the line each block starts
+        starts = _running_sum(block_counts[self.blocks])  # the position at which each block starts
         changes = np.diff(starts[:-1] // (window or 1), prepend=-1)
         self._window_blocks = np.append(np.flatnonzero(changes), len(self.blocks))
         self._window_starts = starts[self._window_blocks]
         self._starts = starts
         self._orders: dict[int, np.ndarray] = {}
 
-    def records(self, places: np.ndarray) -> np.ndarray:
-        """Return the record at each position of the line: int64 of the same shape."""
-        if not self._shuffled or not places.size:
-            return places
-        flat = places.ravel()
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Return the record at each position: int64 of the same shape."""
+        if not self._shuffled or not positions.size:
+            return positions
+        flat = positions.ravel()
         windows = self._windows(flat)
         by_window = np.argsort(windows, kind="stable")
         needed, first = np.unique(windows[by_window], return_index=True)
@@ -147,16 +147,16 @@ class Line:
         records = np.empty_like(flat)
         for window, members in zip(needed.tolist(), np.split(by_window, first[1:]), strict=True):
             records[members] = self._orders[window][flat[members] - self._window_starts[window]]
-        return records.reshape(places.shape)
+        return records.reshape(positions.shape)
 
-    def blocks_near(self, places: np.ndarray) -> np.ndarray:
+    def blocks_near(self, positions: np.ndarray) -> np.ndarray:
         """Return the blocks of every window that contains a position: those to keep while a lane is there."""
-        windows = np.unique(self._windows(places.ravel()))
+        windows = np.unique(self._windows(positions.ravel()))
         first, last = self._window_blocks[windows], self._window_blocks[windows + 1]
         return np.concatenate([self.blocks[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])
 
-    def _windows(self, places: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self._window_starts, places, side="right") - 1
+    def _windows(self, positions: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._window_starts, positions, side="right") - 1
 
     def _order(self, window: int) -> np.ndarray:
         first, last = self._window_blocks[window], self._window_blocks[window + 1]

@@ -6,24 +6,23 @@ Does not stop at the first fault: every record that can be reached is checked.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import check_counts, find_records
+from horovod_train.data.dataset import Records, Split, check_counts, find_records
 from horovod_train.data.decoding import image_problem
-from horovod_train.data.diagnostics import name_faults
 from horovod_train.data.features import Feature
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.progress import track
-from horovod_train.data.schema import Schema
-from horovod_train.data.tfrecord.index import Index, open_index
-from horovod_train.data.tfrecord.reader import Reader, as_list
+from horovod_train.data.reader import Reader, parse_usable
+from horovod_train.data.source import one_by_one
 from horovod_train.errors import UserError
 
 _CHUNK = 4096
@@ -77,44 +76,44 @@ class Report:
     features: dict[str, FeatureSummary] = field(default_factory=dict)
 
 
-def check_split(config: DataConfig, split: Literal["train", "eval"]) -> Report:
+def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
-    files, schema = find_records(config, split)
-    report = Report(", ".join(getattr(config, split)), files=len(files))
-    readable = [name for name in files if os.access(name, os.R_OK)]
-    report.bad += [f"{name}: cannot be read." for name in sorted({*files} - {*readable})]
+    found, paths = find_records(config, split), getattr(config, split)
+    report = Report(", ".join(paths), files=len(found.files))
+    readable = [name for name in found.files if os.access(name, os.R_OK)]
+    report.bad += [f"{name}: cannot be read." for name in sorted({*found.files} - {*readable})]
     if not readable:
         return report
     try:
-        index = open_index(readable, config.index_dir, allow_damage=True)
-        report.bad += index.problems
-        report.bytes, report.records = sum(source.size for source in index.files), index.num_records
-        if len(readable) == len(files):
-            check_counts(index, schema, getattr(config, split))
+        records = Records(found.open(readable, config, allow_damage=True), found.schema, f"data.{split}")
+        report.bad += records.problems
+        report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
+        if len(readable) == len(found.files):
+            check_counts(records, paths)
     except UserError as error:
         report.bad.append(str(error))
     if report.records:
-        _Check(index, schema, config, report).run()
+        _Check(records, config, report).run()
     return report
 
 
 class _Check:
-    """One pass over the records of whole files, in file order."""
+    """One pass over all records, in their order."""
 
-    def __init__(self, index: Index, schema: Schema, config: DataConfig, report: Report) -> None:
-        self._index, self._features, self._report = index, schema.features, report
-        self._parser = build_parser(schema.features, config.parse)
-        self._reader = Reader(index, config.stage_dir)
-        self._digests = np.zeros(index.num_records, np.uint64)
+    def __init__(self, records: Records, config: DataConfig, report: Report) -> None:
+        self._blocks, self._features, self._report = records.source.blocks, records.schema.features, report
+        self._parser = build_parser(records.source, records.schema.features, config.parse)
+        self._reader = Reader(records.source)
+        self._digests = np.zeros(records.num_records, np.uint64)
         report.features = {name: self._summary(name) for name in self._parser.dtypes}
 
     def run(self) -> None:
-        firsts = range(0, self._index.num_records, _CHUNK)
+        firsts = range(0, self._blocks.num_records, _CHUNK)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             for first in track(firsts, len(firsts), f"checking {self._report.where}"):
-                records = np.arange(first, min(first + _CHUNK, self._index.num_records))
+                records = np.arange(first, min(first + _CHUNK, self._blocks.num_records))
                 self._check(records, threads)
-                self._reader.keep_only(self._index.block_of(records[-1:]).tolist())
+                self._reader.keep_only(self._blocks.containing(records[-1:]).tolist())
         known = self._digests[self._digests != 0]
         self._report.duplicates = len(known) - len(np.unique(known))
 
@@ -124,29 +123,29 @@ class _Check:
         return FeatureSummary(dtype, shape, histogram={} if counted else None)
 
     def _check(self, records: np.ndarray, threads: Executor) -> None:
-        found, faults = self._reader.read(records)
-        arrays, bad, data = None if faults else self._parser.parse(found), {}, as_list(found)
-        if arrays is None:
-            bad = name_faults(self._reader, self._parser, records, data, faults)
-            kept = [row for row, record in enumerate(records.tolist()) if record not in bad]
-            data, records = [data[row] for row in kept], records[kept]
-            arrays = self._parser.parse(data) if data else {}
-        assert arrays is not None, "every record was checked, and together they still do not parse"
+        data, faults = self._reader.read(records)
+        arrays, bad = parse_usable(self._parser, records, data, faults, self._reader.name_record)
+        usable = ~np.isin(records, list(bad))
+        stored, records = list(itertools.compress(one_by_one(data), usable)), records[usable]
         for name, values in arrays.items():
             self._report.features[name].add(values)
             feature = self._features.get(name)
             if feature and feature.decode == "image":
                 bad |= self._bad_images(name, feature, records, values.tolist(), threads)
         self._report.bad += [bad[record] for record in sorted(bad)]
-        digests = b"".join(hashlib.blake2b(one, digest_size=8).digest() for one in data)
-        self._digests[records] = np.frombuffer(digests, np.uint64)
+        self._digests[records] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
 
     def _bad_images(
         self, name: str, feature: Feature, records: np.ndarray, files: Sequence[bytes], threads: Executor
     ) -> dict[int, str]:
         problems = threads.map(lambda file: image_problem(feature, file), files)
         return {
-            record: self._reader.fault(record, f"feature {name}: {problem}").message
+            record: self._reader.name_record(record, f"feature {name}: {problem}")
             for record, problem in zip(records.tolist(), problems, strict=True)
             if problem
         }
+
+
+def _digest(record: Any) -> bytes:
+    data = record if isinstance(record, bytes) else b"".join(np.asarray(value).tobytes() for value in record.values())
+    return hashlib.blake2b(data, digest_size=8).digest()

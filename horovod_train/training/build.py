@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Config, Watched
 from horovod_train.data.dataset import Records
+from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, check_sendable
 from horovod_train.distributed.optimizer import DistributedOptimizer
@@ -164,12 +165,10 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     return build_pipeline(
         records,
         data,
-        rank=group.rank,
-        size=group.size,
+        Ranks(group.rank, group.size, group.local_size),
         seed=config.seed,
         training=training,
         global_batch_size=global_batch_size,
-        ranks_on_host=group.local_size,
     )
 
 

@@ -7,16 +7,13 @@ for each other, or train on records that other ranks use too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import Records, check_counts, scan_records
+from horovod_train.data.dataset import Records, Split, check_counts, scan_records
 from horovod_train.data.identity import difference, names_of
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import RanksStartApart
-
-Split = Literal["train", "eval"]
 
 _SHOWN = 3
 
@@ -40,7 +37,7 @@ def open_on_all_ranks(
         _check_equal(group, records)
     with group.raise_together():
         for split, records in opened.items():
-            check_counts(records.index, records.schema, getattr(config, split))
+            check_counts(records, getattr(config, split))
     for records in opened.values():
         _warn(records, say)
     return opened
@@ -52,7 +49,7 @@ def _check_equal(group: WorkerGroup, records: Records) -> None:
         consistency.check(group, records.facts, "at the start", RanksStartApart)
     except RanksStartApart as error:
         # All ranks are here, so they can communicate again. File lists make long messages, sent only in this case.
-        mine = names_of(records.index.facts)
+        mine = names_of(records.source.parts)
         roots = group.broadcast_object([list(entry) for entry in mine])
         theirs = [(str(name), str(digest)) for name, digest in roots]
         said = group.gather(difference(mine, theirs, group.name(0)) if mine != theirs else "")
@@ -73,7 +70,7 @@ def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
 
 
 def _warn(records: Records, say: Callable[[str], None]) -> None:
-    problems = records.index.problems
+    problems = records.problems
     for problem in problems[:_SHOWN]:
         say(f"warning: {problem} What comes after is left out, as data.on_bad_record says.")
     if len(problems) > _SHOWN:

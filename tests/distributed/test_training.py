@@ -171,6 +171,7 @@ def test_evaluation_is_that_of_one_process(
     script = f"""
 import keras, tensorflow as tf, user_models
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import build_pipeline
 from horovod_train.data.dataset import open_records
 keras.utils.set_random_seed(1)
@@ -178,7 +179,7 @@ model = user_models.small()
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 config = DataConfig(eval=({str(tmp_path / "some")!r},))
 records = open_records(config, "eval")
-pipeline = build_pipeline(records, config, rank=0, size=1, seed=0, training=False, global_batch_size=999)
+pipeline = build_pipeline(records, config, Ranks(0, 1), seed=0, training=False, global_batch_size=999)
 (batch,) = pipeline.batches(0, epochs=1)
 assert batch.weights.numpy().sum() == 999
 print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=999))

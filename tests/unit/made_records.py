@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import open_records
+from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
 from horovod_train.tfrecord_framing import frame
 
@@ -67,7 +68,7 @@ def config(folder: Path | str, **values: Any) -> DataConfig:
 
 def pipeline(data: DataConfig, rank: int = 0, size: int = 1, *, batch: int = 8, training: bool = True) -> Pipeline:
     records = open_records(data, "train")
-    return build_pipeline(records, data, rank=rank, size=size, seed=1, training=training, global_batch_size=batch)
+    return build_pipeline(records, data, Ranks(rank, size), seed=1, training=training, global_batch_size=batch)
 
 
 def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Batch]:

@@ -78,6 +78,22 @@ def test_only_main_and_distributed_read_the_environment(path: Path) -> None:
     assert not reads or room(path) in MAY_READ_ENVIRONMENT or path == READS_ENVIRONMENT_TOO
 
 
+MAY_KNOW_TFRECORDS = {
+    "data/dataset.py": "the list of sources",
+    "data/prepare/writing.py": "writes TFRecord files",
+    "commands/index.py": "indexes TFRecord files",
+    "commands/bench_contenders.py": "reads the same files by TensorFlow's own reader",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_data_tfrecord_knows_how_records_are_stored(path: Path) -> None:
+    """So that another kind of storage takes one package and one line in SOURCES."""
+    found = {name for name in imports(path) if name.startswith("horovod_train.data.tfrecord")}
+    where = path.relative_to(PACKAGE).as_posix()
+    assert not found or where.startswith("data/tfrecord/") or where in MAY_KNOW_TFRECORDS
+
+
 _REMOVES = {
     *("os.remove", "os.unlink", "os.rmdir", "os.removedirs", "os.rename", "os.renames", "os.replace", "os.truncate"),
     *("shutil.rmtree", "shutil.move", "shutil.copy", "shutil.copyfile", "shutil.copytree", "shutil.copy2"),

@@ -81,8 +81,8 @@ def test_an_audit_is_compared_with_the_data_themselves(
     settings = DataConfig(train=(f"{data}/train",))
     records = open_records(settings, "train")
     plan = build_plan(records, settings, seed=1, training=True, global_batch_size=70)
-    log = AuditLog(str(run_dir), Start(0, 0, 0, 1, 70, 70, 1, data=records.index.digest))
-    log.append(0, 0, plan.rows(plan.line(0), 0, 1, 0, 1).ids)
+    log = AuditLog(str(run_dir), Start(0, 0, 0, 1, 70, 70, 1, data=records.digest))
+    log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, 1).ids)
     log.close()
     assert run(check_data, "--audit", run_dir) == 0
     assert "not compared with data.train as it is now" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 from made_records import config, image_record, make_images, pipeline, write_file
 
 from horovod_train.checkpoint.tensors import Checkpoint, Facts
+from horovod_train.config.settings import DataConfig
 from horovod_train.data import identity
 from horovod_train.data.dataset import open_records
-from horovod_train.data.tfrecord.index import Index, open_index
+from horovod_train.data.identity import digest_of
+from horovod_train.data.source import Part
+from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 from horovod_train.output.run_dir import NullOutput
 from horovod_train.training.resume import check_position
@@ -50,12 +53,16 @@ CHANGES: list[tuple[str, Change, str]] = [
 ]
 
 
-def opened(folder: Path) -> Index:
-    return open_records(config(folder), "train").index
+def parts(*files: Path) -> Sequence[Part]:
+    return open_tfrecords([str(file) for file in files], DataConfig(), allow_damage=False).parts
 
 
-def tell(here: Index, there: Index) -> str:
-    return identity.difference(identity.names_of(here.facts), identity.names_of(there.facts), "rank 0")
+def parts_of(folder: Path) -> Sequence[Part]:
+    return open_records(config(folder), "train").source.parts
+
+
+def tell(here: Sequence[Part], there: Sequence[Part]) -> str:
+    return identity.difference(identity.names_of(here), identity.names_of(there), "rank 0")
 
 
 def test_a_copy_elsewhere_and_of_another_time_is_the_same(tmp_path: Path) -> None:
@@ -63,45 +70,45 @@ def test_a_copy_elsewhere_and_of_another_time_is_the_same(tmp_path: Path) -> Non
     shutil.copytree(tmp_path / "a", tmp_path / "b/c")
     for path in (tmp_path / "b/c/train").iterdir():
         os.utime(path, ns=(0, 12345))
-    assert opened(folder).digest == opened(tmp_path / "b/c/train").digest
+    assert digest_of(parts_of(folder)) == digest_of(parts_of(tmp_path / "b/c/train"))
 
 
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
 def test_a_change_is_noticed_and_its_file_is_named(tmp_path: Path, change: Change, said: str) -> None:
-    before = opened(make_images(tmp_path / "train"))
+    before = parts_of(make_images(tmp_path / "train"))
     change(tmp_path / "train")
-    after = opened(tmp_path / "train")
-    assert before.digest != after.digest
+    after = parts_of(tmp_path / "train")
+    assert digest_of(before) != digest_of(after)
     assert tell(after, before) == said
 
 
 def test_another_order_of_the_same_folders_is_noticed(tmp_path: Path) -> None:
     files = {
-        name: str(write_file(tmp_path / name / "0.tfrecord", [image_record(number) for number in numbers]))
+        name: write_file(tmp_path / name / "0.tfrecord", [image_record(number) for number in numbers])
         for name, numbers in {"a": range(5), "b": range(5, 10)}.items()
     }
-    one, other = open_index([files["a"], files["b"]]), open_index([files["b"], files["a"]])
-    assert one.digest != other.digest
+    one, other = parts(files["a"], files["b"]), parts(files["b"], files["a"])
+    assert digest_of(one) != digest_of(other)
     assert tell(other, one) == "has the same files as rank 0 in another order, from file 1 on (0.tfrecord)"
 
 
 @pytest.mark.parametrize("record", [0, 1, 299, 300, 599])
 def test_each_record_counts(tmp_path: Path, record: int) -> None:
     records = [image_record(number) for number in range(600)]
-    before = open_index([str(write_file(tmp_path / "a/0.tfrecord", records))])
+    before = parts(write_file(tmp_path / "a/0.tfrecord", records))
     records[record] = image_record(record + 1)
-    after = open_index([str(write_file(tmp_path / "b/0.tfrecord", records))])
-    assert before.facts[0].size == after.facts[0].size
-    assert before.digest != after.digest
+    after = parts(write_file(tmp_path / "b/0.tfrecord", records))
+    assert before[0].size == after[0].size
+    assert digest_of(before) != digest_of(after)
 
 
 def test_each_long_record_counts(tmp_path: Path) -> None:
     """Between long records scanning reads headers only, and the checksum just before each."""
     records = [bytes([number]) * 50_000 for number in range(40)]
-    before = open_index([str(write_file(tmp_path / "a/0.tfrecord", records))])
+    before = parts(write_file(tmp_path / "a/0.tfrecord", records))
     for record in (0, 17, 39):
         changed = [*records[:record], b"x" * 50_000, *records[record + 1 :]]
-        assert open_index([str(write_file(tmp_path / f"{record}/0.tfrecord", changed))]).digest != before.digest
+        assert digest_of(parts(write_file(tmp_path / f"{record}/0.tfrecord", changed))) != digest_of(before)
 
 
 def test_what_a_checkpoint_keeps_of_many_files_is_small(tmp_path: Path) -> None:

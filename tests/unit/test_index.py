@@ -19,22 +19,28 @@ import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import build_plan, open_records
+from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import list_files
+from horovod_train.data.reader import Reader
+from horovod_train.data.source import one_by_one
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord import index_file
 from horovod_train.data.tfrecord.index import Index, open_index
 from horovod_train.data.tfrecord.index_file import Entries, load_entries, one_at_a_time, places, save_entries
-from horovod_train.data.tfrecord.reader import Reader, as_list
 from horovod_train.data.tfrecord.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
+from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
 
 
 def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
-    records, faults = Reader(index, stage_dir).read(np.arange(index.num_records))
+    records, faults = Reader(TFRecords(index, stage_dir)).read(np.arange(index.blocks.num_records))
     assert not faults
-    return as_list(records)
+    return one_by_one(records)
+
+
+def list_tfrecords(*paths: Path | str) -> list[str]:
+    return list_files([str(path) for path in paths], "data.train", SOURCES)[1]
 
 
 @pytest.fixture
@@ -52,9 +58,9 @@ def test_a_block_ends_at_256_records_or_a_mebibyte_or_the_file(tmp_path: Path) -
     index = open_index([str(small), str(large)])
     assert index.blocks.records.tolist() == [BLOCK_RECORDS, BLOCK_RECORDS, 88, 2, 2, 1, 1, 1]
     assert index.file.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    assert (index.blocks.length[index.blocks.records > 1] <= BLOCK_BYTES).all()
-    assert index.blocks.offset[3] == 0
-    assert index.blocks.length.sum() == sum(map(os.path.getsize, [small, large]))
+    assert (index.blocks.bytes[index.blocks.records > 1] <= BLOCK_BYTES).all()
+    assert index.offset[3] == 0
+    assert index.blocks.total_bytes == sum(map(os.path.getsize, [small, large]))
 
 
 def test_every_record_is_found_with_its_number_in_its_file(tmp_path: Path) -> None:
@@ -92,19 +98,20 @@ def test_packed_files_are_read_like_others(tmp_path: Path, packing: str, staged:
 
 def test_an_index_is_kept_and_used(tmp_path: Path, scanned: list[str]) -> None:
     folder = make_images(tmp_path / "train")
-    first = open_records(config(folder), "train").index
+    first = open_records(config(folder), "train").source
     assert sorted(scanned) == ["0.tfrecord", "1.tfrecord", "2.tfrecord"]
-    again = open_records(config(folder), "train").index
+    again = open_records(config(folder), "train").source
     assert len(scanned) == 3
-    assert again.files == first.files
-    assert all(np.array_equal(*pair) for pair in zip(again.blocks, first.blocks, strict=True))
+    assert again.parts == first.parts
+    assert np.array_equal(again.blocks.records, first.blocks.records)
+    assert np.array_equal(again.blocks.bytes, first.blocks.bytes)
 
 
 def test_only_a_changed_file_is_scanned_again(tmp_path: Path, scanned: list[str]) -> None:
     folder = make_images(tmp_path / "train")
-    before = open_records(config(folder), "train").index
+    before = open_records(config(folder), "train")
     write_file(folder / "1.tfrecord", [image_record(0)] * 9)
-    after = open_records(config(folder), "train").index
+    after = open_records(config(folder), "train")
     assert (before.num_records, after.num_records) == (70, 72)
     assert scanned[3:] == ["1.tfrecord"]
 
@@ -121,7 +128,7 @@ def test_an_unreadable_index_is_made_again(tmp_path: Path) -> None:
     folder = make_images(tmp_path / "train")
     open_records(config(folder), "train")
     (folder / "index.npz").write_bytes(b"half of a")
-    assert open_records(config(folder), "train").index.num_records == 70
+    assert open_records(config(folder), "train").num_records == 70
 
 
 def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +177,7 @@ def test_an_index_of_another_format_is_made_again(
 def test_names_that_are_not_text_are_kept(tmp_path: Path, scanned: list[str]) -> None:
     name = os.fsdecode(bytes(tmp_path / "a") + b"\xff.tfrecord")
     write_file(Path(name), [b"abc"])
-    assert open_index([name]).digest == open_index([name]).digest
+    assert open_index([name]).files == open_index([name]).files
     assert len(scanned) == 1
 
 
@@ -180,7 +187,7 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
         "import os, sys\n"
         "from horovod_train.data.tfrecord.index import open_index\n"
         "os.setuid(54321)\n"
-        "print(open_index(sys.argv[1:]).num_records)"
+        "print(open_index(sys.argv[1:]).blocks.num_records)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +200,7 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
 
 def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scanned: list[str]) -> None:
     folder = make_images(tmp_path / "train")
-    files, where = list_files([str(folder)], "data.train"), places(str(folder), None)
+    files, where = list_tfrecords(folder), places(str(folder), None)
     with ThreadPoolExecutor() as threads:
         with one_at_a_time(where):
             other = threads.submit(open_index, files)
@@ -203,7 +210,7 @@ def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scan
             ):
                 assert not other.done()
             save_entries(where[0], {os.path.basename(name): scan(name) for name in files})
-        assert other.result().num_records == 70
+        assert other.result().blocks.num_records == 70
     assert scanned == []
     assert not list(folder.glob("*.lock"))
 
@@ -213,7 +220,7 @@ def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(index_file.fcntl, "flock", refuse)
-    assert open_records(config(make_images(tmp_path / "train")), "train").index.num_records == 70
+    assert open_records(config(make_images(tmp_path / "train")), "train").num_records == 70
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
@@ -230,7 +237,7 @@ def test_a_file_is_not_read_twice_by_another_path(tmp_path: Path, link: Callable
 def test_a_file_whose_name_looks_like_a_glob_is_found(tmp_path: Path) -> None:
     path = write_file(tmp_path / "c[1].tfrecord", [b"a"])
     write_file(tmp_path / "c1.tfrecord", [b"b"])
-    assert list_files([str(path)], "data.train") == [str(path)]
+    assert list_tfrecords(path) == [str(path)]
 
 
 def test_index_dir_is_used_where_given(tmp_path: Path) -> None:
@@ -243,14 +250,14 @@ def test_index_dir_is_used_where_given(tmp_path: Path) -> None:
 def test_files_come_in_order_of_names_whatever_the_folder_gives(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write_file(tmp_path / f"{name}.tfrecord", [name.encode()])
-    assert read_all(open_index(list_files([str(tmp_path)], "data.train"))) == [b"a", b"b", b"c"]
-    pattern = [str(tmp_path / "c*"), str(tmp_path / "[ab].tfrecord")]
-    assert read_all(open_index(list_files(pattern, "data.train"))) == [b"c", b"a", b"b"]
+    assert read_all(open_index(list_tfrecords(tmp_path))) == [b"a", b"b", b"c"]
+    patterns = [tmp_path / "c*", tmp_path / "[ab].tfrecord"]
+    assert read_all(open_index(list_tfrecords(*patterns))) == [b"c", b"a", b"b"]
 
 
 def test_many_files_are_scanned_by_processes_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_images(tmp_path / "train")
-    files = list_files([str(folder)], "data.train")
+    files = list_tfrecords(folder)
     monkeypatch.setattr(index_module, "_MANY_BYTES", 0)
     assert open_index(files, str(tmp_path / "indexes")).blocks.records.tolist() == [40, 7, 23]
 
@@ -269,6 +276,6 @@ def test_an_index_npz_of_another_program_stays(tmp_path: Path, monkeypatch: pyte
     np.savez(folder / "index.npz", embeddings=np.arange(3))
     before = (folder / "index.npz").read_bytes()
     for _ in range(2):
-        assert open_records(config(folder), "train").index.num_records == 70
+        assert open_records(config(folder), "train").num_records == 70
     assert (folder / "index.npz").read_bytes() == before
     assert len(list((tmp_path / "home").rglob("*.npz"))) == 1

@@ -15,6 +15,7 @@ from PIL import Image
 from horovod_train.config.settings import Spec
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import open_records
+from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Pipeline, build_pipeline
 from horovod_train.errors import UserError
 
@@ -68,11 +69,11 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
     made = pipeline(config(images))
 
     def broken(spans: object) -> Iterator[list[np.ndarray]]:
-        raise MemoryError("no room for a segment")
+        raise MemoryError("no room for a chunk")
         yield []
 
     made._values = broken  # type: ignore[method-assign,assignment]
-    with pytest.raises(MemoryError, match="no room for a segment"):
+    with pytest.raises(MemoryError, match="no room for a chunk"):
         consume(made)
 
 
@@ -80,7 +81,7 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
 def test_records_keep_their_order_however_many_are_parsed_at_the_same_time(
     images: Path, parse: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_train.data.loader._SEGMENT_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.loader._CHUNK_RECORDS", 8)
     names = {"parse": parse, "inputs": ("label",)} if parse else {}
     one, ten = (batches(pipeline(config(images, parallel_parse_calls=calls, **names)), epochs=3) for calls in (1, 10))
     assert len(one) == len(ten) == 27
@@ -97,13 +98,13 @@ def slower_at_first(records: tf.Tensor) -> dict[str, tf.Tensor]:
     return {"label": labels + tf.cast(spent * 0, tf.int64)}
 
 
-def test_as_many_segments_are_parsed_at_the_same_time_as_the_setting_says(
+def test_as_many_chunks_are_parsed_at_the_same_time_as_the_setting_says(
     images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call waits for the others: with fewer at the same time none would end."""
     import threading
 
-    monkeypatch.setattr("horovod_train.data.loader._SEGMENT_RECORDS", 8)
+    monkeypatch.setattr("horovod_train.data.loader._CHUNK_RECORDS", 8)
     made = pipeline(config(images, parallel_parse_calls=4, drop_remainder=True))
     all_there, parse = threading.Barrier(4, timeout=60), made._loader.parse
 
@@ -143,7 +144,7 @@ def test_a_pipeline_that_would_not_fit_beside_the_other_ranks_of_its_host_is_ref
     data = config(images, cache="memory")
     records = open_records(data, "train")
     with pytest.raises(UserError, match=r"data.cache: memory needs"):
-        build_pipeline(records, data, rank=0, size=1, seed=1, training=True, global_batch_size=8, ranks_on_host=10**12)
+        build_pipeline(records, data, Ranks(0, 1, on_host=10**12), seed=1, training=True, global_batch_size=8)
 
 
 @pytest.mark.parametrize("size", [(1, 40), (40, 1), (1, 1)])
@@ -161,4 +162,4 @@ def test_an_image_one_pixel_wide_can_be_cropped_at_random(tmp_path: Path, size: 
 def test_the_bytes_of_a_record_do_not_matter_to_a_cache_of_numbers(tmp_path: Path) -> None:
     write_file(tmp_path / "a.tfrecord", [image_record(number) for number in range(5)])
     made = pipeline(config(tmp_path, features={"label": "int64"}, inputs=("label",)))
-    assert bytes_to_cache(made._records.index, made._parser) == 5 * 8
+    assert bytes_to_cache(made._records.source.blocks, made._parser) == 5 * 8

@@ -130,11 +130,11 @@ def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
     made = pipeline(config(folder, shuffle_window=100), batch=4)
     loader = made._loader
     most = 0
-    for number in range(loader.segments(0, 1)):
-        loader.parse(loader.read(loader.span(number, 0, 0), None))
-        most = max(most, len(loader._reader._blocks))
-    blocks_of_a_segment = 4 * (-(-loader.steps // 208) + 1)  # 2000 records make blocks of 256 and one of 208
-    assert most <= blocks_of_a_segment < 64
+    for chunk in range(loader.num_chunks(0, 1)):
+        loader.parse(loader.read(loader.steps_of(chunk, 0, 0), None))
+        most = max(most, len(loader._reader._in_memory))
+    blocks_of_a_chunk = 4 * (-(-loader.steps_per_chunk // 208) + 1)  # 2000 records make blocks of 256 and one of 208
+    assert most <= blocks_of_a_chunk < 64
 
 
 def test_a_bad_record_can_be_skipped_and_is_counted(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_damaged_file_can_be_skipped_from_its_damage_on(tmp_path: Path, damage
         made = [pipeline(config(folder, on_bad_record="skip"), rank, 2) for rank in range(2)]
         found = [number for one in made for number in ids(batches(one))]
         assert sorted(found) == list(range(40 + left + 23))
-        (problem,) = open_records(config(folder, on_bad_record="skip"), "train").index.problems
+        (problem,) = open_records(config(folder, on_bad_record="skip"), "train").problems
         assert problem.startswith(f"{path}: ")
         assert problem.endswith(".")
 
@@ -183,7 +183,7 @@ def test_a_damaged_file_excuses_no_added_records(tmp_path: Path) -> None:
     (folder.parent / "dataset.json").write_text(json.dumps({**SCHEMA, "counts": {"train": 70}}))
     path = folder / "1.tfrecord"
     path.write_bytes(path.read_bytes()[:-1])
-    assert open_records(config(folder, on_bad_record="skip"), "train").index.num_records == 69
+    assert open_records(config(folder, on_bad_record="skip"), "train").num_records == 69
     write_file(folder / "9.tfrecord", [image_record(0)] * 5)
     with pytest.raises(UserError, match=r"holds 74 records; .* says 70"):
         open_records(config(folder, on_bad_record="skip"), "train")

@@ -264,19 +264,19 @@ def test_records_per_rank_are_those_that_the_ranks_read(
     batch = max(batch, ranks)
     plan_ = Plan(np.array([records], np.int64), batch, order=order, drop_remainder=drop)
     read = [
-        int(plan_.places(rank, ranks, 0, plan_.steps_per_epoch)[1].sum()) if plan_.steps_per_epoch else 0
+        int(plan_.positions(rank, ranks, 0, plan_.steps_per_epoch)[1].sum()) if plan_.steps_per_epoch else 0
         for rank in range(ranks)
     ]
     assert records_by_rank(plan_, ranks) == read
     if records >= batch:
-        first = [int(plan_.places(rank, ranks, 0, 1)[1].sum()) for rank in range(ranks)]
+        first = [int(plan_.positions(rank, ranks, 0, 1)[1].sum()) for rank in range(ranks)]
         assert rows_by_rank(batch, ranks) == first
 
 
 def test_records_per_rank_are_those_of_check_data(tmp_path: Path) -> None:
     records = open_records(data_config(make_images(tmp_path / "data/train")), "train")
-    plan_ = Plan(records.index.blocks.records, 16)
-    shares, _ = epoch_shares(plan_, records.index, 0, 3)
+    plan_ = Plan(records.source.blocks.records, 16)
+    shares, _ = epoch_shares(plan_, records.source.blocks, 0, 3)
     assert records_by_rank(plan_, 3) == [share.records for share in shares]
 
 

@@ -220,7 +220,7 @@ def test_prepared_data_has_its_index_and_counts(tmp_path: Path) -> None:
         "index.npz",
     ]
     records = open_records(config(tmp_path / "out/train"), "train")
-    assert records.schema.counts == {"train": records.index.num_records} == {"train": 300}
+    assert records.schema.counts == {"train": records.num_records} == {"train": 300}
     assert len(ids(batches(pipeline(config(tmp_path / "out/train"))))) == 300
 
 

@@ -40,8 +40,8 @@ a_few = settings(max_examples=50, deadline=None)  # examples a property; no dead
 
 def taken(plan: Plan, epoch: int, size: int, first_step: int = 0) -> list[np.ndarray]:
     """What all ranks together take in each step, in order of rank and row, without padding."""
-    line, last = plan.line(epoch), plan.steps_per_epoch
-    by_rank = [plan.rows(line, rank, size, first_step, last).ids for rank in range(size)]
+    sequence, last = plan.sequence(epoch), plan.steps_per_epoch
+    by_rank = [plan.rows(sequence, rank, size, first_step, last).ids for rank in range(size)]
     steps = np.concatenate(by_rank, axis=1) if last > first_step else np.zeros((0, 0), np.int64)
     return [step[step >= 0] for step in steps]
 
@@ -73,8 +73,8 @@ def test_a_lost_and_a_doubled_record_would_be_seen(plan: Plan, size: int) -> Non
 @a_few
 @given(plans(), ranks)
 def test_ranks_take_equal_steps_of_equal_shape(plan: Plan, size: int) -> None:
-    line = plan.line(0)
-    shapes = {plan.rows(line, rank, size, 0, plan.steps_per_epoch).records.shape for rank in range(size)}
+    sequence = plan.sequence(0)
+    shapes = {plan.rows(sequence, rank, size, 0, plan.steps_per_epoch).records.shape for rank in range(size)}
     assert shapes == {(plan.steps_per_epoch, plan.rows_per_rank(size))}
 
 
@@ -100,8 +100,8 @@ def test_count_is_what_all_ranks_take(plan: Plan) -> None:
 def test_last_partial_step_is_spread_evenly(plan: Plan, size: int) -> None:
     last = plan.steps_per_epoch
     if last:
-        line = plan.line(0)
-        rows = [plan.rows(line, rank, size, last - 1, last) for rank in range(size)]
+        sequence = plan.sequence(0)
+        rows = [plan.rows(sequence, rank, size, last - 1, last) for rank in range(size)]
         counts = [int(row.real.sum()) for row in rows]
         assert max(counts) - min(counts) <= 2  # one for uneven lanes, one for an uneven rest
 
@@ -109,9 +109,9 @@ def test_last_partial_step_is_spread_evenly(plan: Plan, size: int) -> None:
 @a_few
 @given(plans(), ranks)
 def test_padding_names_records_that_can_be_read(plan: Plan, size: int) -> None:
-    line = plan.line(0)
+    sequence = plan.sequence(0)
     for rank in range(size):
-        records = plan.rows(line, rank, size, 0, plan.steps_per_epoch).records
+        records = plan.rows(sequence, rank, size, 0, plan.steps_per_epoch).records
         assert records.size == 0 or (records.min() >= 0 and records.max() < plan.num_records)
 
 
@@ -157,7 +157,7 @@ def test_file_order_is_file_order() -> None:
 def test_in_lanes_each_rank_reads_one_stretch() -> None:
     plan = Plan(np.full(10, 100), 40, order="lanes")
     for rank in range(4):
-        ids = plan.rows(plan.line(0), rank, 4, 0, plan.steps_per_epoch).ids
+        ids = plan.rows(plan.sequence(0), rank, 4, 0, plan.steps_per_epoch).ids
         assert sorted(ids.ravel()) == list(range(rank * 250, rank * 250 + 250))
 
 
@@ -167,7 +167,7 @@ def test_reads_stay_within_few_blocks(size: int) -> None:
     block_of = np.repeat(np.arange(400), 250)
     for rank in range(size):
         for first in range(0, plan.steps_per_epoch, 250):
-            rows = plan.rows(plan.line(0), rank, size, first, first + 250)
+            rows = plan.rows(plan.sequence(0), rank, size, first, first + 250)
             assert len(np.unique(block_of[rows.records])) <= 2 * 20 / size + 1
 
 
@@ -193,8 +193,8 @@ import json, pathlib, re
 import numpy as np
 from horovod_train.data.sampler import Plan
 plan = Plan(np.full(390_625, 256), 4096, seed=1)
-line = plan.line(0)
-steps = [plan.rows(line, 3, 8, step, step + 8).records.shape for step in (0, 12_000, plan.steps_per_epoch - 8)]
+sequence = plan.sequence(0)
+steps = [plan.rows(sequence, 3, 8, step, step + 8).records.shape for step in (0, 12_000, plan.steps_per_epoch - 8)]
 # Not getrusage: its peak is that of the process which forked this one, too.
 memory = int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 print(json.dumps([plan.num_records, memory]))

@@ -84,7 +84,7 @@ def test_two_kinds_of_records_are_not_mixed(tmp_path: Path) -> None:
 def test_a_lost_file_is_noticed(tmp_path: Path) -> None:
     folder = make_images(tmp_path / "train")
     (tmp_path / "dataset.json").write_text(json.dumps({**SCHEMA, "counts": {"train": 70}}))
-    assert open_records(config(folder), "train").index.num_records == 70
+    assert open_records(config(folder), "train").num_records == 70
     (folder / "1.tfrecord").unlink()
     with pytest.raises(UserError, match=r"train: holds 63 records; .*dataset.json says 70"):
         open_records(config(folder), "train")
@@ -95,7 +95,7 @@ def test_two_prepared_datasets_are_each_held_to_their_own_counts(tmp_path: Path)
     for folder, count in [(one, 70), (other, 5)]:
         (folder.parent / "dataset.json").write_text(json.dumps({**SCHEMA, "counts": {"train": count}}))
     both = DataConfig(train=(str(one), f"{other}/"))
-    assert open_records(both, "train").index.num_records == 75
+    assert open_records(both, "train").num_records == 75
     write_file(other / "0.tfrecord", [image_record(0)])
     with pytest.raises(UserError, match=r"other/train/: holds 1 records; .*other/dataset.json says 5"):
         open_records(both, "train")

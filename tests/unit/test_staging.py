@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from horovod_train.data.reader import Reader
+from horovod_train.data.source import one_by_one
 from horovod_train.data.tfrecord.index import open_index
-from horovod_train.data.tfrecord.reader import Reader, as_list
+from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.data.tfrecord.staging import Stage
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
@@ -42,10 +44,10 @@ def write(folder: Path, files: int, *, packed: bool, records: int = 3) -> list[s
 def read(paths: list[str], stage: Path | None, records: int = 3) -> None:
     """Reads all by a new reader and sees that it is right."""
     index = open_index(paths)
-    found, faults = Reader(index, str(stage) if stage else None).read(np.arange(index.num_records))
+    found, faults = Reader(TFRecords(index, str(stage) if stage else None)).read(np.arange(index.blocks.num_records))
     expected = [b"%d %d" % (number, record) * 1000 for number in range(len(paths)) for record in range(records)]
     assert not faults
-    assert as_list(found) == expected
+    assert one_by_one(found) == expected
 
 
 def test_neighbours_of_the_stage_stay(tmp_path: Path) -> None:
@@ -115,12 +117,12 @@ def test_staged_files_are_read_where_their_source_has_gone(tmp_path: Path) -> No
     for packed in (False, True):
         paths = write(tmp_path / f"data-{packed}", 2, packed=packed)
         index = open_index(paths)
-        readers = [Reader(index, str(tmp_path / "stage")) for _ in range(2)]
+        readers = [Reader(TFRecords(index, str(tmp_path / "stage"))) for _ in range(2)]
         first, _ = readers[0].read(np.arange(6))
         for path in paths:
             Path(path).unlink()
         again, _ = readers[1].read(np.arange(6))
-        assert as_list(first) == as_list(again)
+        assert one_by_one(first) == one_by_one(again)
 
 
 @pytest.fixture
@@ -150,13 +152,13 @@ def test_a_full_stage_ends_the_copying_and_not_the_run(
 def test_flags_of_many_blocks_on_a_full_disk_do_not_end_the_process(full_disk: Path) -> None:
     """Where they were in mapped memory, the kernel did, by SIGBUS."""
     program = f"""
-from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.staging import Stage
-source = Source("a", 1, 1, "", "", "")
-stage = Stage({str(full_disk)!r}, [source], {{}})
+file = ScannedFile("a", 1, 1, "", "", "")
+stage = Stage({str(full_disk)!r}, [file], {{}})
 for block in range(0, 200_000, 1000):
-    assert stage.load(source, block, 0, 4) is None
-    stage.save(source, block, 4 * block, b"data")
+    assert stage.load(file, block, 0, 4) is None
+    stage.save(file, block, 4 * block, b"data")
 """
     free = os.statvfs(full_disk).f_bavail * os.statvfs(full_disk).f_frsize
     (full_disk / "others").write_bytes(bytes(free - 2 * 4096))  # room for folders, not for all flags
@@ -171,14 +173,14 @@ def test_without_any_room_the_line_says_how_much_is_needed(
     paths = write(tmp_path / "data", 3, packed=True, records=40)
     index = open_index(paths)
     monkeypatch.setattr("tempfile.tempdir", str(full_disk))
-    reader = Reader(index, None)
+    reader = Reader(TFRecords(index))
     room = reader.room_needed()
     assert room is not None
-    needed = f"{index.blocks.length.sum() / 1e9:.3g} GB"
+    needed = f"{index.blocks.total_bytes / 1e9:.3g} GB"
     assert room.startswith(f"warning: 3 packed files take up to {needed} in {full_disk} once unpacked, on each rank")
     with pytest.raises(UserError, match=r"cannot be unpacked into .*: No space left on device\. All packed files toge"):
-        reader.read(np.arange(index.num_records))
+        reader.read(np.arange(index.blocks.num_records))
 
 
 def test_plain_files_need_no_room(tmp_path: Path) -> None:
-    assert Reader(open_index(write(tmp_path / "data", 1, packed=False)), None).room_needed() is None
+    assert Reader(TFRecords(open_index(write(tmp_path / "data", 1, packed=False)))).room_needed() is None

@@ -20,10 +20,11 @@ import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.data import counter_rng
+from horovod_train.data.files import INDEX_NAME
 from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
 from horovod_train.data.tfrecord.index import write_index
-from horovod_train.data.tfrecord.index_file import DRAFT_NAME, INDEX_NAME
+from horovod_train.data.tfrecord.index_file import DRAFT_NAME
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
 from horovod_train.output.removal import Made, check, draft_of, remove, replace

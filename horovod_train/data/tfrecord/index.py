@@ -12,17 +12,16 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from horovod_train.data.identity import FileFacts, digest_of
 from horovod_train.data.progress import track
+from horovod_train.data.source import Blocks
 from horovod_train.data.tfrecord.index_file import (
     INDEX_NAME,
-    Blocks,
     Entries,
-    Source,
+    Extents,
+    ScannedFile,
     is_of,
     load_entries,
     one_at_a_time,
@@ -30,7 +29,7 @@ from horovod_train.data.tfrecord.index_file import (
     save_entries,
     save_somewhere,
 )
-from horovod_train.data.tfrecord.scan import at_record, scan
+from horovod_train.data.tfrecord.scan import scan
 from horovod_train.errors import UserError
 
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
@@ -40,56 +39,25 @@ Stats = Mapping[str, os.stat_result]
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Every block of a dataset in file order; a record's number is its position in that order."""
+    """Every block of some files, in their order."""
 
-    files: tuple[Source, ...]
+    files: tuple[ScannedFile, ...]
     file: np.ndarray
     """int32 [blocks]: the file of each block."""
+    offset: np.ndarray
+    """int64 [blocks]: the first byte of each block in its file; in a packed file, once unpacked."""
     blocks: Blocks
-
-    @cached_property
-    def first_record(self) -> np.ndarray:
-        """int64 [blocks + 1]: the number of each block's first record; at the end, the number of records."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.blocks.records, dtype=np.int64)])
-
-    @property
-    def num_records(self) -> int:
-        return int(self.first_record[-1])
-
-    @cached_property
-    def facts(self) -> tuple[FileFacts, ...]:
-        """What identifies each file, in any folder."""
-        records = np.bincount(self.file, self.blocks.records, len(self.files)).astype(np.int64).tolist()
-        return tuple(
-            FileFacts(os.path.basename(source.path), source.size, count, source.digest)
-            for source, count in zip(self.files, records, strict=True)
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the facts: equal if a record's number means the same record."""
-        return digest_of(self.facts)
-
-    @property
-    def problems(self) -> list[str]:
-        """A sentence for each file that is not complete."""
-        return [f"{source.path}: {source.problem}" for source in self.files if source.problem]
-
-    def block_of(self, records: np.ndarray) -> np.ndarray:
-        """Return the block that contains each record."""
-        return np.searchsorted(self.first_record, records, side="right") - 1
 
     def number_in_file(self, record: int) -> int:
         """Return a record's number within its own file, from 0."""
-        first_block = np.searchsorted(self.file, self.file[self.block_of(np.array([record]))[0]])
-        return int(record - self.first_record[first_block])
+        first_block = np.searchsorted(self.file, self.file[self.blocks.containing(np.array([record]))[0]])
+        return int(record - self.blocks.first_record[first_block])
 
 
-def open_index(files: Sequence[str], index_dir: str | None = None, *, allow_damage: bool = False) -> Index:
-    """Return the index of these files, from the cache if it is current.
+def open_index(files: Sequence[str], index_dir: str | None = None) -> Index:
+    """Return the index of these files, from the cache if it is current; of a damaged file, up to the damage.
 
-    allow_damage: of an incomplete file use the records before the damage, and name the file in `problems`. Without it
-    such a file raises UserError. A file that cannot be read, or that two of the paths lead to, always raises UserError.
+    Raises UserError for a file that cannot be read, or that two of the paths lead to.
     """
     stats = {name: stat for name in files if (stat := _stat(name)) is not None}
     _check_different(stats)
@@ -100,26 +68,18 @@ def open_index(files: Sequence[str], index_dir: str | None = None, *, allow_dama
     for folder, names in by_folder.items():
         known.update(_open_folder(folder, names, stats, index_dir))
     entries = [known[name] for name in files]
-    counts = [len(blocks.records) for _, blocks in entries]
-    joined = Blocks(*(np.concatenate(column) for column in zip(*(blocks for _, blocks in entries), strict=True)))
+    counts = [len(extents.records) for _, extents in entries]
+    joined = Extents(*(np.concatenate(column) for column in zip(*(extents for _, extents in entries), strict=True)))
     file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    index = Index(tuple(source for source, _ in entries), file, joined)
-    if index.problems and not allow_damage:
-        raise UserError(index.problems[0])
-    return index
+    return Index(tuple(one for one, _ in entries), file, joined.offset, Blocks(joined.records, joined.length))
 
 
 def write_index(folder: str, names: Iterable[str]) -> int:
     """Scan the files of a folder that was just written and store the index there; return the number of records."""
     entries = {name: scan(os.path.join(folder, name)) for name in names}
-    assert not any(source.problem for source, _ in entries.values()), "a file that was just written is not whole"
+    assert not any(file.problem for file, _ in entries.values()), "a file that was just written is not whole"
     save_entries(os.path.join(folder, INDEX_NAME), entries)
-    return int(sum(blocks.records.sum() for _, blocks in entries.values()))
-
-
-def damage(path: str, record: int, offset: int, problem: str) -> str:
-    """Name a bad record. `record` counts from 0 within the file."""
-    return f"{path}: {at_record(record, offset, problem)}"
+    return int(sum(extents.records.sum() for _, extents in entries.values()))
 
 
 def _stat(name: str) -> os.stat_result | None:
@@ -165,9 +125,9 @@ def _load(where: Sequence[str], names: Sequence[str], stats: Stats) -> tuple[Ent
         known.update(load_entries(place))
     fresh: Entries = {}
     for name in names:
-        source, blocks = known.get(os.path.basename(name), (None, None))
-        if source is not None and blocks is not None and name in stats and is_of(source, stats[name]):
-            fresh[name] = source._replace(path=name), blocks
+        entry = known.get(os.path.basename(name))
+        if entry and name in stats and is_of(entry[0], stats[name]):
+            fresh[name] = entry[0]._replace(path=name), entry[1]
     return known, fresh
 
 

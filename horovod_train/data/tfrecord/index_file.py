@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from horovod_train.data.files import INDEX_NAME
 from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
 
-INDEX_NAME = "index.npz"
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
 """Pattern of an index that is being written."""
 _FORMAT = 2
@@ -36,14 +36,14 @@ def _is_index(path: Path) -> bool:
             arrays = {name.removesuffix(".npy") for name in archive.namelist()}
     except (zipfile.BadZipFile, NotImplementedError):
         return False
-    return {"format", "blocks", "packing", *Blocks._fields} <= arrays
+    return {"format", "blocks", "packing", *Extents._fields} <= arrays
 
 
 _LOCK = Made("the lock of an index", r".+\.npz\.lock")
 _INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
 
 
-class Source(NamedTuple):
+class ScannedFile(NamedTuple):
     """A file as it was when it was scanned."""
 
     path: str
@@ -52,20 +52,20 @@ class Source(NamedTuple):
     packing: str
     """ "", "GZIP" or "ZLIB"."""
     digest: str
-    """128 bits in hex, of the length and the stored checksum of every record in `Blocks`."""
+    """128 bits in hex, of the length and the stored checksum of every record in its `Extents`."""
     problem: str
     """Why nothing is read after those blocks: which record, at which byte; "" for a complete file."""
 
 
-class Blocks(NamedTuple):
-    """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once unpacked."""
+class Extents(NamedTuple):
+    """Where the blocks of a file are, int64 arrays: first byte, bytes, records. Bytes of the unpacked file."""
 
     offset: np.ndarray
     length: np.ndarray
     records: np.ndarray
 
 
-Entries = dict[str, tuple[Source, Blocks]]
+Entries = dict[str, tuple[ScannedFile, Extents]]
 """By the file's name within its folder."""
 
 
@@ -74,16 +74,16 @@ def places(folder: str, index_dir: str | None) -> list[str]:
     unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
     if index_dir:
         return [os.path.join(index_dir, f"{unique}.npz")]
-    beside = os.path.join(folder, INDEX_NAME)
+    next_to_records = os.path.join(folder, INDEX_NAME)
     try:
-        return [beside, str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
+        return [next_to_records, str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
     except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return [beside]
+        return [next_to_records]
 
 
-def is_of(source: Source, stat: os.stat_result) -> bool:
+def is_of(file: ScannedFile, stat: os.stat_result) -> bool:
     """Return whether the file is as it was when it was scanned."""
-    return (stat.st_size, stat.st_mtime_ns) == (source.size, source.mtime_ns)
+    return (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns)
 
 
 def load_entries(place: str) -> Entries:
@@ -98,12 +98,12 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
     if int(arrays["format"]) != _FORMAT:
         return {}
     edges = np.cumsum(arrays["blocks"])[:-1]
-    columns = zip(*(np.split(arrays[key], edges) for key in Blocks._fields), strict=True)
+    columns = zip(*(np.split(arrays[key], edges) for key in Extents._fields), strict=True)
     facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _texts(arrays[key]) for key in _TEXTS}
     names = facts.pop("name")
     rows = zip(*facts.values(), strict=True)
     return {
-        name: (Source(path=name, **dict(zip(facts, row, strict=True))), Blocks(*column))
+        name: (ScannedFile(path=name, **dict(zip(facts, row, strict=True))), Extents(*column))
         for name, row, column in zip(names, rows, columns, strict=True)
     }
 
@@ -118,11 +118,11 @@ def save_somewhere(places: list[str], entries: Entries) -> None:
 
 def save_entries(place: str, entries: Entries) -> None:
     names = sorted(entries)
-    sources, blocks = [entries[name][0] for name in names], [entries[name][1] for name in names]
-    arrays: dict[str, Any] = {key: np.concatenate([getattr(b, key) for b in blocks]) for key in Blocks._fields}
-    arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(b.records) for b in blocks]}
-    arrays |= {key: _bytes(getattr(source, key) for source in sources) for key in _TEXTS if key != "name"}
-    arrays |= {key: np.array([getattr(source, key) for source in sources], np.int64) for key in _NUMBERS}
+    files, extents = [entries[name][0] for name in names], [entries[name][1] for name in names]
+    arrays: dict[str, Any] = {key: np.concatenate([getattr(one, key) for one in extents]) for key in Extents._fields}
+    arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(one.records) for one in extents]}
+    arrays |= {key: _bytes(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
+    arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
     draft = draft_of(Path(place))
     try:
         with draft.open("xb") as file:

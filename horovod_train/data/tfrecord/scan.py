@@ -16,7 +16,7 @@ import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.data.tfrecord import compression
-from horovod_train.data.tfrecord.index_file import Blocks, Source
+from horovod_train.data.tfrecord.index_file import Extents, ScannedFile
 from horovod_train.errors import UserError
 
 BLOCK_RECORDS = 256
@@ -27,12 +27,12 @@ _CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut of
 
 
 class _Found(NamedTuple):
-    blocks: Blocks
+    extents: Extents
     digest: str
     problem: str
 
 
-def scan(path: str) -> tuple[Source, Blocks]:
+def scan(path: str) -> tuple[ScannedFile, Extents]:
     """Find the blocks of one file, up to where it is damaged. Raises UserError if it cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -41,7 +41,7 @@ def scan(path: str) -> tuple[Source, Blocks]:
             found = _scan_packed(path, packing) if packing else _scan_blocks(file.fileno(), stat.st_size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    return Source(path, stat.st_size, stat.st_mtime_ns, packing, found.digest, found.problem), found.blocks
+    return ScannedFile(path, stat.st_size, stat.st_mtime_ns, packing, found.digest, found.problem), found.extents
 
 
 def at_record(record: int, offset: int, problem: str) -> str:
@@ -95,7 +95,7 @@ def _scan_blocks(fd: int, size: int) -> _Found:
 
 def _found(edges: list[int], counts: list[int], end: int, digest: str, problem: str) -> _Found:
     starts = np.array(edges, np.int64)
-    return _Found(Blocks(starts, np.diff(starts, append=end), np.array(counts, np.int64)), digest, problem)
+    return _Found(Extents(starts, np.diff(starts, append=end), np.array(counts, np.int64)), digest, problem)
 
 
 def _problem(record: int, offset: int, length: int | None, over: int) -> str:

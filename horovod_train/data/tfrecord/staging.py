@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horovod_train.data.tfrecord import compression
-from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
@@ -32,42 +32,43 @@ _PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
 class Stage:
     """The copies of one node, or of one process if `folder` is None. Threads and processes may share it."""
 
-    def __init__(self, folder: str | None, sources: Sequence[Source], unpacked_bytes: Mapping[Source, int]) -> None:
-        """Open or create the copies.
+    def __init__(
+        self, folder: str | None, files: Sequence[ScannedFile], unpacked_bytes: Mapping[ScannedFile, int]
+    ) -> None:
+        """Open or create the copies. Raises UserError for an unusable folder.
 
-        unpacked_bytes: of each packed file among the sources, the size of its content. Raises UserError for an unusable
-        folder.
+        unpacked_bytes: the size of the content of each packed file.
         """
         self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
-        self._of = os.path.dirname(sources[0].path) if sources else ""
+        self._of = os.path.dirname(files[0].path) if files else ""
         self._unpacked = UnpackedFiles(unpacked_bytes)
         if folder:
             try:
                 self._folder = _open_folder(folder)
                 # One byte for each block says whether it is there. Not mapped into memory, because writing to a mapped
                 # page on a full disk ends the process.
-                self._flags = os.open(self._folder / f"{_name(*sources)}.there", os.O_RDWR | os.O_CREAT, 0o600)
+                self._flags = os.open(self._folder / f"{_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
                 raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
 
-    def load(self, source: Source, block: int, offset: int, length: int) -> bytes | None:
+    def load(self, file: ScannedFile, block: int, offset: int, length: int) -> bytes | None:
         """Return a block's bytes if this node has them."""
         if self._folder is None:
             return None
         try:
-            if not source.packing and os.pread(self._flags, 1, block) != b"\1":
+            if not file.packing and os.pread(self._flags, 1, block) != b"\1":
                 return None
-            data = _read(self._folder / f"{_name(source)}.{'unpacked' if source.packing else 'blocks'}", offset, length)
+            data = _read(self._folder / f"{_name(file)}.{'unpacked' if file.packing else 'blocks'}", offset, length)
         except OSError:  # removed by a clean-up, or not unpacked yet: the source still serves
             return None
         return data if len(data) == length else None
 
-    def save(self, source: Source, block: int, offset: int, data: bytes) -> None:
+    def save(self, file: ScannedFile, block: int, offset: int, data: bytes) -> None:
         """Store a block for the next rank that asks. A full disk ends the copying, not the run."""
-        if self._folder is None or self._is_full or source.packing:
+        if self._folder is None or self._is_full or file.packing:
             return
         try:
-            fd = os.open(self._folder / f"{_name(source)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
+            fd = os.open(self._folder / f"{_name(file)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 if os.pwrite(fd, data, offset) == len(data):
                     os.pwrite(self._flags, b"\1", block)  # last, because another rank may look at any moment
@@ -76,24 +77,24 @@ class Stage:
         except OSError as error:
             self._stop_copying(error)
 
-    def read_unpacked(self, source: Source, offset: int, length: int) -> bytes:
+    def read_unpacked(self, file: ScannedFile, offset: int, length: int) -> bytes:
         """Return bytes of a packed file's content. The first call unpacks it; with a folder, once per node.
 
         Raises UserError if the file is broken, or if no disk has space for it.
         """
         if self._folder is not None and not self._is_full:
-            path = self._folder / f"{_name(source)}.unpacked"
-            if self._unpack(source, path):
+            path = self._folder / f"{_name(file)}.unpacked"
+            if self._unpack(file, path):
                 with contextlib.suppress(FileNotFoundError):  # removed by a clean-up
                     return _read(path, offset, length)
-        return self._unpacked.read(source, offset, length)
+        return self._unpacked.read(file, offset, length)
 
     def room_needed(self) -> str | None:
         """Return a sentence on the disk space that packed files will need; None if there are none."""
         each = "on each rank" if self._where is None else "once for all ranks of a node"
         return self._unpacked.room_needed(self._where, each)
 
-    def _unpack(self, source: Source, path: Path) -> bool:
+    def _unpack(self, file: ScannedFile, path: Path) -> bool:
         """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
         if path.exists():
             return True
@@ -105,19 +106,19 @@ class Stage:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                self._write(source, path)
+                self._write(file, path)
         except OSError as error:
             self._stop_copying(error)
         finally:
             os.close(lock)
         return path.exists()
 
-    def _write(self, source: Source, path: Path) -> None:
+    def _write(self, file: ScannedFile, path: Path) -> None:
         partial = path.with_suffix(".partial")
         remove(partial, _PARTIAL)  # left by a rank that was killed
         try:
             with partial.open("xb") as out:
-                for piece in compression.pieces(source.path, source.packing):
+                for piece in compression.pieces(file.path, file.packing):
                     out.write(piece)
             rename(partial, path)
         finally:
@@ -154,9 +155,9 @@ def _open_folder(folder: str) -> Path:
     return here
 
 
-def _name(*sources: Source) -> str:
-    """Return the copy's name: a hash of path, size and mtime of the sources."""
-    facts = [(os.path.realpath(source.path), source.size, source.mtime_ns) for source in sources]
+def _name(*files: ScannedFile) -> str:
+    """Return the copy's name: a hash of path, size and mtime of the files."""
+    facts = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

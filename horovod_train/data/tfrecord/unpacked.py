@@ -13,33 +13,33 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from horovod_train.data.tfrecord import compression
-from horovod_train.data.tfrecord.index_file import Source
+from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.errors import UserError
 
 
 class UnpackedFiles:
     """Several threads may use it. Each file has its part of the one temporary file, so one descriptor is enough."""
 
-    def __init__(self, sizes: Mapping[Source, int]) -> None:
+    def __init__(self, sizes: Mapping[ScannedFile, int]) -> None:
         """sizes: the bytes of each packed file's content."""
         self._sizes, self._places, end = sizes, {}, 0
-        for source, size in sizes.items():
-            self._places[source] = end
+        for file, size in sizes.items():
+            self._places[file] = end
             end += size
         self._total = end
-        self._locks = {source: threading.Lock() for source in sizes}
+        self._locks = {file: threading.Lock() for file in sizes}
         self._is_whole = dict.fromkeys(sizes, False)
         self._opening = threading.Lock()
         self._file: BinaryIO | None = None
 
-    def read(self, source: Source, offset: int, length: int) -> bytes:
+    def read(self, file: ScannedFile, offset: int, length: int) -> bytes:
         """Return bytes of a file's content. The first call unpacks it. Raises UserError if that cannot be done."""
-        with self._locks[source]:  # threads that need another file do not wait
-            if not self._is_whole[source]:
-                self._unpack(source)
-                self._is_whole[source] = True
-        length = min(length, self._sizes[source] - offset)
-        return os.pread(self._descriptor(), length, self._places[source] + offset)
+        with self._locks[file]:  # threads that need another file do not wait
+            if not self._is_whole[file]:
+                self._unpack(file)
+                self._is_whole[file] = True
+        length = min(length, self._sizes[file] - offset)
+        return os.pread(self._descriptor(), length, self._places[file] + offset)
 
     def room_needed(self, folder: str | None, each: str) -> str | None:
         """Return a sentence on the space that unpacking needs; None if no file is packed. `each` says how often."""
@@ -53,22 +53,22 @@ class UnpackedFiles:
         )
         return f"warning: {text}. Make room, or choose a larger disk: data.stage_dir." if free < self._total else text
 
-    def _unpack(self, source: Source) -> None:
-        at, end = self._places[source], self._places[source] + self._sizes[source]
-        for piece in compression.pieces(source.path, source.packing):
+    def _unpack(self, file: ScannedFile) -> None:
+        at, end = self._places[file], self._places[file] + self._sizes[file]
+        for piece in compression.pieces(file.path, file.packing):
             if at + len(piece) > end:
-                raise UserError(f"{source.path}: holds more than when it was indexed. Put it back as it was.")
-            self._write(source, piece, at)
+                raise UserError(f"{file.path}: holds more than when it was indexed. Put it back as it was.")
+            self._write(file, piece, at)
             at += len(piece)
 
-    def _write(self, source: Source, piece: bytes, at: int) -> None:
+    def _write(self, file: ScannedFile, piece: bytes, at: int) -> None:
         try:
             while piece:
                 written = os.pwrite(self._descriptor(), piece, at)
                 piece, at = piece[written:], at + written
         except OSError as error:
             raise UserError(
-                f"{source.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
+                f"{file.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
                 f"together need {_gb(self._total)} on each rank; set TMPDIR or data.stage_dir to a disk with more room."
             ) from error
 

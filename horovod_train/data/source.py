@@ -1,0 +1,154 @@
+"""What the package knows of stored records, whatever stores them. Contains no format: see tfrecord, the one there is.
+
+A source is all records of one split in a fixed order. It stores them in blocks: runs of neighbours that are read in one
+piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
+
+To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature
+
+Arrays = dict[str, np.ndarray]
+
+Data = list[Any] | np.ndarray | Arrays
+"""Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""
+
+B = TypeVar("B")
+"""A block in memory, in the form that its source chooses."""
+
+
+def one_by_one(data: Data) -> list[Any]:
+    """Return each record: its bytes, or its values by name."""
+    if isinstance(data, np.ndarray):
+        return [row.tobytes() for row in data]
+    if isinstance(data, dict):
+        return [dict(zip(data, values, strict=True)) for values in zip(*data.values(), strict=True)]
+    return data
+
+
+class Fault(NamedTuple):
+    """A record that cannot be used: its number, and the sentence that names it."""
+
+    record: int
+    message: str
+
+
+class Part(NamedTuple):
+    """A file, or whatever else users can tell apart in a source: what identifies it and its records."""
+
+    path: str
+    size: int
+    """In bytes."""
+    records: int
+    digest: str
+    """Hex, of what the records hold."""
+    problem: str = ""
+    """Why records after these are not read; "" for a complete part."""
+
+
+def problems_of(parts: Sequence[Part]) -> list[str]:
+    """Return a sentence for each part that is not complete."""
+    return [f"{part.path}: {part.problem}" for part in parts if part.problem]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """All blocks of a source, in the order of the records. A record's number is its position in that order."""
+
+    records: np.ndarray
+    """int64 [blocks]: how many records each has."""
+    bytes: np.ndarray
+    """int64 [blocks]: how many bytes it takes where it is stored."""
+
+    @cached_property
+    def first_record(self) -> np.ndarray:
+        """int64 [blocks + 1]: the number of each block's first record; at the end, the number of records."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.records, dtype=np.int64)])
+
+    @property
+    def num_records(self) -> int:
+        return int(self.first_record[-1])
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return int(self.bytes.sum())
+
+    def containing(self, records: np.ndarray) -> np.ndarray:
+        """Return the block that contains each record."""
+        return np.searchsorted(self.first_record, records, side="right") - 1
+
+
+class Parser(Protocol):
+    """Parses batches of records into one array for each name, with rows as first axis."""
+
+    dtypes: dict[str, str]
+    """Of the arrays, as TensorFlow names them; an image is still its file's bytes, a string."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of one row of the arrays."""
+
+    def parse(self, records: Data) -> Arrays | None:
+        """Return the arrays; None if some record does not fit."""
+
+    def problem(self, record: Any) -> str | None:
+        """Return what is wrong with one record; None if nothing is."""
+
+
+@dataclass(frozen=True)
+class Wanted(Generic[B]):
+    """Records to take from one block that is in memory."""
+
+    block: B
+    places: np.ndarray
+    """int64: the records' positions in the block."""
+    rows: np.ndarray
+    """int64: their rows in the result."""
+
+
+class BlockReader(Protocol[B]):
+    """Reads the blocks of a source in one process. Does not keep them; see reader."""
+
+    def load(self, block: int) -> B:
+        """Read a block. Several threads call it. Raises UserError if its part has disappeared or has changed."""
+
+    def take(self, records: np.ndarray, wanted: Sequence[Wanted[B]]) -> tuple[Data, list[Fault]]:
+        """Return the records with these numbers, in this order; those with a fault are empty."""
+
+    def name_record(self, record: int, block: B, problem: str) -> str:
+        """Return the sentence that tells where a record of a block is, and what is wrong with it."""
+
+    def room_needed(self) -> str | None:
+        """Return a sentence on the disk space that reading will need; None if it needs none."""
+
+
+class RecordSource(Protocol):
+    """The records of one split. Knows where they are; has read none of them. Needs no TensorFlow but in `parser`."""
+
+    @property
+    def blocks(self) -> Blocks: ...
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Return the parts in the order of the records: two sources with equal parts hold equal records."""
+
+    def open(self) -> BlockReader[Any]:
+        """Prepare for reading in this process. Raises UserError for an unusable data.stage_dir."""
+
+    def parser(self, features: dict[str, Feature]) -> Parser:
+        """Build the parser of what is stored, as far as these features."""
+
+
+class OpenSource(Protocol):
+    """Opens files of one kind. Raises UserError for one that cannot be read, or is damaged."""
+
+    def __call__(self, files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RecordSource:
+        """allow_damage: use the records before the damage and say so in the part's `problem`."""

@@ -1,0 +1,204 @@
+"""Records that are not in TFRecord files: sources that only these tests know have all that TFRecord files have."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_records import batches, config, example, ids, pipeline, write_file
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.audit import AuditLog, Start, audit
+from horovod_train.data.dataset import SOURCES, open_records
+from horovod_train.data.features import Feature
+from horovod_train.data.parsing import SchemaParser
+from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.data.source import Arrays, Blocks, Data, Fault, Parser, Part, Wanted, one_by_one
+from horovod_train.data.validation import check_split
+from horovod_train.errors import UserError
+
+Row = dict[str, Any]
+
+MOST_WORDS = 9
+ROWS: list[Row] = [{"words": list(range(n % (MOST_WORDS + 1))), "label": n % 10} for n in range(137)]
+"""Record n has its number in its values, and another length than its neighbours."""
+BLOCKS = [1, 30, 5, 64, 37]
+SCHEMA: dict[str, Any] = {
+    "features": {"words": {"type": "int64", "max_length": MOST_WORDS}, "label": {"type": "int64", "classes": 10}},
+    "inputs": ("words",),
+    "targets": ("label",),
+}
+
+
+class Serialized:
+    """Records in a list, each a tf.train.Example. A RecordSource, and its own BlockReader."""
+
+    def __init__(self, path: str, rows: Sequence[Row]) -> None:
+        self.path, self.rows = path, rows
+        self.blocks = Blocks(np.array(BLOCKS), np.array(BLOCKS) * 50)
+        self.parts = [Part(path, 0, len(rows), hashlib.sha256(repr(rows).encode()).hexdigest())]
+
+    def open(self) -> Serialized:
+        return self
+
+    def parser(self, features: dict[str, Feature]) -> Parser:
+        return SchemaParser(features)
+
+    def room_needed(self) -> str | None:
+        return None
+
+    def load(self, block: int) -> Sequence[Row]:
+        first, last = self.blocks.first_record[block : block + 2]
+        return self.rows[first:last]
+
+    def take(self, records: np.ndarray, wanted: Sequence[Wanted[Sequence[Row]]]) -> tuple[Data, list[Fault]]:
+        return [example(**row) for row in in_order(wanted)], []
+
+    def name_record(self, record: int, block: Sequence[Row], problem: str) -> str:
+        return f"{self.path}: record {record}: {problem}."
+
+
+class Columns(Serialized):
+    """Arrays by name, with a parser of their own."""
+
+    def parser(self, features: dict[str, Feature]) -> Parser:
+        return ColumnsParser()
+
+    def take(self, records: np.ndarray, wanted: Sequence[Wanted[Sequence[Row]]]) -> tuple[Data, list[Fault]]:
+        rows = in_order(wanted)
+        words = np.fromiter((row["words"] for row in rows), object, len(rows))
+        return {"words": words, "label": np.array([row["label"] for row in rows])}, []
+
+
+class ColumnsParser:
+    def __init__(self) -> None:
+        self.dtypes = {"words": "int64", "label": "int64"}
+        self.shapes = {"words": (MOST_WORDS,), "label": ()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        rows = one_by_one(records)
+        if any(map(self.problem, rows)):
+            return None
+        words = [row["words"] + [0] * (MOST_WORDS - len(row["words"])) for row in rows]
+        return {"words": np.array(words), "label": np.array([row["label"] for row in rows])}
+
+    def problem(self, record: Row) -> str | None:
+        return None if 0 <= record["label"] < 10 else f"feature label: received {record['label']}"
+
+
+def in_order(wanted: Sequence[Wanted[Sequence[Row]]]) -> list[Row]:
+    taken = {
+        row: part.block[place]
+        for part in wanted
+        for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True)
+    }
+    return [taken[row] for row in sorted(taken)]
+
+
+Stored = Callable[..., DataConfig]
+
+
+@pytest.fixture(params=[Serialized, Columns])
+def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    """Adds the line to SOURCES that another kind takes. Returns a config that reads these rows."""
+
+    def store(rows: Sequence[Row], **values: Any) -> DataConfig:
+        def open_memory(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> Serialized:
+            return request.param(files[0], rows)
+
+        monkeypatch.setitem(SOURCES, "*.memory", open_memory)
+        (tmp_path / "rows.memory").touch()
+        return config(tmp_path, shuffle_window=20, **SCHEMA, **values)
+
+    return store
+
+
+def read(made: Pipeline, epoch: int = 0) -> list[Batch]:
+    with made.explaining():
+        return batches(made, epoch)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_record_comes_once_with_its_own_values(stored: Stored, size: int) -> None:
+    data, found = stored(ROWS), []
+    for rank in range(size):
+        for batch in read(pipeline(data, rank, size)):
+            for number, words, label in zip(batch.ids.tolist(), batch.inputs, batch.targets, strict=True):
+                if number >= 0:
+                    row = ROWS[number]
+                    assert words.tolist() == row["words"] + [0] * (MOST_WORDS - len(row["words"]))
+                    assert label == row["label"]
+                    found.append(number)
+    assert sorted(found) == list(range(len(ROWS)))
+    assert found != sorted(found)
+
+
+def test_a_run_that_resumes_at_other_numbers_of_ranks_has_an_audit_without_gaps(stored: Stored, tmp_path: Path) -> None:
+    """Stopped at 2 ranks inside the first epoch, at 3 inside the second, and ended at 1."""
+    data = stored(ROWS)
+    starts = [(2, (0, 0), (0, 7)), (3, (0, 7), (1, 4)), (1, (1, 4), (2, 0))]
+    for size, (epoch, step), end in starts:
+        for rank in range(size):
+            made = pipeline(data, rank, size)
+            start = Start(epoch, step, rank, size, made.num_records, 8, made.steps_per_epoch, made.content)
+            log = AuditLog(str(tmp_path), start)
+            position = (epoch, step)
+            for batch in made.batches(epoch, step).as_numpy_iterator():
+                log.append(*position, batch.ids[None])
+                position = divmod(position[0] * made.steps_per_epoch + position[1] + 1, made.steps_per_epoch)
+                if position == end:
+                    break
+            log.close()
+    epochs = audit(str(tmp_path))
+    assert [(one.is_whole, one.sizes, one.missing, one.twice) for one in epochs] == [
+        (True, (2, 3), [], []),
+        (True, (3, 1), [], []),
+    ]
+
+
+def test_a_bad_record_is_named_as_its_source_names_it(stored: Stored) -> None:
+    rows = [*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]
+    with pytest.raises(UserError, match=r"rows\.memory: record 41: feature label: .* 12.* Read by rank 0 of 1"):
+        read(pipeline(stored(rows)))
+
+
+def test_a_bad_record_can_be_skipped(stored: Stored) -> None:
+    rows = [*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]
+    made = pipeline(stored(rows, on_bad_record="skip"))
+    assert sorted(ids(read(made))) == [number for number in range(len(ROWS)) if number != 41]
+    assert made.skipped == 1
+
+
+def test_what_is_kept_in_memory_is_not_read_again(stored: Stored) -> None:
+    rows = list(ROWS)
+    made = pipeline(stored(rows, cache="memory"))
+    first = read(made)
+    rows.clear()
+    assert sorted(ids(read(made, epoch=1))) == sorted(ids(first))
+
+
+def test_other_content_is_other_data(stored: Stored) -> None:
+    one = open_records(stored(ROWS), "train")
+    other = open_records(stored([*ROWS[:-1], {"words": [], "label": 0}]), "train")
+    assert one.digest != other.digest
+    assert one.digest == open_records(stored(list(ROWS)), "train").digest
+
+
+def test_check_data_reads_it(stored: Stored) -> None:
+    report = check_split(stored([*ROWS[:41], {"words": [], "label": 12}, *ROWS[42:]]), "train")
+    assert (report.records, len(report.bad)) == (len(ROWS), 1)
+    assert report.features["label"].high == 9
+
+
+def test_the_order_is_that_of_tfrecord_files_with_the_same_blocks(stored: Stored, tmp_path: Path) -> None:
+    edges = np.cumsum([0, *BLOCKS])
+    for number, (first, last) in enumerate(itertools.pairwise(edges)):
+        write_file(tmp_path / f"files/{number}.tfrecord", [example(**row) for row in ROWS[first:last]])
+    files = config(tmp_path / "files", shuffle_window=20, **SCHEMA)
+    for here, there in zip(read(pipeline(stored(ROWS))), read(pipeline(files)), strict=True):
+        assert all(np.array_equal(value, same) for value, same in zip(here, there, strict=True))
