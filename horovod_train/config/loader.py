@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -22,6 +22,8 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError
+
+T = TypeVar("T")
 
 Origins = dict[str, str]
 """Origin of each value: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
@@ -43,6 +45,19 @@ def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, O
     for key, problem in broken_rules(config):
         _fail(key, origins, problem)
     return config, origins
+
+
+def build(cls: type[T], value: Any, where: str) -> T:
+    """Build a dataclass from plain values, by the same rules as a section of the config; a string is a Spec's name.
+
+    Raises UserError that begins with `where` and names the key.
+    """
+    if issubclass(cls, Spec) and isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        known = ", ".join(field.name for field in dataclasses.fields(typing.cast(Any, cls)))
+        raise UserError(f"{where}: expected a mapping of {known}; received {value!r}.")
+    return typing.cast(T, _build(cls, value, f"{where}: ", {}))
 
 
 def as_dict(config: Any) -> Any:
@@ -194,12 +209,12 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
         if isinstance(field.default, Spec) and isinstance(value, dict):
             value = {"name": field.default.name} | value  # options alone belong to the default name
         arguments[key] = converted = _convert(value, hints[key], path, origins)
-        minimum = field.metadata.get("minimum")
-        if minimum is not None and converted is not None and converted < minimum:
-            _fail(path, origins, f"must be at least {minimum}; received {converted}.")
-        maximum = field.metadata.get("maximum")
-        if maximum is not None and converted is not None and converted > maximum:
-            _fail(path, origins, f"must be at most {maximum:.10g}; received {converted}.")
+        minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
+        for number in converted if isinstance(converted, tuple) else [converted]:
+            if minimum is not None and number is not None and number < minimum:
+                _fail(path, origins, f"must be at least {minimum}; received {number}.")
+            if maximum is not None and number is not None and number > maximum:
+                _fail(path, origins, f"must be at most {maximum:.10g}; received {number}.")
     required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
     for key in required:
         if key not in arguments:
@@ -214,7 +229,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        return _convert(value, next(a for a in arguments if a is not type(None)), path, origins)
+        chosen = type(value) if type(value) in arguments else next(a for a in arguments if a is not type(None))
+        return _convert(value, chosen, path, origins)
     if origin is Literal:
         if value not in arguments:
             _fail(path, origins, f"expected one of {', '.join(map(str, arguments))}; received {value!r}.")

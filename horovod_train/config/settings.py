@@ -41,6 +41,14 @@ class MetricSpec(Spec):
 
 
 @dataclass(frozen=True)
+class LossTerm(Spec):
+    """The loss of one of a model's outputs."""
+
+    target: str | None = setting(None, "of several targets, the one it compares with; default: as the output")
+    weight: float = setting(1.0, "its factor in the sum")
+
+
+@dataclass(frozen=True)
 class DataConfig:
     train: tuple[str, ...] = setting((), "training records: a folder of *.tfrecord, a glob, or a list of either")
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")

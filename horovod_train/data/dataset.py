@@ -104,7 +104,7 @@ def find_records(config: DataConfig, split: Split) -> Found:
     if config.parse:
         schema = own_schema(config.inputs, config.targets)
     else:
-        schema = find_schema(files, config.features, config.inputs, config.targets, setting)
+        schema = find_schema(files, config, setting)
     return Found(files, schema, SOURCES[kind])
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from horovod_train.config.loader import build
+from horovod_train.config.settings import setting
 from horovod_train.errors import UserError
 
-Number = int | float
+RawDtype = Literal["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64"]
+Dtype = Literal[RawDtype, "bfloat16", "bool"]
 
 
 @dataclass(frozen=True)
@@ -18,26 +18,18 @@ class Feature:
     """One feature of a record. `type` is what the record stores; the other fields say how it becomes a tensor."""
 
     type: Literal["int64", "float", "bytes"]
-    shape: tuple[int, ...] = ()
-    """Of the tensor, without the batch."""
-    max_length: int | None = None
-    """The feature has up to this many values and is padded to it with `padding`; shape is then [max_length]."""
-    padding: Number = 0
-    decode: Literal["none", "raw", "image"] = "none"
-    """Meaning of the bytes: raw, numbers of `raw_dtype` in row-major little-endian order; image, a JPEG or PNG."""
-    raw_dtype: str = "uint8"
-    resize: Literal["none", "stretch", "crop"] = "none"
-    """For an image not of `shape`: none, an error; stretch, the whole image; crop, a centred part of that aspect."""
-    crop_fraction: Number = 1.0
-    """How much of the largest such part to use, by height; 0.875 is usual if training crops at random."""
-    interpolation: Literal["bilinear", "nearest"] = "bilinear"
-    """How to resize an image, also in augmentation; nearest if pixels are class numbers."""
-    cast: str | None = None
-    scale: Number | None = None
-    """The tensor is value * scale + offset, computed in `cast`, float32 by default."""
-    offset: Number | None = None
-    classes: int | None = None
-    """Values must be in [0, classes)."""
+    shape: tuple[int, ...] = setting((), "of the tensor, without the batch", minimum=1)
+    max_length: int | None = setting(None, "a list of up to so many values, padded; shape is [max_length]", minimum=1)
+    padding: int | float = setting(0, "what a list is padded with")
+    decode: Literal["none", "raw", "image"] = setting("none", "raw: bytes are numbers, row-major; image: JPEG or PNG")
+    raw_dtype: RawDtype = setting("uint8", "of raw numbers, little-endian")
+    resize: Literal["none", "stretch", "crop"] = setting("none", "how an image of another size comes to `shape`")
+    crop_fraction: float = setting(1.0, "height of the crop, of the largest that fits; usual: 0.875", maximum=1)
+    interpolation: Literal["bilinear", "nearest"] = setting("bilinear", "of resized images; nearest for class numbers")
+    cast: Dtype | None = setting(None, "dtype of the tensor")
+    scale: float | None = setting(None, "tensor = value * scale + offset, computed in `cast`, or in float32")
+    offset: float | None = setting(None, "see scale")
+    classes: int | None = setting(None, "values must be in [0, classes)", minimum=1)
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -58,45 +50,12 @@ class Feature:
 
 
 def parse_feature(value: Any, where: str) -> Feature:
-    value = dict(check_mapping({"type": value} if isinstance(value, str) else value, where, "type, shape, decode, …"))
-    hints = typing.get_type_hints(Feature)
-    check_known_keys(value, tuple(hints), where)
-    if "type" not in value:
-        raise UserError(f"{where}: type is required: int64, float or bytes.")
-    if isinstance(value.get("shape"), list):
-        value["shape"] = tuple(value["shape"])
-    for key, given in value.items():
-        choices = typing.get_args(hints[key])
-        if typing.get_origin(hints[key]) is Literal and given not in choices:
-            raise UserError(f"{where}: {key} must be one of {', '.join(choices)}; received {given!r}.")
-    feature = Feature(**value)
-    problem = _problem(feature)
+    """Build a feature from plain values; a string is its type. Raises UserError that begins with `where`."""
+    feature = build(Feature, {"type": value} if isinstance(value, str) else value, where)
+    problem = _contradiction(feature)
     if problem:
         raise UserError(f"{where}: {problem}")
     return feature
-
-
-def _problem(feature: Feature) -> str | None:
-    sizes = feature.shape if isinstance(feature.shape, tuple) else (None,)
-    if not all(_is_count(size) for size in sizes):
-        return f"shape must be a list of sizes of at least 1; received {feature.shape!r}."
-    for key in ("max_length", "classes"):
-        value = getattr(feature, key)
-        if value is not None and not _is_count(value):
-            return f"{key} must be an int of at least 1; received {value!r}."
-    for key in ("scale", "offset", "padding", "crop_fraction"):
-        value = getattr(feature, key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            return f"{key} must be a number; received {value!r}."
-    for key, known in (("cast", _CASTS), ("raw_dtype", _RAW_DTYPES)):
-        value = getattr(feature, key)
-        if value is not None and value not in known:
-            return f"{key} must be one of {', '.join(known)}; received {value!r}."
-    return _contradiction(feature)
-
-
-_RAW_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
-_CASTS = (*_RAW_DTYPES, "bfloat16", "bool")
 
 
 def _contradiction(feature: Feature) -> str | None:
@@ -116,8 +75,8 @@ def _contradiction(feature: Feature) -> str | None:
         return f"interpolation is for shape [height, width, channels]; received {list(feature.shape)}."
     if feature.classes and feature.resize != "none" and feature.interpolation != "nearest":
         return f"resize: {feature.resize} would mix numbers of classes; give interpolation: nearest."
-    if not 0 < feature.crop_fraction <= 1:
-        return f"crop_fraction must be above 0 and at most 1; received {feature.crop_fraction}."
+    if feature.crop_fraction <= 0:
+        return f"crop_fraction must be above 0; received {feature.crop_fraction}."
     if feature.max_length and (feature.shape or feature.decode != "none"):
         return "max_length is for lists of values, without shape and decode."
     as_strings = feature.type == "bytes" and feature.decode == "none"
@@ -126,20 +85,3 @@ def _contradiction(feature: Feature) -> str | None:
     if feature.classes and not feature.stored_dtype.startswith(("int", "uint")):
         return f"classes is for integers; this one is {feature.stored_dtype}."
     return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def check_mapping(value: Any, where: str, of: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UserError(f"{where}: expected a mapping of {of}; received {value!r}.")
-    return value
-
-
-def check_known_keys(value: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in value:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=3, cutoff=0.5) or known
-            raise UserError(f"{where}: unknown key {key}; known here: {', '.join(near)}.")

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from horovod_train.data.features import Feature, check_known_keys, check_mapping, parse_feature
+from horovod_train.config.loader import build
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature, parse_feature
 from horovod_train.errors import UserError
 
 DATASET_NAME = "dataset.json"
@@ -32,6 +34,16 @@ class Schema:
     """By the folder of the files that the schema was found for: each dataset.json counts its own folders."""
 
 
+@dataclass(frozen=True)
+class _Content:
+    """What a dataset.json has, before its features are parsed."""
+
+    features: dict[str, Any]
+    inputs: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | None = None
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
 class Expected(NamedTuple):
     """How many records a folder must hold, and the dataset.json that says so."""
 
@@ -39,12 +51,12 @@ class Expected(NamedTuple):
     where: str
 
 
-def find_schema(files: Sequence[str], features: Mapping[str, Any], inputs: Sequence[str], targets: Sequence[str],
-                setting: str) -> Schema:  # fmt: skip
-    """Return the schema of these files: `features` from the config if given, else the dataset.json next to the files.
+def find_schema(files: Sequence[str], config: DataConfig, setting: str) -> Schema:
+    """Return the schema of these files: data.features if the config has them, else the dataset.json next to the files.
 
-    `inputs` and `targets`, if given, win over the file's. `setting` names the files in messages. Raises UserError.
+    data.inputs and data.targets, if given, win over the file's. setting: names the files in messages. Raises UserError.
     """
+    features, inputs, targets = config.features, config.inputs, config.targets
     if features and not inputs:
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
     if features:
@@ -108,15 +120,11 @@ def dump_schema(schema: Schema) -> str:
 
 def parse_schema(content: Any, where: str) -> Schema:
     """Build a schema from plain dicts and lists. Raises UserError that names the key."""
-    content = check_mapping(content, where, "features, inputs, targets")
-    check_known_keys(content, ("features", "inputs", "targets", "counts"), where)
-    features = check_mapping(content.get("features"), f"{where}: features", "feature names")
-    if not features:
+    found = build(_Content, content, where)
+    if not found.features:
         raise UserError(f"{where}: features must name at least one feature.")
-    parsed = {str(name): parse_feature(value, f"{where}: {name}") for name, value in features.items()}
-    inputs, targets = _names(content, "inputs", where), _names(content, "targets", where)
-    counts = dict(check_mapping(content.get("counts") or {}, f"{where}: counts", "split folders"))
-    return _checked(Schema(parsed, inputs, targets, counts, where), where)
+    features = {str(name): parse_feature(value, f"{where}: {name}") for name, value in found.features.items()}
+    return _checked(Schema(features, found.inputs or (), found.targets or (), found.counts, where), where)
 
 
 # --- checking ---------------------------------------------------------------------------------------------------
@@ -130,14 +138,6 @@ def _checked(schema: Schema, where: str) -> Schema:
             if name not in schema.features:
                 raise UserError(f"{where}: {key}: there is no feature {name}; there are {', '.join(schema.features)}.")
     return schema
-
-
-def _names(content: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    value = content.get(key) or []
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"{where}: {key} must be feature names; received {value!r}.")
-    return tuple(names)
 
 
 def _find_json(folder: str) -> str | None:

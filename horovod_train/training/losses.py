@@ -9,15 +9,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from horovod_train.config.loader import build
 from horovod_train.config.registry import call, choose_keras
-from horovod_train.config.settings import Spec
+from horovod_train.config.settings import LossTerm, Spec
 from horovod_train.errors import UserError
 
 LossFunction = Callable[[Any, Any], tf.Tensor]
 """(targets, outputs) → float32 [batch]."""
 
 PER_OUTPUT = "per_output"
-_TERM_KEYS = ("name", "options", "target", "weight")
 
 
 def smoothed_sparse_categorical_crossentropy(
@@ -104,21 +104,13 @@ def _build_terms(options: Mapping[str, Any]) -> Loss:
 def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
     """Return the weight and the loss function of targets[target] and outputs[output]."""
     where = f"loss.options.{output}"
-    if isinstance(value, str):
-        value = {"name": value}
-    if not isinstance(value, Mapping) or "name" not in value or not set(value) <= set(_TERM_KEYS):
-        raise UserError(
-            f"{where}: expected a loss's name, or a mapping of {', '.join(_TERM_KEYS)}; received {value!r}."
-        )
-    weight, options = value.get("weight", 1.0), value.get("options") or {}
-    if not isinstance(weight, int | float) or not isinstance(options, Mapping):
-        raise UserError(f"{where}: expected a number as weight and a mapping as options; received {value!r}.")
-    function, target = _build_function(Spec(value["name"], dict(options)), where), value.get("target", output)
+    term = build(LossTerm, value, where)
+    function, target = _build_function(term, where), term.target or output
 
     def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
         return _per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
 
-    return float(weight), loss_of_output
+    return term.weight, loss_of_output
 
 
 def pick(values: Any, name: str, kind: str) -> Any:

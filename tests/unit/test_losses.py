@@ -57,9 +57,11 @@ def one_number(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 
 WRONG = {
     "no outputs": (Spec("per_output"), "per_output needs a loss for each output"),
-    "unknown key": (
-        Spec("per_output", {"one": {"nam": "x"}}),
-        "loss.options.one: expected a loss's name, or a mapping",
+    "unknown key": (Spec("per_output", {"one": {"nam": "x"}}), "loss.options.one: nam: unknown key; known here: name."),
+    "no mapping": (Spec("per_output", {"one": 3}), "loss.options.one: expected a mapping of name, options, target, "),
+    "weight": (
+        Spec("per_output", {"one": {**ENTROPY, "weight": "half"}}),
+        "loss.options.one: weight: expected a number; received 'half'.",
     ),
     "unknown loss": (Spec("per_output", {"one": "crossentropy"}), "loss.options.one.name: Keras has no 'crossentropy'"),
     "option": (

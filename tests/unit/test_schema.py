@@ -17,17 +17,17 @@ from horovod_train.data.schema import dump_schema, parse_schema
 from horovod_train.errors import UserError
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({}, "x: features: expected a mapping of feature names; received None"),
+    ({}, "x: features: is required and missing."),
     ({"features": {}}, "x: features must name at least one"),
-    ({"features": {"a": {"shape": [3]}}}, "x: a: type is required"),
-    ({"features": {"a": {"type": "string"}}}, "x: a: type must be one of int64, float, bytes; received 'string'"),
-    ({"features": {"a": {"type": "int64", "shap": [3]}}}, "x: a: unknown key shap; known here: shape"),
-    ({"features": {"a": {"type": "int64", "shape": [3, -1]}}}, "x: a: shape must be a list of sizes"),
-    ({"features": {"a": {"type": "int64", "shape": 3}}}, "x: a: shape must be a list of sizes"),
-    ({"features": {"a": {"type": "int64", "max_length": 0}}}, "x: a: max_length must be an int of at least 1"),
+    ({"features": {"a": {"shape": [3]}}}, "x: a: type: is required and missing."),
+    ({"features": {"a": {"type": "string"}}}, "x: a: type: expected one of int64, float, bytes; received 'string'"),
+    ({"features": {"a": {"type": "int64", "shap": [3]}}}, "x: a: shap: unknown key; known here: shape"),
+    ({"features": {"a": {"type": "int64", "shape": [3, -1]}}}, "x: a: shape: must be at least 1; received -1"),
+    ({"features": {"a": {"type": "int64", "shape": "3"}}}, "x: a: shape: expected an int; received '3'"),
+    ({"features": {"a": {"type": "int64", "max_length": 0}}}, "x: a: max_length: must be at least 1; received 0"),
     ({"features": {"a": {"type": "int64", "max_length": 4, "shape": [2]}}}, "max_length is for lists"),
-    ({"features": {"a": {"type": "int64", "scale": "1/255"}}}, "x: a: scale must be a number; received '1/255'"),
-    ({"features": {"a": {"type": "int64", "cast": "int7"}}}, "x: a: cast must be one of uint8"),
+    ({"features": {"a": {"type": "int64", "scale": "1/255"}}}, "x: a: scale: expected a number; received '1/255'"),
+    ({"features": {"a": {"type": "int64", "cast": "int7"}}}, "x: a: cast: expected one of uint8"),
     ({"features": {"a": {"type": "int64", "decode": "raw"}}}, "decode: raw is for type bytes; this one is int64"),
     ({"features": {"a": {"type": "bytes", "decode": "image"}}}, "an image needs shape"),
     ({"features": {"a": {"type": "bytes", "decode": "raw", "resize": "crop"}}}, "resize is for decode: image"),
@@ -35,8 +35,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": {"type": "float", "classes": 3}}}, "classes is for integers; this one is float32"),
     ({"features": {"a": "int64"}}, "x: inputs must name the features that the model gets, of a"),
     ({"features": {"a": "int64"}, "inputs": ["b"]}, "x: inputs: there is no feature b; there are a"),
-    ({"features": {"a": "int64"}, "inputs": "a", "targets": [3]}, "x: targets must be feature names"),
-    ({"features": {"a": "int64"}, "inputs": "a", "target": "a"}, "x: unknown key target; known here: targets"),
+    ({"features": {"a": "int64"}, "inputs": "a", "targets": [3]}, "x: targets: expected a string; received 3"),
+    ({"features": {"a": "int64"}, "inputs": "a", "target": "a"}, "x: target: unknown key; known here: targets"),
 ]
 
 
