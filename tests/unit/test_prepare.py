@@ -290,6 +290,10 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
         (["npz", "--file", folder / "i", "--inputs", "x"], "is not an npz file of plain arrays"),
         ([*table, "--eval-fraction", "1.5"], "--eval-fraction must be at least 0 and below 1; received 1.5"),
         ([*table, "--shards", "0"], "--shards must be at least 1; received 0"),
+        (
+            [*table, "--eval-file", folder / "a.npz", "--eval-fraction", "0.5"],
+            "--eval-fraction: records for evaluation are given too; give one of them.",
+        ),
         (["csv", "--file", folder / "ragged.csv"], "ragged.csv:3: expected 2 cells, as in the header; got 1"),
         (["csv", "--file", folder / "gap.csv"], "gap.csv:3: a is empty"),
         (["csv", "--file", folder / "head.csv"], "expected a header and at least one record"),
@@ -299,10 +303,10 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
     ]
 
 
-@pytest.mark.parametrize("case", range(17))
+@pytest.mark.parametrize("case", range(18))
 def test_wrong_sources_are_named(tmp_path: Path, case: int) -> None:
     cases = wrong_sources(tmp_path)
-    assert len(cases) == 17
+    assert len(cases) == 18
     words, said = cases[case]
     with pytest.raises(UserError) as error:
         run(words[0], "--out", tmp_path / "out", *words[1:])

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import argparse
 
-from horovod_train.data.prepare import csv_table, digits, idx, imagenet_samples, images, mlp_samples, npz, token_samples
+from horovod_train.data.prepare import (
+    arrays,
+    csv_table,
+    digits,
+    idx,
+    imagenet_samples,
+    images,
+    mlp_samples,
+    token_samples,
+)
 
 KINDS = {
     "digits": digits,
     "idx": idx,
-    "npz": npz,
+    "npz": arrays,
     "csv": csv_table,
     "images": images,
     "mlp-samples": mlp_samples,

@@ -7,15 +7,14 @@ import csv
 
 import numpy as np
 
-from horovod_train.data.prepare import columns
-from horovod_train.data.prepare.columns import Columns
+from horovod_train.data.prepare.arrays import Arrays, add_file_arguments, check_names, write
 from horovod_train.errors import UserError
 
 VECTOR = "inputs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    columns.add_arguments(parser, "csv")
+    add_file_arguments(parser, "csv")
     parser.add_argument("--targets", nargs="+", default=[], metavar="COLUMN", help="columns that the loss gets")
     parser.add_argument(
         "--inputs", nargs="+", metavar="COLUMN", help="columns that the model gets; default: the others"
@@ -27,17 +26,17 @@ def run(arguments: argparse.Namespace) -> None:
     table = load_table(arguments.file)
     targets = arguments.targets
     inputs = arguments.inputs or [name for name in table if name not in targets]
-    columns.check_names([*inputs, *targets], list(table), "--inputs, --targets", arguments.file)
-    held_out = load_table(arguments.eval_file) if arguments.eval_file else None
-    if held_out is not None:
-        columns.check_names([*inputs, *targets], list(held_out), "--inputs, --targets", arguments.eval_file)
+    check_names([*inputs, *targets], list(table), "--inputs, --targets", arguments.file)
+    eval_table = load_table(arguments.eval_file) if arguments.eval_file else None
+    if eval_table is not None:
+        check_names([*inputs, *targets], list(eval_table), "--inputs, --targets", arguments.eval_file)
     joined = not arguments.separate and all(table[name].dtype.kind in "if" for name in inputs)
     table = _choose(table, inputs, targets, joined)
-    held_out = _choose(held_out, inputs, targets, joined) if held_out else None
-    columns.write(table, held_out, arguments, [VECTOR] if joined else inputs, targets)
+    eval_table = _choose(eval_table, inputs, targets, joined) if eval_table else None
+    write(arguments, table, eval_table, [VECTOR] if joined else inputs)
 
 
-def load_table(path: str) -> Columns:
+def load_table(path: str) -> Arrays:
     """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -69,7 +68,7 @@ def _column(cells: tuple[str, ...]) -> np.ndarray:
     return np.array(cells)
 
 
-def _choose(table: Columns, inputs: list[str], targets: list[str], joined: bool) -> Columns:
+def _choose(table: Arrays, inputs: list[str], targets: list[str], joined: bool) -> Arrays:
     chosen = {name: table[name] for name in targets}
     if joined:
         return {VECTOR: np.stack([table[name].astype(np.float32) for name in inputs], axis=1), **chosen}

@@ -1,4 +1,4 @@
-"""Handwritten digits from scikit-learn, as S6-format records: 1437 for training, 360 for evaluation.
+"""Handwritten digits from scikit-learn, in the records of `idx`: 1437 for training, 360 for evaluation.
 
 Scaled from 8×8 to 28×28, so that models for MNIST run on them unchanged. --seed draws which are for evaluation.
 """
@@ -23,14 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     images, labels = load_digits()
     splits = split_by_count(len(labels), EVAL_RECORDS, arguments.seed)
-    write_dataset(
-        arguments.out,
-        IMAGE_SCHEMA,
-        splits,
-        lambda record: encode_image(images[record], labels[record]),
-        shards=arguments.shards,
-        force=arguments.force,
-    )
+    write_dataset(arguments, IMAGE_SCHEMA, splits, lambda record: encode_image(images[record], labels[record]))
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Files in the format of MNIST (idx, gzipped or not), as S6-format records: image_raw bytes and label int64."""
+"""Files in the format of MNIST (idx, gzipped or not), as records with image_raw, bytes, and label, int64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_train.errors import UserError
 
 
 def image_schema(height: int, width: int, classes: int) -> Schema:
-    """Return S6's schema: pixels as raw bytes, scaled to x / 255 - 0.5; one label."""
+    """Return a schema: pixels as raw bytes, scaled to x / 255 - 0.5; one label."""
     image = Feature("bytes", (height, width, 1), decode="raw", cast="float32", scale=1 / 255, offset=-0.5)
     return Schema({"image_raw": image, "label": Feature("int64", classes=classes)}, ("image_raw",), ("label",))
 
@@ -33,7 +33,7 @@ def encode_image(image: np.ndarray, label: np.integer) -> Values:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", required=True, metavar="FILE", help="for example train-images-idx3-ubyte.gz")
     parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
-    parser.add_argument("--eval-images", metavar="FILE", help="held-out images; default: a fraction of the others")
+    parser.add_argument("--eval-images", metavar="FILE", help="to evaluate on; default: a fraction of --images")
     parser.add_argument("--eval-labels", metavar="FILE", help="their labels")
     add_split_arguments(parser, "--images")
 
@@ -42,24 +42,19 @@ def run(arguments: argparse.Namespace) -> None:
     if bool(arguments.eval_images) != bool(arguments.eval_labels):
         raise UserError("--eval-images and --eval-labels: give both or neither.")
     images, labels = load_pair(arguments.images, arguments.labels)
-    splits = split_by_fraction(len(labels), arguments)
     if arguments.eval_images:
-        held_out, held_out_labels = load_pair(arguments.eval_images, arguments.eval_labels)
-        if held_out.shape[1:] != images.shape[1:]:
+        eval_images, eval_labels = load_pair(arguments.eval_images, arguments.eval_labels)
+        if eval_images.shape[1:] != images.shape[1:]:
             raise UserError(
-                f"--eval-images {arguments.eval_images}: images are {held_out.shape[1:]}, "
+                f"--eval-images {arguments.eval_images}: images are {eval_images.shape[1:]}, "
                 f"those of --images {images.shape[1:]}; both must have one size."
             )
-        splits = {"train": splits["train"], "eval": np.arange(len(labels), len(labels) + len(held_out_labels))}
-        images, labels = np.concatenate([images, held_out]), np.concatenate([labels, held_out_labels])
-    write_dataset(
-        arguments.out,
-        image_schema(images.shape[1], images.shape[2], int(labels.max()) + 1),
-        splits,
-        lambda record: encode_image(images[record], labels[record]),
-        shards=arguments.shards,
-        force=arguments.force,
-    )
+        splits = split_by_fraction(len(labels), arguments, len(eval_labels))
+        images, labels = np.concatenate([images, eval_images]), np.concatenate([labels, eval_labels])
+    else:
+        splits = split_by_fraction(len(labels), arguments)
+    schema = image_schema(images.shape[1], images.shape[2], int(labels.max()) + 1)
+    write_dataset(arguments, schema, splits, lambda record: encode_image(images[record], labels[record]))
 
 
 def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:

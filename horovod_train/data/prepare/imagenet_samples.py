@@ -1,4 +1,4 @@
-"""Synthetic JPEG images in records with all of ImageNet's names, labels from 1: to try programs for ImageNet.
+"""Generated JPEG images in records with all of ImageNet's names, labels from 1: to try programs for ImageNet.
 
 Each class has its own colours and direction of stripes. Position and width of the stripes and the image's size vary.
 """
@@ -13,7 +13,8 @@ import numpy as np
 from horovod_train.config.registry import import_extra
 from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
-from horovod_train.data.prepare.writing import Values, split_by_count, write_dataset
+from horovod_train.data.prepare import samples
+from horovod_train.data.prepare.writing import Values
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
@@ -23,26 +24,19 @@ _CLASSES, _IMAGES = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--records", type=int, default=1_000, help="to train on; default %(default)s")
-    parser.add_argument("--eval-records", type=int, default=200, help="to evaluate; default %(default)s")
+    samples.add_arguments(parser, records=1_000, eval_records=200)
     parser.add_argument("--classes", type=int, default=10, help="of ImageNet's 1000; default %(default)s")
     parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
-    parser.add_argument("--shards", type=int, default=4, help="files a split; default %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.records < 1 or arguments.eval_records < 0 or arguments.size < 1:
-        raise UserError("--records and --size must be at least 1 and --eval-records at least 0.")
-    if not 1 <= arguments.classes < LABELS:
-        raise UserError(f"--classes must be from 1 to {LABELS - 1}; received {arguments.classes}.")
-    records = arguments.records + arguments.eval_records
-    write_dataset(
-        arguments.out,
+    samples.count(arguments, size=1, classes=1)
+    if arguments.classes >= LABELS:
+        raise UserError(f"--classes must be at most {LABELS - 1}; received {arguments.classes}.")
+    samples.write(
+        arguments,
         imagenet_schema(arguments.size),
-        split_by_count(records, arguments.eval_records, arguments.seed),
         lambda record: _encode(record, arguments.classes, arguments.size, arguments.seed),
-        shards=arguments.shards,
-        force=arguments.force,
     )
 
 

@@ -9,8 +9,6 @@ import argparse
 import os
 from pathlib import Path
 
-import numpy as np
-
 from horovod_train.config.registry import import_extra
 from horovod_train.data.features import Feature
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
@@ -22,7 +20,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", required=True, metavar="DIR", help="with a folder for each class")
-    parser.add_argument("--eval-images", metavar="DIR", help="held-out images, in the same folders")
+    parser.add_argument("--eval-images", metavar="DIR", help="images to evaluate on, in folders of the same names")
     parser.add_argument("--size", type=int, default=224, help="height and width the model gets; default %(default)s")
     parser.add_argument("--channels", type=int, choices=(1, 3), default=3, help="1: grey; default %(default)s")
     add_split_arguments(parser, "--images")
@@ -30,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     classes, files = list_images(arguments.images)
-    splits = split_by_fraction(len(files), arguments)
+    eval_files = None
     if arguments.eval_images:
-        held_out_classes, held_out = list_images(arguments.eval_images)
-        unknown = sorted(set(held_out_classes) - set(classes))
+        eval_classes, eval_files = list_images(arguments.eval_images)
+        unknown = sorted(set(eval_classes) - set(classes))
         if unknown:
             raise UserError(f"--eval-images {arguments.eval_images}: {unknown[0]} is no class of {arguments.images}.")
-        splits["eval"] = np.arange(len(files), len(files) + len(held_out))
-        files = [*files, *held_out]
+    splits = split_by_fraction(len(files), arguments, None if eval_files is None else len(eval_files))
+    files += eval_files or []
     labels = {name: label for label, name in enumerate(classes)}
 
     def encode(record: int) -> Values:
@@ -51,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
 
     schema = image_folder_schema(arguments.size, arguments.channels, len(classes))
-    write_dataset(arguments.out, schema, splits, encode, shards=arguments.shards, force=arguments.force)
+    write_dataset(arguments, schema, splits, encode)
 
 
 def image_folder_schema(size: int, channels: int, classes: int) -> Schema:

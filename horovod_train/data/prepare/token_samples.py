@@ -1,4 +1,4 @@
-"""Synthetic sentences of tokens, of any length up to --max-length, labelled with their most frequent kind of token.
+"""Generated sentences of tokens, of any length up to --max-length, labelled with their most frequent kind of token.
 
 --seed draws the kind of each token, and so the rule for labels. Token 0 is padding.
 """
@@ -11,9 +11,8 @@ import numpy as np
 
 from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
-from horovod_train.data.prepare.writing import split_by_count, write_dataset
+from horovod_train.data.prepare import samples
 from horovod_train.data.schema import Schema
-from horovod_train.errors import UserError
 
 KINDS = 4
 _RULE, _SHAPE, _TOKENS = 1, 2, 3
@@ -22,34 +21,18 @@ _BIAS = 0.3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--records", type=int, default=8_000, help="to train on; default %(default)s")
-    parser.add_argument("--eval-records", type=int, default=1_000, help="to evaluate; default %(default)s")
+    samples.add_arguments(parser, records=8_000, eval_records=1_000)
     parser.add_argument("--vocabulary", type=int, default=1000, help="tokens, padding included; default %(default)s")
     parser.add_argument("--max-length", type=int, default=64, help="longest sentence; default %(default)s")
-    parser.add_argument("--shards", type=int, default=4, help="files a split; default %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.records < 1 or arguments.eval_records < 0 or arguments.max_length < 1:
-        raise UserError("--records and --max-length must be at least 1 and --eval-records at least 0.")
-    if arguments.vocabulary <= KINDS:
-        raise UserError(f"--vocabulary must be more than {KINDS}; received {arguments.vocabulary}.")
-    records = arguments.records + arguments.eval_records
+    records = samples.count(arguments, vocabulary=KINDS + 1, max_length=1)
     tokens, lengths, labels = make_samples(records, arguments.vocabulary, arguments.max_length, arguments.seed)
-    write_dataset(
-        arguments.out,
-        Schema(
-            {
-                "tokens": Feature("int64", max_length=arguments.max_length, classes=arguments.vocabulary),
-                "label": Feature("int64", classes=KINDS),
-            },
-            ("tokens",),
-            ("label",),
-        ),
-        split_by_count(records, arguments.eval_records, arguments.seed),
-        lambda record: {"tokens": tokens[record, : lengths[record]], "label": labels[record]},
-        shards=arguments.shards,
-        force=arguments.force,
+    sentence = Feature("int64", max_length=arguments.max_length, classes=arguments.vocabulary)
+    schema = Schema({"tokens": sentence, "label": Feature("int64", classes=KINDS)}, ("tokens",), ("label",))
+    samples.write(
+        arguments, schema, lambda record: {"tokens": tokens[record, : lengths[record]], "label": labels[record]}
     )
 
 
@@ -67,8 +50,8 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
     uniforms = counter_rng.uniforms(counter_rng.key(seed, _TOKENS), np.arange(records), 2 * max_length)
     from_all = 1 + np.floor(uniforms[:, :max_length] * (vocabulary - 1)).astype(np.int64)
     # order[i] is of kind i % KINDS, so the tokens of the favoured kind are KINDS apart.
-    places = (vocabulary - 1) // KINDS
-    own = order[np.floor(uniforms[:, :max_length] * places).astype(np.int64) * KINDS + favoured[:, None]]
+    tokens_of_a_kind = (vocabulary - 1) // KINDS
+    own = order[np.floor(uniforms[:, :max_length] * tokens_of_a_kind).astype(np.int64) * KINDS + favoured[:, None]]
     tokens = np.where(uniforms[:, max_length:] < _BIAS, own, from_all)
     tokens = np.where(np.arange(max_length) < lengths[:, None], tokens, 0)
     counts = np.stack([((kind[tokens] == one) & (tokens > 0)).sum(axis=1) for one in range(KINDS)], axis=1)

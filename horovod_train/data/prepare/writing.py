@@ -45,15 +45,16 @@ _SAMPLED = 16
 
 
 def write_dataset(
-    out: str, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode, *, shards: int | None, force: bool
-) -> dict[str, int]:
-    """Write the records that `splits` names, in that order; return the number in each split.
+    arguments: argparse.Namespace, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode
+) -> None:
+    """Write the records that `splits` names, in that order, to the folder --out.
 
-    `shards`: files of each split; None: of about 128 MiB, at least 4. Raises UserError if `out` exists, unless `force`.
+    --shards: files of each split; None: of about 128 MiB, at least 4. Raises UserError if --out exists, unless --force.
     """
+    out, shards = arguments.out, arguments.shards
     if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
-    _check_free(out, force)
+    _check_free(out, arguments.force)
     tensorflow_noise.load_tensorflow()
     with _new_folder(out) as folder:
         counts = {
@@ -65,7 +66,6 @@ def write_dataset(
             file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
             _to_disk(file.fileno())
     print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
-    return counts
 
 
 def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
@@ -74,11 +74,17 @@ def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
     parser.add_argument("--shards", type=int, metavar="N", help="files a split; default: of about 128 MB, at least 4")
 
 
-def split_by_fraction(records: int, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
-    """Draw --eval-fraction of 0 … records - 1 for evaluation and leave the others for training, both shuffled."""
+def split_by_fraction(records: int, arguments: argparse.Namespace, extra: int | None = None) -> dict[str, np.ndarray]:
+    """Draw --eval-fraction of 0 … records - 1 for evaluation and leave the others for training, both shuffled.
+
+    extra: the number of records from `records` on that were given for evaluation; then none are drawn.
+    """
+    if extra is not None and arguments.eval_fraction:
+        raise UserError("--eval-fraction: records for evaluation are given too; give one of them.")
     if not 0 <= arguments.eval_fraction < 1:
         raise UserError(f"--eval-fraction must be at least 0 and below 1; received {arguments.eval_fraction}.")
-    return split_by_count(records, math.floor(arguments.eval_fraction * records), arguments.seed)
+    splits = split_by_count(records, math.floor(arguments.eval_fraction * records), arguments.seed)
+    return splits if extra is None else {**splits, "eval": np.arange(records, records + extra)}
 
 
 def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.ndarray]:
