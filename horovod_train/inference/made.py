@@ -37,7 +37,7 @@ PREDICTIONS = Made(
     r".+\.(npz|csv)",
     is_ours=lambda path: _begins(path, b"record,", b"record\r") or "record.npy" in _members(path),
 )
-PREDICTIONS_DRAFT = Made("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+", "whole"))
+PREDICTIONS_DRAFT = Made("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
 
 FIGURES = Made(
     "a file that evaluate wrote", ".+", is_ours=lambda path: b'\n  "checkpoint": ' in path.read_bytes()[-10_000:]

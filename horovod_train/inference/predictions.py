@@ -11,8 +11,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -44,72 +43,82 @@ class Outputs:
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
         try:
-            found = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
+            outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = " ".join(str(error).split())
             raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
-        for name, output in found.items():
+        for name, output in outputs.items():
             if not output.shape.is_fully_defined() or not output.shape.rank or output.shape[0] != rows:
                 raise UserError(f"predict: expected output {name} to be one row a record; it is {output.shape}.")
             if output.dtype == tf.string:
                 raise UserError(f"predict: expected numbers; output {name} is of strings.")
         self.specs: Specs = {
-            name: (tuple(output.shape[1:]), output.dtype.as_numpy_dtype) for name, output in found.items()
+            name: (tuple(output.shape[1:]), output.dtype.as_numpy_dtype) for name, output in outputs.items()
         }
         step_bytes = sum(rows * np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in self.specs.values())
         self.steps_at_once = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
 
     def compute(self, batches: Iterator[Batch], steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Compute the next `steps` batches. Return ids, int64 [rows], -1 for padding, and the outputs [rows, ...]."""
-        ids, found = self._run(batches, tf.constant(steps, tf.int32))
-        return ids.numpy(), {name: values.numpy() for name, values in found.items()}
+        ids, outputs = self._run(batches, tf.constant(steps, tf.int32))
+        return ids.numpy(), {name: values.numpy() for name, values in outputs.items()}
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        def one_step(at: tf.Tensor, ids: tf.TensorArray, found: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
+        def one_step(at: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
             batch = next(batches)
             outputs = self._forward(batch)
-            found = {name: array.write(at, outputs[name]) for name, array in found.items()}
-            return at + 1, ids.write(at, batch.ids), found
+            arrays = {name: array.write(at, outputs[name]) for name, array in arrays.items()}
+            return at + 1, ids.write(at, batch.ids), arrays
 
         ids = tf.TensorArray(tf.int64, size=steps)
-        found = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
-        _, ids, found = tf.while_loop(lambda at, *_: at < steps, one_step, (0, ids, found))
-        return ids.concat(), {name: array.concat() for name, array in found.items()}
+        arrays = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
+        _, ids, arrays = tf.while_loop(lambda at, *_: at < steps, one_step, (0, ids, arrays))
+        return ids.concat(), {name: array.concat() for name, array in arrays.items()}
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
-        found = self._model(batch.inputs, training=False)
-        return {name: _for_numpy(output) for name, output in _named(self._model, found).items()}
+        outputs = self._model(batch.inputs, training=False)
+        return {name: _for_numpy(output) for name, output in _named(self._model, outputs).items()}
 
 
-class NoPredictions:
-    """Used by every rank except root: writes nothing. As a context manager, a subclass removes unfinished files."""
+class Predictions(Protocol):
+    """Takes rows in any order, and writes a file of them at the end."""
 
     def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
         """Take rows [n, ...] of every output, and the numbers of their records, int64 [n], -1 for padding."""
 
     def finish(self) -> int:
         """Write the complete file; return the number of records in it. Raises RunError."""
+
+    def close(self) -> None:
+        """Remove unfinished files."""
+
+
+class NullPredictions:
+    """Used by every rank except root: writes nothing."""
+
+    def put(self, ids: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        return None
+
+    def finish(self) -> int:
         return 0
 
-    def __enter__(self) -> NoPredictions:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         return None
 
 
-class Predictions(NoPredictions):
+class PredictionsFile:
     """Collects rows in files next to the final one, so that memory does not grow with the number of records."""
 
     def __init__(self, path: Path, specs: Specs, num_records: int) -> None:
         self._path, self._records = path, num_records
-        self._folder = draft_of(path)
+        self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
         try:
             self._folder.mkdir()
-            self._arrays = {name: self._open(str(i), spec) for i, (name, spec) in enumerate(specs.items())}
+            for number, (name, spec) in enumerate(specs.items()):
+                self._arrays[name] = self._open(f"{number}.npy", *spec)
         except OSError as error:
-            self._remove_folder()
+            self.close()
             raise UserError(
                 f"--out {path}: cannot be written: {error.strerror or error}. Choose another place."
             ) from error
@@ -131,21 +140,19 @@ class Predictions(NoPredictions):
             raise RunError(f"{self._path}: cannot be written: {error.strerror or error}.") from error
         return int(self._is_there.sum())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         self._arrays.clear()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
         with contextlib.suppress(OSError):
             remove(self._folder, PREDICTIONS_DRAFT)
 
-    def _open(self, name: str, spec: tuple[tuple[int, ...], np.dtype]) -> np.ndarray:
-        shape, dtype = (self._records, *spec[0]), np.dtype(spec[1])
-        with (self._folder / name).open("xb") as file:
+    def _open(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        path = self._folder / name
+        array = np.lib.format.open_memmap(path, "w+", dtype, (self._records, *shape))
+        with path.open("r+b") as file:
             # Reserve the space now: a mapped file on a disk that fills up later would kill the process without a
             # message.
-            os.posix_fallocate(file.fileno(), 0, max(1, int(np.prod(shape)) * dtype.itemsize))
-        return np.memmap(self._folder / name, dtype, "r+", shape=shape)
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        return array
 
     def _write_npz(self, draft: Path) -> None:
         record = np.flatnonzero(self._is_there)
@@ -169,9 +176,9 @@ class Predictions(NoPredictions):
                     writer.writerow([number, *(str(value) for row in rows for value in row)])
 
 
-def open_predictions(out: str, specs: Specs, num_records: int, *, is_root: bool) -> NoPredictions:
+def open_predictions(out: str, specs: Specs, num_records: int, *, is_root: bool) -> Predictions:
     """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written."""
-    return Predictions(Path(out), specs, num_records) if is_root else NoPredictions()
+    return PredictionsFile(Path(out), specs, num_records) if is_root else NullPredictions()
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:

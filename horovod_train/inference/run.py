@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import keras
@@ -87,7 +87,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             ids, rows = outputs.compute(batches, steps)
             file.put(group.to_root(ids), {name: group.to_root(values) for name, values in rows.items()})
 
-        with file:
+        with closing(file):
             _for_all(group, pipeline, outputs.steps_at_once, collect)
             with group.raise_together():
                 written = file.finish()

@@ -8,6 +8,7 @@ started again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -356,7 +357,7 @@ def write_predictions(name: str) -> Callable[[], int]:
         from horovod_train.inference.predictions import open_predictions
 
         specs = {"output": ((3,), np.dtype(np.float32)), "label": ((), np.dtype(np.int64))}
-        with open_predictions(name, specs, 10, is_root=True) as file:
+        with contextlib.closing(open_predictions(name, specs, 10, is_root=True)) as file:
             for first in (0, 5):
                 ids = np.arange(first, first + 5)
                 rows = {"output": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "label": ids}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from horovod_train.commands.run_selection import check_out
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS
-from horovod_train.inference.predictions import NoPredictions, Specs, open_predictions
+from horovod_train.inference.predictions import NullPredictions, Specs, open_predictions
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}
 
@@ -22,7 +23,7 @@ def rows(ids: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, parts: list[list[int]], records: int) -> int:
-    with open_predictions(str(path), SPECS, records, is_root=True) as file:
+    with closing(open_predictions(str(path), SPECS, records, is_root=True)) as file:
         for part in parts:
             ids = np.array(part)
             file.put(ids, rows(ids))
@@ -63,7 +64,7 @@ def test_a_record_that_comes_twice_is_noticed(tmp_path: Path) -> None:
 
 def test_only_root_writes(tmp_path: Path) -> None:
     file = open_predictions(str(tmp_path / "out.npz"), SPECS, 3, is_root=False)
-    assert type(file) is NoPredictions
+    assert type(file) is NullPredictions
     assert not list(tmp_path.iterdir())
 
 
