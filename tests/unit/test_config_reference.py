@@ -33,7 +33,9 @@ def test_every_setting_has_a_meaning() -> None:
 
 
 def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(json_schema())
+    validator = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA)
+    assert [error.message for error in validator.iter_errors(json_schema())] == []
+    assert not validator.is_valid({**json_schema(), "type": "mapping"})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
