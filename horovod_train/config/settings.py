@@ -52,11 +52,11 @@ class LossTerm(Spec):
 class DataConfig:
     train: tuple[str, ...] = setting((), "training records: a folder of *.tfrecord, a glob, or a list of either")
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
-    features: dict[str, Any] = setting({}, "what a record holds; default: the dataset.json beside the records")
+    features: dict[str, Any] = setting({}, "what a record holds; default: the dataset.json next to the records")
     inputs: tuple[str, ...] = setting((), "features that the model gets; default: as dataset.json says")
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
     parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")
-    index_dir: str | None = setting(None, "folder for indexes; default: beside the records, or else ~/.cache")
+    index_dir: str | None = setting(None, "folder for indexes; default: next to the records, or else ~/.cache")
     stage_dir: str | None = setting(None, "node-local folder that keeps what this node's ranks have read")
     cache: Literal["none", "memory"] = setting("none", "memory: each rank keeps what it has parsed")
     global_batch_size: int | None = setting(None, "records per update over all ranks", minimum=1)
@@ -153,7 +153,7 @@ class HorovodConfig:
     sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
     cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
     fusion_threshold_mb: float | None = setting(
-        None, "most bytes exchanged at once; default: Horovod's", minimum=0, maximum=1e6
+        None, "most bytes in one exchange; default: Horovod's", minimum=0, maximum=1e6
     )
 
 
@@ -167,9 +167,9 @@ class WatchConfig:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    memory_growth: bool = setting(True, "take GPU memory as it is needed, not all at once")
+    memory_growth: bool = setting(True, "take GPU memory as it is needed, not all of it first")
     intra_op_threads: int | None = setting(None, "threads inside an op; default: cores / ranks on this host", minimum=1)
-    inter_op_threads: int | None = setting(None, "ops run at once; default: cores / ranks on this host", minimum=1)
+    inter_op_threads: int | None = setting(None, "ops run in parallel; default: cores / ranks on this host", minimum=1)
     soft_placement: bool = setting(True, "run an op elsewhere where its device is missing or has no kernel")
     log_placement: bool = setting(False, "log the device of every op")
     per_rank: int = setting(1, "devices of one rank: GPUs, or as many devices as its CPU is to look like", minimum=1)

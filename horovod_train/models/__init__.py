@@ -47,7 +47,7 @@ def _refuse_ignored(model: keras.Model, name: str) -> None:
     own = [method for method in NEVER_CALLED if _function(model, method) is not getattr(keras.Model, method)]
     if own:
         raise UserError(
-            f"model.name: {name} returns a {kind} with {', '.join(own)} of its own, which the trainer does not call: "
+            f"model.name: {name} returns a {kind} that overrides {', '.join(own)}, which the trainer does not call: "
             "loss and metrics are the config's, on the outputs of call(). Put them there, or train with model.fit and "
             "the DistributedOptimizer (see README)."
         )

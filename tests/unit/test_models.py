@@ -106,7 +106,7 @@ def own(method: str = "", compiled: bool = False) -> keras.Model:
 
 @pytest.mark.parametrize("method", NEVER_CALLED)
 def test_a_method_that_the_trainer_would_not_call_is_refused(method: str) -> None:
-    with pytest.raises(UserError, match=rf"^model.name: \S+:own returns a Own with {method} of its own, which"):
+    with pytest.raises(UserError, match=rf"^model.name: \S+:own returns a Own that overrides {method}, which"):
         build_model(Spec(f"{__name__}:own", {"method": method}))
 
 
