@@ -20,9 +20,9 @@ class Augmentation(NamedTuple):
 
     draws: int
     apply: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    fits: bool = False
+    resizes: bool = False
     """Whether it accepts images of any size and returns the feature's size; it then replaces the feature's resizing."""
-    is_own: bool = False
+    is_users: bool = False
     """Whether it is a user's function, about which nothing is known."""
 
 
@@ -76,7 +76,7 @@ def random_resized_crop(
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
             return _like(cut, images.dtype)
 
-        return Augmentation(4, apply, fits=True)
+        return Augmentation(4, apply, resizes=True)
 
     return to_shape
 
@@ -102,7 +102,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
             continue
         made = call(make, spec, where)
         augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape, interpolation)
-        if augmentation.fits and number:
+        if augmentation.resizes and number:
             raise UserError(f"{where}: {spec.name} must come first: it decides the size of the image.")
         built.append(augmentation)
     return built
@@ -119,7 +119,7 @@ def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augment
         )
         return tf.ensure_shape(changed, images.shape)
 
-    return Augmentation(2, apply, is_own=True)
+    return Augmentation(2, apply, is_users=True)
 
 
 def _like(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:

@@ -11,21 +11,23 @@ import tensorflow as tf
 
 from horovod_train.data.features import Feature
 
-Fit = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+Resize = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 """(image uint8 [h, w, c], draws float32 [k]) → numbers [H, W, c], in 0 … 255."""
 
 
-def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit | None) -> tuple[tf.Tensor, tf.Tensor]:
+def decode_images(
+    feature: Feature, files: tf.Tensor, draws: tf.Tensor, resize: Resize | None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Return images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False if unusable.
 
-    `fit` replaces the feature's own resizing; row i gets `draws[i]`.
+    `resize` replaces the feature's own resizing; row i gets `draws[i]`.
     """
     rows = tf.data.Dataset.from_tensor_slices((files, draws))
     count = files.shape[0]
     zeros = tf.data.Dataset.from_tensors((tf.zeros(feature.shape, tf.uint8), tf.constant(False)))
 
     def decode(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return decode_image(feature, file, draw, fit), tf.constant(True)
+        return decode_image(feature, file, draw, resize), tf.constant(True)
 
     def decode_or_blank(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         one = tf.data.Dataset.from_tensors((file, draw)).map(decode).ignore_errors()
@@ -35,18 +37,18 @@ def decode_images(feature: Feature, files: tf.Tensor, draws: tf.Tensor, fit: Fit
     # If that fails and gives no element, it is decoded record by record.
     whole = rows.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True).ignore_errors()
     singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
-    images, fine = whole.concatenate(singly).take(1).get_single_element()
+    images, decoded = whole.concatenate(singly).take(1).get_single_element()
     if feature.classes:
-        fine &= tf.reduce_max(tf.cast(images, tf.int32), [1, 2, 3]) < feature.classes
-    return images, fine
+        decoded &= tf.reduce_max(tf.cast(images, tf.int32), [1, 2, 3]) < feature.classes
+    return images, decoded
 
 
-def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, fit: Fit | None) -> tf.Tensor:
+def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, resize: Resize | None) -> tf.Tensor:
     """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
     image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
     image.set_shape((None, None, feature.shape[2]))
-    if fit is not None:
-        image = fit(image, draw)
+    if resize is not None:
+        image = resize(image, draw)
     elif feature.resize != "none":
         part = _centre(image, feature) if feature.resize == "crop" else image
         image = tf.image.resize(part, feature.shape[:2], feature.interpolation, antialias=True)

@@ -37,7 +37,7 @@ class _Value(NamedTuple):
     end: int
 
 
-class Template:
+class FixedLayout:
     """The layout of one record, and the features to read from all records with the same layout."""
 
     def __init__(self, record: np.ndarray, features: dict[str, Feature]) -> None:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.data.features import Feature
-from horovod_train.data.fixed_layout import NotPlain, Template, is_plain
+from horovod_train.data.fixed_layout import FixedLayout, NotPlain, is_plain
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
 
@@ -44,7 +44,7 @@ class SchemaParser:
         self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
         self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
         self._is_plain = all(map(is_plain, features.values()))
-        self._template: Template | None = None
+        self._layout: FixedLayout | None = None
         self._specs = {name: example_spec(feature) for name, feature in features.items()}
 
     def parse(self, records: Data) -> Arrays | None:
@@ -61,15 +61,15 @@ class SchemaParser:
 
     def _parse_alike(self, records: np.ndarray) -> Arrays | None:
         """Return the arrays of records that differ only in their values; None if they differ in more."""
-        if self._template is not None:
-            arrays = self._template.parse(records)
+        if self._layout is not None:
+            arrays = self._layout.parse(records)
             if arrays is not None:
                 return arrays
         try:
-            self._template = Template(records[0], self._features)
+            self._layout = FixedLayout(records[0], self._features)
         except NotPlain:
             return None
-        return self._template.parse(records)
+        return self._layout.parse(records)
 
     def problem(self, record: bytes) -> str | None:
         try:

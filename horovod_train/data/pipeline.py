@@ -28,7 +28,7 @@ from horovod_train.data.feed import Feed
 from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
-from horovod_train.data.transforms import Finisher
+from horovod_train.data.transforms import Transforms
 from horovod_train.errors import UserError
 
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
@@ -60,10 +60,10 @@ class Pipeline:
         self._features = {name: f for name, f in records.schema.features.items() if name in used}
         self._parser = build_parser(records.source, self._features, config.parse)
         _check_names(used, self._parser.dtypes, config.parse)
-        self._finisher = Finisher(self._features, records.schema, config.augment if training else ())
+        self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
         self._failure: Exception | None = None
-        self._finish = tf.function(self._finish_rows, autograph=False)  # so that it is traced once, not for every pass
+        self._transform = tf.function(self._transform_rows, autograph=False)  # traced once, not for every pass
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.num_records = plan.num_records
@@ -145,13 +145,13 @@ class Pipeline:
     def _shapes(self) -> list[tuple[int | None, ...]]:
         rows = (None, self.batch_size_per_rank)
         stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
-        return [*stored, (*rows, self._finisher.draws), rows, rows, (None,)]
+        return [*stored, (*rows, self._transforms.draws), rows, rows, (None,)]
 
     def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray]]:
         for steps, chunk in self._chunks(ranges):
             key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
             by_row = [chunk.arrays[name] for name in self._parser.dtypes]
-            by_row.append(counter_rng.uniforms(key, chunk.records, self._finisher.draws))
+            by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
             by_row += [chunk.real.astype(np.float32), chunk.ids]
             rows = (steps.last - steps.first, self.batch_size_per_rank)
             yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), chunk.count]
@@ -187,26 +187,26 @@ class Pipeline:
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if chunks is None else chunks)
         dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
         data = data.map(dequeue).prefetch(1)
-        if self._finisher.by_step:
-            data = data.unbatch().map(self._finish, num_parallel_calls=tf.data.AUTOTUNE)
+        if self._transforms.by_step:
+            data = data.unbatch().map(self._transform, num_parallel_calls=tf.data.AUTOTUNE)
         else:
             # Transform a whole chunk in one call, because the call costs more than a tiny step.
-            data = data.map(self._finish, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+            data = data.map(self._transform, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
 
-    def _finish_rows(self, *values: tf.Tensor) -> Batch:
+    def _transform_rows(self, *values: tf.Tensor) -> Batch:
         *stored, numbers, weights, ids, count = values
-        tensors, fine = self._finisher.finish(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
-        for row_is_fine in fine.values():
-            weights, ids = self._leave_out(row_is_fine, weights, ids)
+        tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
+        for is_decoded in decoded.values():
+            weights, ids = self._leave_out(is_decoded, weights, ids)
         schema = self._records.schema
         return Batch(_pick(tensors, schema.inputs), _pick(tensors, schema.targets), weights, ids, count)
 
-    def _leave_out(self, fine: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        bad = tf.boolean_mask(ids, ~fine & (ids >= 0))
+    def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))
         if self._config.on_bad_record == "skip":
             with tf.control_dependencies([self._not_images.insert(bad, bad)]):
-                return tf.where(fine, weights, 0.0), tf.where(fine, ids, -1)
+                return tf.where(decoded, weights, 0.0), tf.where(decoded, ids, -1)
         with tf.control_dependencies([tf.debugging.Assert(tf.size(bad) == 0, [_NOT_AN_IMAGE, bad])]):
             return tf.identity(weights), ids
 

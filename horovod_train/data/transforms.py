@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, build_augmentations
-from horovod_train.data.decoding import Fit, decode_images
+from horovod_train.data.decoding import Resize, decode_images
 from horovod_train.data.features import Feature
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
@@ -25,7 +25,7 @@ class _Steps(NamedTuple):
     augmentations: list[Augmentation]
 
 
-class Finisher:
+class Transforms:
     """Turns the stored values of some features into tensors."""
 
     def __init__(self, features: dict[str, Feature], schema: Schema, augment: Sequence[Spec]) -> None:
@@ -49,11 +49,11 @@ class Finisher:
         self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
         """Whether it takes rows of one step per call, [rows, ...]; otherwise any number of leading axes."""
 
-    def finish(
+    def apply(
         self, stored: dict[str, tf.Tensor], draws: tf.Tensor
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
         """Return the tensors, and for each image feature which rows could be decoded: bool [rows]."""
-        tensors, fine = {}, {}
+        tensors, decoded = {}, {}
         for name, values in stored.items():
             if name not in self._steps:
                 tensors[name] = values  # a user's parse function has done it all
@@ -61,15 +61,15 @@ class Finisher:
             feature, augmentations = self._steps[name]
             at = 0
             if feature.decode == "image":
-                fit = augmentations[0] if augmentations and augmentations[0].fits else None
-                values, fine[name] = decode_images(feature, values, draws, fit and _one(fit))
-                if fit:
-                    at, augmentations = fit.draws, augmentations[1:]
+                resize = augmentations[0] if augmentations and augmentations[0].resizes else None
+                values, decoded[name] = decode_images(feature, values, draws, resize and _one(resize))
+                if resize:
+                    at, augmentations = resize.draws, augmentations[1:]
             for augmentation in augmentations:
                 values = augmentation.apply(values, draws[:, at : at + augmentation.draws])
                 at += augmentation.draws
             tensors[name] = cast_and_scale(feature, values)
-        return tensors, fine
+        return tensors, decoded
 
 
 def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
@@ -83,7 +83,7 @@ def _check_in_step(
     for name in filter(images.__contains__, targets):
         first = next(iter(images))  # an input
         one, other = images[first], images[name]
-        if any(augmentation.is_own for augmentation in augmentations[name]):
+        if any(augmentation.is_users for augmentation in augmentations[name]):
             raise UserError(
                 f"data.augment: target {name} is an image and would have to change with the inputs; "
                 "a function of your own is for inputs only. Use ours, or make the target no image."
@@ -93,7 +93,7 @@ def _check_in_step(
                 f"data.augment: target {name} changes with input {first} and must have its height and width, "
                 f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
             )
-        if augmentations[name] and augmentations[name][0].fits and one.decode != other.decode:
+        if augmentations[name] and augmentations[name][0].resizes and one.decode != other.decode:
             raise UserError(
                 f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
                 f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
@@ -112,5 +112,5 @@ def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
     return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
 
 
-def _one(augmentation: Augmentation) -> Fit:
+def _one(augmentation: Augmentation) -> Resize:
     return lambda image, draw: augmentation.apply(image[None], draw[None, : augmentation.draws])[0]

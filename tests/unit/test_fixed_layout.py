@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from made_records import example, image_record
 
 from horovod_train.data.features import Feature
-from horovod_train.data.fixed_layout import NotPlain, Template
+from horovod_train.data.fixed_layout import FixedLayout, NotPlain
 from horovod_train.data.parsing import SchemaParser
 
 FEATURES = {
@@ -30,7 +30,7 @@ def as_table(records: list[bytes]) -> np.ndarray:
 
 def by_template(records: list[bytes], features: dict[str, Feature] = FEATURES) -> dict[str, np.ndarray] | None:
     table = as_table(records)
-    return Template(table[0], features).parse(table)
+    return FixedLayout(table[0], features).parse(table)
 
 
 @st.composite
@@ -84,7 +84,7 @@ def test_records_that_differ_in_more_than_values_are_left_to_tensorflow() -> Non
     assert by_template([plain, renamed]) is None
     assert len(shifted) == len(plain)
     assert by_template([plain, shifted]) is None
-    assert Template(as_table([plain])[0], FEATURES).parse(as_table([longer])) is None
+    assert FixedLayout(as_table([plain])[0], FEATURES).parse(as_table([longer])) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_records_that_differ_in_more_than_values_are_left_to_tensorflow() -> Non
 )
 def test_other_records_have_no_template(record: bytes) -> None:
     with pytest.raises(NotPlain):
-        Template(np.frombuffer(record, np.uint8), FEATURES)
+        FixedLayout(np.frombuffer(record, np.uint8), FEATURES)
 
 
 def test_a_record_made_by_hand_in_another_way_has_no_template() -> None:
@@ -119,7 +119,7 @@ def test_a_record_made_by_hand_in_another_way_has_no_template() -> None:
     record = b"\x0a" + bytes([len(entry) + 2]) + b"\x0a" + bytes([len(entry)]) + entry
     features = {"label": Feature("int64")}
     with pytest.raises(NotPlain):
-        Template(np.frombuffer(record, np.uint8), features)
+        FixedLayout(np.frombuffer(record, np.uint8), features)
     parsed = SchemaParser(features).parse(as_table([record, record]))
     assert parsed is not None
     assert parsed["label"].tolist() == [5, 5]

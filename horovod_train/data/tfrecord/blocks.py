@@ -13,7 +13,7 @@ from horovod_train.data.source import Data, Fault, Wanted
 from horovod_train.data.tfrecord.index import Index
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.scan import at_record
-from horovod_train.data.tfrecord.staging import Stage
+from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
 
 
@@ -30,11 +30,11 @@ class TFRecordBlocks:
     """The blocks of an index. A BlockReader."""
 
     def __init__(self, index: Index, stage_dir: str | None) -> None:
-        self._index, self._stage = index, Stage(stage_dir, index.files, _unpacked_bytes(index))
+        self._index, self._staged = index, StagedFiles(stage_dir, index.files, _unpacked_bytes(index))
         self._header = tfrecord_framing.Header()
 
     def room_needed(self) -> str | None:
-        return self._stage.room_needed()
+        return self._staged.room_needed()
 
     def load(self, block: int) -> _Block:
         data = self._read_bytes(block)
@@ -86,11 +86,11 @@ class TFRecordBlocks:
     def _read_bytes(self, block: int) -> bytes:
         file = self._index.files[self._index.file[block]]
         offset, length = int(self._index.offset[block]), int(self._index.blocks.bytes[block])
-        staged = self._stage.load(file, block, offset, length)
-        if staged is not None:
-            return staged
-        data = _read_file(file, offset, length, self._stage)
-        self._stage.save(file, block, offset, data)
+        copy = self._staged.load(file, block, offset, length)
+        if copy is not None:
+            return copy
+        data = _read_file(file, offset, length, self._staged)
+        self._staged.save(file, block, offset, data)
         return data
 
 
@@ -121,7 +121,7 @@ def _join_tables(wanted: Sequence[Wanted[_Block]], records: int) -> np.ndarray |
     return table[:, tfrecord_framing.HEADER_BYTES : -tfrecord_framing.FOOTER_BYTES]
 
 
-def _read_file(file: ScannedFile, offset: int, length: int, stage: Stage) -> bytes:
+def _read_file(file: ScannedFile, offset: int, length: int, staged: StagedFiles) -> bytes:
     try:
         # Opened again for each block, because only then is a removed or replaced file noticed.
         fd = os.open(file.path, os.O_RDONLY)
@@ -132,7 +132,7 @@ def _read_file(file: ScannedFile, offset: int, length: int, stage: Stage) -> byt
                     f"{file.path}: was changed while in use: {file.size} bytes before, {stat.st_size} now, "
                     "or a newer date. Put it back as it was, or start again on the new file."
                 )
-            data = stage.read_unpacked(file, offset, length) if file.packing else os.pread(fd, length, offset)
+            data = staged.read_unpacked(file, offset, length) if file.packing else os.pread(fd, length, offset)
         finally:
             os.close(fd)
     except OSError as error:

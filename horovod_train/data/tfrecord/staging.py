@@ -29,7 +29,7 @@ _OTHER_BOOT = Made("a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|bl
 _PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
 
 
-class Stage:
+class StagedFiles:
     """The copies of one node, or of one process if `folder` is None. Threads and processes may share it."""
 
     def __init__(
