@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 
-from horovod_train.data.features import Feature
+from horovod_train.data.features import Feature, RawDtype
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
@@ -99,7 +100,7 @@ def _feature(array: np.ndarray) -> Feature:
         and array.dtype != np.uint32
         and array[0].size >= _RAW_VALUES
     ):
-        return Feature("bytes", shape, decode="raw", raw_dtype=array.dtype.name)
+        return Feature("bytes", shape, decode="raw", raw_dtype=cast(RawDtype, array.dtype.name))
     return Feature("int64", shape)
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_train.data.files import INDEX_NAME
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
 from horovod_train.data.tfrecord.index_file import (
-    INDEX_NAME,
     Entries,
     Extents,
     ScannedFile,
