@@ -40,6 +40,25 @@ class Finished:
         return f"--- exit code {self.returncode}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Show what was tried under faults; see unit/test_faults.py."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    counts = [
+        value
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, value in report.user_properties
+        if name == "faults"
+    ]
+    if not counts:
+        return
+    columns = ("scenario", "points", "places", "points_tried", "faults", "hit", "complaints")
+    total = {name: sum(count[name] for count in counts) for name in columns[1:]}
+    terminalreporter.write_sep("-", "faults")
+    for row in [dict(zip(columns, columns, strict=True)), *counts, {"scenario": "all"} | total]:
+        terminalreporter.write_line(" | ".join(str(row[name]) for name in columns))
+
+
 _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM")
 
 

@@ -249,7 +249,7 @@ int fclose(FILE *file) {
 /* Horovod's and MPI's own sends are not the package's: Python's module _socket makes those, or Python itself has it. */
 static int due_send(void *caller, const void *data, size_t size) {
     Dl_info from;
-    char about[48] = {0};
+    char about[160] = {0};
     if (log_fd < 0 || !dladdr(caller, &from) || !from.dli_fname) return 0;
     const char *slash = strrchr(from.dli_fname, '/'), *name = slash ? slash + 1 : from.dli_fname;
     if (strncmp(name, "_socket", 7) && strncmp(name, "python", 6) && strncmp(name, "libpython", 9)) return 0;
@@ -271,6 +271,7 @@ ssize_t sendto(int fd, const void *data, size_t size, int flags, const struct so
 }
 ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
     REAL(sendmsg);
-    int error = due_send(__builtin_return_address(0), NULL, 0);
+    const struct iovec *first = message->msg_iovlen ? message->msg_iov : NULL;
+    int error = due_send(__builtin_return_address(0), first ? first->iov_base : NULL, first ? first->iov_len : 0);
     return error > 0 ? fail(error) : real(fd, message, flags);
 }

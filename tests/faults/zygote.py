@@ -12,10 +12,8 @@ import ctypes
 import dataclasses
 import errno
 import gc
-import itertools
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -26,39 +24,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-FILE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
-SEND_ERRORS = (errno.EPIPE, errno.ECONNRESET, *FILE_ERRORS)
+from points import MODES, Fault, Point, choose, unchanging
+
 _PR_SET_CHILD_SUBREAPER = 36
-MODES = {"once": 0, "on": 1, "half": 2, "full": 3}
-"""once: one call fails; on: it and all after it, of sends or of the rest; half: a write is cut in two; full: so it is,
-and the disk is full."""
 AFTER_DEATH_S = 15.0
-
-CHANGING = re.compile(r"\d{9,}\.\d+|[0-9a-f]{8,}|(?<=[.-])\d{2,7}(?=\.|$|/|-old)|(?<=tmp)\w{8}")
-"""What differs between the names of two runs: times, tokens, process numbers, temporary names."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """The n-th call of a kind on a rank."""
-
-    rank: int
-    kind: str
-    n: int
-    about: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.kind} {self.n} {self.about}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    point: Point
-    error: int
-    mode: str
-
-    def __str__(self) -> str:
-        return f"{self.point}: {errno.errorcode[self.error]} {self.mode}"
 
 
 @dataclasses.dataclass
@@ -71,33 +40,78 @@ class Finished:
     hits: list[str]
 
     @property
+    def said(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
     def text(self) -> str:
         return f"exit codes {self.exit_codes}\n--- stdout\n{self.stdout[-1500:]}\n--- stderr\n{self.stderr[-2500:]}"
 
 
 class Zygote:
-    """Forks the tries of one scenario. Each begins with the same files at the same place, `scratch/here`."""
+    """Forks the tries of one scenario. Each begins with the same files at the same place, `scratch/here`.
+
+    Tries mostly wait, some for seconds, so several lanes may make them side by side, each in a place of its own.
+    """
 
     def __init__(self, shim: str, scratch: Path, scenario: Any) -> None:
         self.shim, self.scratch, self.scenario = ctypes.CDLL(shim), scratch, scenario
         self.here, self.before, self.plain = (scratch / name for name in ("here", "before", "plain"))
+        self.lane = self.tries = 0
         scratch.mkdir(parents=True, exist_ok=True)
         self.before.mkdir()
         prepared = self._fork_all(self.before, [self.scenario.prepare], None)
         assert prepared.exit_codes == [0], prepared.text
-        self.tries = 0
 
     def dry_run(self) -> tuple[list[Point], Finished]:
         """The points that a run without faults passes."""
         finished = self.run(None)
-        assert not any(finished.exit_codes), finished.text
-        shutil.copytree(self.here, self.plain, symlinks=True)
+        assert set(finished.exit_codes) == {self.scenario.ends}, finished.text
         points = []
         for rank in range(self.scenario.ranks):
             for line in self._log(rank).read_text(errors="replace").splitlines():
                 _, kind, n, about = line.split(" ", 3)
-                points.append(Point(rank, kind, int(n), CHANGING.sub("#", about)))
+                points.append(Point(rank, kind, int(n), unchanging(about)))
+        if self.scenario.resumes and any(finished.exit_codes):
+            again = self.start_again()
+            assert not any(again.exit_codes), again.text
+        shutil.copytree(self.here, self.plain, symlinks=True)
         return [point for point in points if point.kind in self.scenario.kinds or not self.scenario.kinds], finished
+
+    def in_lanes(self, faults: list[Fault], plain: Finished, lanes: int) -> list[dict[str, Any]]:
+        """Try the faults; return the reports of the lanes."""
+        children = [self._fork_lane(lane, faults[lane::lanes], plain) for lane in range(lanes)]
+        assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * lanes
+        return [json.loads(self._report(lane).read_text()) for lane in range(lanes)]
+
+    def _report(self, lane: int) -> Path:
+        return self.scratch / f"report-{lane}.json"
+
+    def _fork_lane(self, lane: int, faults: list[Fault], plain: Finished) -> int:
+        if pid := os.fork():
+            return pid
+        code = 70
+        try:
+            adopt_orphans()
+            self.lane, self.here = lane, self.scratch / f"here-{lane}"
+            self._report(lane).write_text(json.dumps(self._try_each(faults, plain)))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _try_each(self, faults: list[Fault], plain: Finished) -> dict[str, Any]:
+        complaints, hit = [], set()
+        for fault in faults:
+            finished = self.run(fault)
+            hit |= {unchanging(line) for line in finished.hits[:1]}
+            found = self.scenario.judge(self, plain, fault, finished)
+            said = f"{len(complaints)} complaints; {fault}, hit {finished.hits[:1]}: {finished.exit_codes} {found}"
+            print(said, file=sys.stderr, flush=True)
+            if found:
+                complaints.append({"fault": str(fault), "hit": finished.hits[:1], "said": found, "text": finished.text})
+        return {"complaints": complaints, "hit": sorted(hit)}
 
     def run(self, fault: Fault | None) -> Finished:
         shutil.rmtree(self.here, ignore_errors=True)
@@ -110,7 +124,7 @@ class Zygote:
 
     def _fork_all(self, folder: Path, actions: list[Any], fault: Fault | None) -> Finished:
         gc.freeze()
-        self.tries = getattr(self, "tries", 0) + 1
+        self.tries += 1
         children = [self._fork(folder, rank, len(actions), action, fault) for rank, action in enumerate(actions)]
         exit_codes = _wait(children, self.scenario.limit_s)
         _wait_for_orphans()
@@ -118,13 +132,16 @@ class Zygote:
             line for rank in range(len(actions)) for line in self._log(rank).read_text(errors="replace").splitlines()
         ]
         outs, errs = (
-            "".join((self.scratch / f"{name}-{rank}").read_text(errors="replace") for rank in range(len(actions)))
+            "".join(self._said(name, rank).read_text(errors="replace") for rank in range(len(actions)))
             for name in ("stdout", "stderr")
         )
         return Finished(exit_codes, outs, errs, [line[4:] for line in hits if line.startswith("hit ")])
 
     def _log(self, rank: int) -> Path:
-        return self.scratch / f"log-{rank}"
+        return self.scratch / f"log-{self.lane}-{rank}"
+
+    def _said(self, name: str, rank: int) -> Path:
+        return self.scratch / f"{name}-{self.lane}-{rank}"
 
     def _fork(self, folder: Path, rank: int, size: int, action: Any, fault: Fault | None) -> int:
         self._log(rank).unlink(missing_ok=True)
@@ -134,7 +151,7 @@ class Zygote:
         try:
             for number, name in ((1, "stdout"), (2, "stderr")):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-                os.dup2(os.open(self.scratch / f"{name}-{rank}", flags), number)
+                os.dup2(os.open(self._said(name, rank), flags), number)
             os.setpgid(0, 0)
             os.chdir(folder)
             if size > 1:
@@ -197,75 +214,41 @@ def _wait_for_orphans() -> None:
             os.waitpid(-1, 0)
 
 
-def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
-    """how: {"per_place": N or null for all, "faults": "all", "turns" or a number, "share": [i, of], "about": regex}.
-
-    about: only points where it is found in what they are about.
-    per_place: of the calls of one kind on one file so many, the first and the last among them. faults: each with every
-    error, alone and from then on; or alone and from then on with one error each, the errors taking turns; or so many
-    of all, drawn at random. And every write in halves.
-    """
-    places: dict[tuple[int, str, str], list[Point]] = {}
-    for point in (point for point in points if re.search(how.get("about", ""), point.about)):
-        places.setdefault((point.rank, point.kind, point.about), []).append(point)
-    most = how["per_place"] or len(points)
-    kept = [found[:1] + found[1:][-(most - 1) :] if most > 1 else found[:1] for found in places.values()]
-    chosen = [point for found in kept for point in found]
-    if how["faults"] == "turns":
-        turns = {errors: itertools.cycle(errors) for errors in (FILE_ERRORS, SEND_ERRORS)}
-        other = {errors: itertools.cycle(errors[2:] + errors[:2]) for errors in turns}
-        faults = [
-            Fault(p, next(turn[_errors(p)]), mode) for p in chosen for turn, mode in ((turns, "once"), (other, "on"))
-        ]
-    else:
-        faults = [Fault(p, error, mode) for p in chosen for error in _errors(p) for mode in ("once", "on")]
-    faults += [Fault(p, errno.ENOSPC, mode) for p in chosen if p.kind == "write" for mode in ("half", "full")]
-    if isinstance(how["faults"], int):
-        faults = random.Random(1).sample(faults, min(how["faults"], len(faults)))
-    share, of = how.get("share", (0, 1))
-    return faults[share::of]
-
-
-def _errors(point: Point) -> tuple[int, ...]:
-    return SEND_ERRORS if point.kind == "send" else FILE_ERRORS
-
-
 def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
+    """Return what was tried: points are the calls of the run without faults, places the files and kinds of messages."""
     points, plain = zygote.dry_run()
-    complaints, hit = [], set()
     faults = choose(points, how)
     began = time.monotonic()
-    for fault in faults:
-        finished = zygote.run(fault)
-        hit |= {CHANGING.sub("#", line) for line in finished.hits[:1]}
-        found = zygote.scenario.judge(zygote, plain, finished)
-        said = f"{len(complaints)} complaints; {fault}, hit {finished.hits[:1]}: {finished.exit_codes} {found}"
-        print(said, file=sys.stderr, flush=True)
-        if found:
-            complaints.append({"fault": str(fault), "hit": finished.hits[:1], "said": found, "text": finished.text})
+    reports = zygote.in_lanes(faults, plain, how.get("lanes", 1))
     return {
         "scenario": zygote.scenario.name,
         "points": len(points),
-        "points_by_kind": {kind: sum(p.kind == kind for p in points) for kind in dict.fromkeys(p.kind for p in points)},
+        "places": sorted({f"rank {p.rank} {p.kind} {p.about}" for p in points}),
+        "points_tried": len({fault.point for fault in faults}),
         "faults": len(faults),
-        "hit": len(hit),
+        "hit": len(set().union(*(report["hit"] for report in reports))),
         "errors": sorted({errno.errorcode[fault.error] for fault in faults}),
         "seconds": round(time.monotonic() - began, 1),
-        "complaints": complaints,
+        "complaints": [complaint for report in reports for complaint in report["complaints"]],
     }
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what children leave behind, so that it can be waited for."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"}
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     task = json.loads(sys.argv[3])
     from scenarios import SCENARIOS
 
     reports = []
     for name in task["scenarios"]:
         SCENARIOS[name].load()
-        scratch = Path(sys.argv[2]) / name.replace(" ", "")
+        scratch = Path(sys.argv[2]) / re.sub(r"\W+", "-", name)
         reports.append(try_all(Zygote(sys.argv[1], scratch, SCENARIOS[name]), task["choose"]))
     print(json.dumps(reports))
 

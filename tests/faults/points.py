@@ -1,0 +1,83 @@
+"""The calls that a run passes, and which of them fail, with which errors. Runs nothing; see zygote."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import random
+import re
+from typing import Any
+
+FILE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
+SEND_ERRORS = (errno.EPIPE, errno.ECONNRESET, *FILE_ERRORS)
+MODES = {"once": 0, "on": 1, "half": 2, "full": 3}
+"""once: one call fails; on: it and all after it, of sends or of the rest; half: a write is cut in two; full: so it is,
+and the disk is full."""
+
+CHANGING = re.compile(r"\d{9,}\.\d+|[0-9a-f]{8,}|(?<=[.-])\d{2,7}(?=\.|$|/|-old)|(?<=tmp)\w{8}")
+"""What differs between the names of two runs: times, tokens, process numbers, temporary names."""
+SENT = re.compile(r'(\{"kind": "\w+"|HTTP/1\.\d \d+|(?:GET|PUT) \S+).*')
+"""What is sent: of a message of the watchdog its kind, of an answer its status, of a request its path."""
+
+
+def unchanging(about: str) -> str:
+    return CHANGING.sub("#", SENT.sub(r"\1", about))
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The n-th call of a kind on a rank."""
+
+    rank: int
+    kind: str
+    n: int
+    about: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.kind} {self.n} {self.about}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    point: Point
+    error: int
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.point}: {errno.errorcode[self.error]} {self.mode}"
+
+
+def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
+    """how: {"per_place": N or null for all, "faults": "all", "turns", "one" or a number, "about": regex}.
+
+    about: only points where it is found in what they are about.
+    per_place: of the calls of one kind on one file, or the sends of one kind of message, so many, the first and the
+    last among them. faults: each with every error, alone and from then on; or alone and from then on with one error
+    each, the errors taking turns; or one of both, in turns too; or so many of all, drawn at random. And every write in
+    halves.
+    """
+    places: dict[tuple[int, str, str], list[Point]] = {}
+    for point in (point for point in points if re.search(how.get("about", ""), point.about)):
+        places.setdefault((point.rank, point.kind, point.about), []).append(point)
+    most = how["per_place"] or len(points)
+    kept = [found[:1] + found[1:][-(most - 1) :] if most > 1 else found[:1] for found in places.values()]
+    chosen = [point for found in kept for point in found]
+    if how["faults"] in ("turns", "one"):
+        turns = {errors: itertools.cycle(errors) for errors in (FILE_ERRORS, SEND_ERRORS)}
+        other = {errors: itertools.cycle(errors[2:] + errors[:2]) for errors in turns}
+        faults = [
+            Fault(p, next(turn[_errors(p)]), mode) for p in chosen for turn, mode in ((turns, "once"), (other, "on"))
+        ]
+        if how["faults"] == "one":
+            faults = [faults[2 * number + number % 2] for number in range(len(chosen))]
+    else:
+        faults = [Fault(p, error, mode) for p in chosen for error in _errors(p) for mode in ("once", "on")]
+    faults += [Fault(p, errno.ENOSPC, mode) for p in chosen if p.kind == "write" for mode in ("half", "full")]
+    if isinstance(how["faults"], int):
+        faults = random.Random(1).sample(faults, min(how["faults"], len(faults)))
+    return faults
+
+
+def _errors(point: Point) -> tuple[int, ...]:
+    return SEND_ERRORS if point.kind == "send" else FILE_ERRORS

@@ -1,0 +1,82 @@
+"""One scenario that is tried under faults, and what must hold whatever call fails.
+
+No traceback and no signal; a bad end is one line that begins "error:", or on several ranks "stopped:"; what is lost
+against the run without faults has been said; every checkpoint that has its name is whole and holds what that of the
+plain run holds; and a run that has not come to its end does so when it is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+KNOWN_EXIT_CODES = frozenset({0, 1, 2, 75, 86, 87})
+START_AGAIN = 75
+"""Stopped early on request; whoever starts the run again resumes it."""
+
+Lost = Callable[[Path, Path], list[str]]
+
+
+def nothing() -> int:
+    return 0
+
+
+def lines(said: str, beginning: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith(beginning)]
+
+
+@dataclass
+class Scenario:
+    """run: called in a folder that holds what `prepare` left, the data below it excepted; returns the exit code.
+
+    ends: the exit code of every rank without faults. A bad end is any but 0 and START_AGAIN.
+    lost, broken: (folder, folder of the plain run) → what the first lacks; what in it is not what its name says.
+    untrue: (fault, how it ended) → what was said that is not so, or not said that is.
+    resumes: whether a second start must come to the end.
+    """
+
+    name: str
+    run: Callable[[], int]
+    prepare: Callable[[], int] = nothing
+    lost: Lost = lambda here, plain: []
+    broken: Lost = lambda here, plain: []
+    untrue: Callable[[Any, Any], list[str]] = lambda fault, finished: []
+    ranks: int = 1
+    kinds: frozenset[str] = frozenset()
+    limit_s: float = 60.0
+    ends: int = 0
+    exit_codes: frozenset[int] = KNOWN_EXIT_CODES
+    resumes: bool = False
+    load: Callable[[], None] = field(default=lambda: None)
+
+    def judge(self, zygote: Any, plain: Any, fault: Any, finished: Any) -> list[str]:
+        found = self._ends_well(finished) + self.untrue(fault, finished)
+        here, plain_here = zygote.here, zygote.plain
+        found += self.broken(here, plain_here)
+        is_whole = not any(finished.exit_codes)
+        lost = self.lost(here, plain_here) if is_whole else []
+        if lost and finished.said.count("warning:") <= plain.said.count("warning:"):
+            found.append(f"lost without a word: {lost}")
+        if not found and self.resumes and not is_whole:
+            again = zygote.start_again()
+            if set(again.exit_codes) == {START_AGAIN}:  # asked to stop only now
+                again = zygote.start_again()
+            if any(again.exit_codes) or self.broken(here, plain_here):
+                found.append(f"does not resume: {self.broken(here, plain_here)} {again.text}")
+        return found
+
+    def _ends_well(self, finished: Any) -> list[str]:
+        said, exit_codes = finished.said, finished.exit_codes
+        found = ["a traceback"] if "Traceback (most recent call last)" in said else []
+        found += [f"exit code {exit_code}" for exit_code in exit_codes if exit_code not in self.exit_codes]
+        errors = lines(said, "error:")
+        ends = errors if self.ranks == 1 else (errors + lines(said, "stopped:"))[:1]
+        is_bad = any(exit_code not in (0, START_AGAIN) for exit_code in exit_codes)
+        if is_bad and len(ends) != 1:
+            found.append(f"{len(ends)} lines that begin with error: for exit codes {exit_codes}")
+        if not is_bad and errors:
+            found.append(f"exit codes {exit_codes} after: {errors[0]}")
+        repeated = [line for line in set(said.splitlines()) if said.splitlines().count(line) > 1 and "warning:" in line]
+        return found + [f"said more than once: {line}" for line in repeated]
