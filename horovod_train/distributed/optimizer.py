@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from horovod_train.config.settings import HorovodConfig
 from horovod_train.distributed.allreduce import (
     add_up_rows,
     add_up_rows_in_order,
@@ -26,6 +27,29 @@ OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 Exchange = Callable[[tf.Tensor, str], tf.Tensor]
 
 
+class CombiningOptimizer(Protocol):
+    """A Keras optimizer that exchanges gradients; it can also combine them without applying them.
+
+    TrainStep uses that to look at combined gradients before the update. Only the methods that training calls.
+    """
+
+    built: bool
+    variables: Sequence[Any]
+    learning_rate: Any
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Create the slots of all trainable variables."""
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Return the loss to differentiate; another one only if the precision needs it."""
+
+    def combine(self, grads: Sequence[Any]) -> list[Any]:
+        """Collective: return the gradients combined over the ranks, for `apply_combined`."""
+
+    def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Update the variables with gradients that have been combined already."""
+
+
 class _Distributed:
     """Marks the subclasses that DistributedOptimizer makes."""
 
@@ -34,14 +58,11 @@ class _Distributed:
 
 def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
+    exchange: HorovodConfig = HorovodConfig(),  # noqa: B008  frozen
     *,
-    op: str = "average",
-    compression: str = "none",
     process_set: hvd.ProcessSet | None = None,
-    sparse_as_dense: bool = False,
-    predivide: float = 1.0,
     deterministic: bool = False,
-) -> keras.optimizers.Optimizer:
+) -> CombiningOptimizer:
     """Make `optimizer` combine its gradients over all ranks before it does anything else with them.
 
     Returns the same object: its class becomes a subclass with the same name. Its config, its state and a model saved
@@ -49,12 +70,12 @@ def DistributedOptimizer(
     checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
     `gradient_accumulation_steps` every micro-step is exchanged.
 
-    op: "average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a number of ranks that is a power of two).
-    compression: format in which dense floating-point gradients are sent: "none", "fp16" or "bf16".
+    exchange: how gradients are combined. Of its settings,
+      op "adasum" (Maleki et al. 2021) needs MPI and a number of ranks that is a power of two;
+      predivide divides dense gradients before the addition, and the sum by size / predivide, so that half-precision
+      sums over many ranks neither overflow nor vanish;
+      cycle_time_ms and fusion_threshold_mb have no effect here, but in `start`.
     process_set: the ranks that combine their gradients; default all.
-    sparse_as_dense: exchange IndexedSlices as dense tensors instead of gathering their rows.
-    predivide: with op "average", dense gradients are divided by this before the addition, and the sum by
-      size / predivide. Half-precision sums over many ranks then neither overflow nor vanish.
     deterministic: add dense gradients in a fixed order, which gives the same bits in each run, over gloo and over MPI;
       needs one more exchange per gradient. op "adasum" has its own order, rows are in the order of the ranks.
 
@@ -75,14 +96,16 @@ def DistributedOptimizer(
             "DistributedOptimizer: mixed_float16 needs DistributedOptimizer(LossScaleOptimizer(optimizer)); "
             f"received {type(optimizer).__name__}."
         )
-    exchange = build_exchange(op, compression, process_set, sparse_as_dense, predivide, deterministic)
+    combine_one = build_exchange(
+        exchange.op, exchange.compression, process_set, exchange.sparse_as_dense, exchange.predivide, deterministic
+    )
     base = type(optimizer)
 
     class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
         def combine(self, grads: Sequence[Any]) -> list[Any]:
             """Return the gradients combined over the ranks, for callers that use them before `apply_combined`."""
             return [
-                None if grad is None else exchange(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
+                None if grad is None else combine_one(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
             ]
 
         def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -96,7 +119,7 @@ def DistributedOptimizer(
     # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
     # config.
     optimizer.__class__ = Distributed
-    return optimizer
+    return cast(CombiningOptimizer, optimizer)
 
 
 def build_exchange(

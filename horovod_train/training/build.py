@@ -70,16 +70,10 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     _check_watched(config, seen["eval"])
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
-    exchange, optimizer = config.horovod, build_optimizer(config, horizon)
-    limit_weight_decay(optimizer, model.trainable_variables, config)
-    DistributedOptimizer(
-        optimizer,
-        op=exchange.op,
-        compression=exchange.compression,
-        sparse_as_dense=exchange.sparse_as_dense,
-        predivide=exchange.predivide,
-        deterministic=config.deterministic,
+    optimizer = DistributedOptimizer(
+        build_optimizer(config, horizon), config.horovod, deterministic=config.deterministic
     )
+    limit_weight_decay(optimizer, model.trainable_variables, config)
     # Always create both, so that a checkpoint loads whether or not the option is on.
     best = Best("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
@@ -89,7 +83,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     averages = MovingAverages(model, config.train.ema_decay)
     kept = list(averages.variables.values())
     synchronization = build_synchronization(
-        config.train, group, model, optimizer, kept, sparse_as_dense=exchange.sparse_as_dense
+        config.train, group, model, optimizer, kept, sparse_as_dense=config.horovod.sparse_as_dense
     )
     state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization, losses=losses)
     objective = Objective(

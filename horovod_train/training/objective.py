@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.data.pipeline import Batch
+from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
 from horovod_train.training.losses import Loss
@@ -67,7 +68,7 @@ class Objective:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: CombiningOptimizer,
         loss: Loss,
         *,
         size: int,

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, not_finite
@@ -33,7 +34,7 @@ class TrainState:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: CombiningOptimizer,
         followed: Mapping[str, tf.Variable] | None = None,
         *,
         averages: MovingAverages | None = None,

@@ -18,6 +18,7 @@ import tensorflow as tf
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.allreduce import add_up_rows
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import variable_beside
 
@@ -46,7 +47,7 @@ class EveryStep:
     delay = 0
     """Steps between computing and applying a gradient."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
+    def __init__(self, optimizer: CombiningOptimizer) -> None:
         self.optimizer = optimizer
         self.variables: dict[str, tf.Variable] = {}
         """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
@@ -99,7 +100,7 @@ class Stale(EveryStep):
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: CombiningOptimizer,
         *,
         sparse_as_dense: bool = True,
         skips: bool = False,
@@ -160,7 +161,7 @@ class Local(EveryStep):
         self,
         group: WorkerGroup,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        optimizer: CombiningOptimizer,
         averages: Sequence[tf.Variable],
         average_every_steps: int,
     ) -> None:
@@ -244,7 +245,7 @@ def build_synchronization(
     config: TrainConfig,
     group: WorkerGroup,
     model: keras.Model,
-    optimizer: keras.optimizers.Optimizer,
+    optimizer: CombiningOptimizer,
     averages: Sequence[tf.Variable],
     *,
     sparse_as_dense: bool = True,

@@ -14,7 +14,7 @@ from horovod_train.distributed import DistributedOptimizer
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import build_exchange
 
-group = start(HorovodConfig(op="adasum"), DeviceConfig())
+group = start(HorovodConfig(HorovodConfig(op="adasum")), DeviceConfig())
 rank, size = group.rank, group.size
 exchange = build_exchange("adasum", "none")
 
@@ -53,7 +53,7 @@ facts = {
 
 keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
-optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
+optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), HorovodConfig(op="adasum"))
 optimizer.build(model.trainable_variables)
 x = np.random.default_rng(rank).normal(size=(32, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)
