@@ -60,11 +60,11 @@ class LogTraining:
         read = self.watch.read()
         seconds, steps, records = (now - before for now, before in zip(read, self.last_read, strict=True))
         self.last_read = read
-        values |= self.state.synchronization.figures(self.group)
-        moves = self.state.synchronization.parameters(self.group)
-        if moves:
-            values["unchanged_parameters"] = sum(not changed for each in moves.values() for changed in each.changed)
-            self.output.append_parameters(step, {path: each._asdict() for path, each in moves.items()})
+        if drift := self.state.synchronization.drift():
+            values["ranks_apart"], moves = drift
+            if moves:
+                values["unchanged_parameters"] = sum(not changed for each in moves.values() for changed in each.changed)
+                self.output.append_parameters(step, {path: each._asdict() for path, each in moves.items()})
         values["learning_rate"] = float(self.state.optimizer.learning_rate)
         if steps and seconds:
             values["examples_per_s"] = records / seconds

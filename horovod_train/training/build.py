@@ -29,7 +29,7 @@ from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.step import EvalStep, TrainStep
-from horovod_train.training.sync import build_synchronization
+from horovod_train.training.sync import SyncParts, build_strategy
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,8 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
     averages = MovingAverages(model, config.train.ema_decay)
     kept = list(averages.variables.values())
-    synchronization = build_synchronization(
-        config.train, group, model, optimizer, kept, sparse_as_dense=config.horovod.sparse_as_dense
-    )
+    sparse_as_dense = config.horovod.sparse_as_dense
+    synchronization = build_strategy(SyncParts(config.train, group, model, optimizer, kept, sparse_as_dense))
     state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization, losses=losses)
     objective = Objective(
         model,

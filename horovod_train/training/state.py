@@ -17,10 +17,11 @@ from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, not_finite
-from horovod_train.training.sync import EveryStep, by_unique_name
+from horovod_train.training.sync import EveryStep
+from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
-"""Decay of the moving average of the training loss, as in system S6."""
+"""Decay of the moving average of the training loss."""
 
 
 class TrainState:
@@ -38,7 +39,7 @@ class TrainState:
         followed: Mapping[str, tf.Variable] | None = None,
         *,
         averages: MovingAverages | None = None,
-        synchronization: EveryStep | None = None,
+        synchronization: SyncStrategy | None = None,
         losses: Sequence[str] = ("loss", "penalty"),
     ) -> None:
         """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.

@@ -21,7 +21,7 @@ from horovod_train.training.metrics import Accumulator
 from horovod_train.training.nonfinite import are_finite, present, spoilt_by, taken_back
 from horovod_train.training.objective import Objective
 from horovod_train.training.state import TrainState
-from horovod_train.training.sync import Exchanged
+from horovod_train.training.sync.strategy import Exchanged
 
 DRAWS_PER_STEP = 1 << 10
 """Counter values reserved per step for the random draws of one layer, which draws once or twice."""

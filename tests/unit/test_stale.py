@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from horovod_train.config.settings import TrainConfig
 from horovod_train.errors import UserError
-from horovod_train.training.sync import Stale
+from horovod_train.training.sync import Stale, SyncParts
 
 
 def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
@@ -18,7 +19,8 @@ def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
         total = tf.reduce_sum(model(tf.zeros((2, 3), tf.int32)))
     gradients = tape.gradient(total, model.trainable_variables)
     assert isinstance(gradients[0], tf.IndexedSlices)
-    stale = Stale(model, keras.optimizers.SGD(), sparse_as_dense=False)
+    parts = SyncParts(TrainConfig(), None, model, keras.optimizers.SGD(), sparse_as_dense=False)  # type: ignore[arg-type]
+    stale = Stale(parts)
     with pytest.raises(
         UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
     ):

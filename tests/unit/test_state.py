@@ -11,11 +11,12 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import check_sendable
 from horovod_train.errors import UserError
 from horovod_train.training.nonfinite import not_finite
 from horovod_train.training.state import Settled, TrainState, find_seeds
-from horovod_train.training.sync import Stale
+from horovod_train.training.sync import Stale, SyncParts
 
 
 def build_model() -> keras.Model:
@@ -78,7 +79,7 @@ def test_layers_of_one_name_are_all_kept() -> None:
     model, optimizer = Twins(), keras.optimizers.SGD(momentum=0.9)
     model(keras.Input((2,)))
     optimizer.build(model.trainable_variables)
-    stale = Stale(model, optimizer)
+    stale = Stale(SyncParts(TrainConfig(), None, model, optimizer))  # type: ignore[arg-type]
     assert len(stale.variables) == len(model.trainable_variables) + 1
     kept = TrainState(model, optimizer, synchronization=stale).variables()
     assert {id(variable) for variable in stale.pending} <= {id(variable) for variable in kept.values()}

@@ -21,7 +21,7 @@ from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective
 from horovod_train.training.state import TrainState
 from horovod_train.training.step import TrainStep
-from horovod_train.training.sync import build_synchronization
+from horovod_train.training.sync import SyncParts, build_strategy
 
 WEIRD = 2
 """A label to which `jumpy` gives an infinite loss, and finite gradients."""
@@ -86,7 +86,7 @@ def train(
     plain = keras.optimizers.SGD(0.05)
     optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(plain) if half else plain)
     optimizer.build(model.trainable_variables)
-    state = TrainState(model, optimizer, synchronization=build_synchronization(config, group, model, optimizer, []))
+    state = TrainState(model, optimizer, synchronization=build_strategy(SyncParts(config, group, model, optimizer)))
     loss = build_loss(LOSS) if inputs else Loss({"loss": (1.0, odd)})
     step = TrainStep(
         state,

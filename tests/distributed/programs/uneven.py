@@ -21,7 +21,7 @@ from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.step import TrainStep
-from horovod_train.training.sync import build_synchronization
+from horovod_train.training.sync import SyncParts, build_strategy
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())
@@ -111,7 +111,7 @@ def train(
     optimizer = DistributedOptimizer(optimizer, HorovodConfig(sparse_as_dense=sparse_as_dense))
     optimizer.build(model.trainable_variables)
     averages = MovingAverages(model, config.ema_decay)
-    exchange = build_synchronization(config, group, model, optimizer, list(averages.variables.values()))
+    exchange = build_strategy(SyncParts(config, group, model, optimizer, list(averages.variables.values())))
     state = TrainState(model, optimizer, averages=averages, synchronization=exchange)
     state.step.assign(first_step)
     seen = Accumulator(["loss", "penalty"], build_metrics(METRICS))

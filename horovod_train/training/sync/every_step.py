@@ -1,0 +1,37 @@
+"""Gradients are combined before they are applied: ranks have the same weights after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_train.distributed.optimizer import CombiningOptimizer
+from horovod_train.training.sync.strategy import Exchanged
+
+
+class EveryStep:
+    """See SyncStrategy for the methods."""
+
+    delay = 0
+
+    def __init__(self, optimizer: CombiningOptimizer) -> None:
+        self.optimizer = optimizer
+        self.variables: dict[str, tf.Variable] = {}
+        self.must_be_finite: list[tf.Variable] = []
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(self.optimizer.combine(own), own)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return failed  # comes from combined gradients, so ranks agree
+
+    def settle(self, step: int) -> bool:
+        return False
+
+    def next_sync_step(self, step: int) -> int:
+        return step
+
+    def drift(self) -> None:
+        return None

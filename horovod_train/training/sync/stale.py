@@ -1,0 +1,70 @@
+"""The gradients of a step are combined while the next step computes, and applied one step late.
+
+The exchange costs no time if it is shorter than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619). Step 1
+applies zeros; the last gradients of a run are never applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_train.errors import UserError
+from horovod_train.models.model_parallel import variable_beside
+from horovod_train.training.sync.strategy import Exchanged, SyncParts, by_unique_name, settled_step
+
+
+class Stale:
+    """See SyncStrategy for the methods."""
+
+    delay = 1
+
+    def __init__(self, parts: SyncParts) -> None:
+        self.optimizer, self._sparse_as_dense = parts.optimizer, parts.sparse_as_dense
+        trained = parts.model.trainable_variables
+        self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
+        self.settled = settled_step()
+        self._paths = paths = [weight.path for weight in trained]
+        self.variables = dict(
+            by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
+        )
+        self.variables["settled_step"] = self.settled
+        # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
+        self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        present = [index for index, gradient in enumerate(own) if gradient is not None]
+        sparse = [index for index in present if isinstance(own[index], tf.IndexedSlices)]
+        if sparse and not self._sparse_as_dense:
+            raise UserError(
+                "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
+                f"{self._paths[sparse[0]]} waits for a step, and is then exchanged, as a whole table."
+            )
+        # Nothing here waits for `own`, so that `own` is computed during the exchange.
+        before = [tf.convert_to_tensor(self.pending[index]) for index in present]
+        late = tf.cond(tf.equal(self.settled, step), lambda: before, lambda: self.optimizer.combine(before))
+        combined: list[Any] = [None] * len(own)
+        for index, gradient in zip(present, late, strict=True):
+            self.pending[index].assign(tf.convert_to_tensor(own[index]))
+            combined[index] = gradient
+        return Exchanged(combined, before)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return failed  # comes from combined gradients, so ranks agree
+
+    def settle(self, step: int) -> bool:
+        if int(self.settled) == step:
+            return False
+        own = [tf.convert_to_tensor(variable) for variable in self.pending]
+        for variable, mean in zip(self.pending, self.optimizer.combine(own), strict=True):
+            variable.assign(mean)
+        self.settled.assign(step)
+        return True
+
+    def next_sync_step(self, step: int) -> int:
+        return step
+
+    def drift(self) -> None:
+        return None
