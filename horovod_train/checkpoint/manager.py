@@ -1,7 +1,7 @@
 """Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
-Does not decide when to save, or which is best; see agenda. Only root has a store: it reads and writes, and the other
-ranks get everything by broadcast. tensors defines one checkpoint, folder several.
+Does not decide when to save, or which is best; see training.hooks. Only root has a store: it reads and writes, and the
+other ranks get everything by broadcast. tensors defines one checkpoint, folder several.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -23,44 +24,63 @@ from horovod_train.checkpoint.tensors import Checkpoint, Facts, verify, write
 from horovod_train.errors import UserError
 
 
-class NullStore:
-    """The store of every rank except root: finds nothing, writes nothing, never fails.
-
-    problems: the warnings so far.
-    """
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
+class Store(Protocol):
+    """The checkpoints of a run. Only root has some: CheckpointStore; the other ranks have NullStore."""
 
     @property
     def write_s(self) -> float:
         """Seconds that the last whole save took, or that the current save has taken so far, if that is more."""
-        return 0.0
 
     @property
     def step_under_way(self) -> int | None:
         """The step whose checkpoint is being written, if any."""
-        return None
 
     def find(self, resume: str) -> Checkpoint | None:
-        return None
+        """Return the checkpoint to start from; see layout.find_start.
+
+        auto renames newer damaged ones and reports that.
+        """
+
+    def rewind(self, step: int) -> None:
+        """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
+
+        Raises UserError if that fails.
+        """
+
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
+        """Start to write a checkpoint in the background; wait first for the previous save.
+
+        arrays: copies that nothing changes any more. Each failure is reported immediately.
+        """
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
+
+    def finish(self, timeout_s: float) -> None:
+        """For a run that fails: wait for the checkpoint being written, and report the last good one."""
+
+
+class NullStore:
+    """The store of every rank except root: finds nothing, writes nothing, never fails."""
+
+    write_s = 0.0
+    step_under_way = None
+
+    def find(self, resume: str) -> None: ...
 
     def rewind(self, step: int) -> None: ...
 
-    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
-        return 0.0
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None: ...
 
-    def wait(self, timeout_s: float | None = None) -> str | None:
-        return None
+    def wait(self, timeout_s: float | None = None) -> None: ...
 
     def finish(self, timeout_s: float) -> None: ...
 
 
-class CheckpointStore(NullStore):
-    """The checkpoints in one folder, written by one thread at a time."""
+class CheckpointStore:
+    """The checkpoints in one folder, written by one thread at a time. See Store for the methods."""
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None], is_ours: Callable[[], bool]) -> None:
-        super().__init__()
         self.checkpoints, self.keep, self._say = CheckpointSet(folder, is_ours), keep, say
         self._writer: threading.Thread | None = None
         self._step = 0
@@ -84,10 +104,6 @@ class CheckpointStore(NullStore):
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        """Return the checkpoint to start from; see layout.find_start.
-
-        auto renames newer damaged ones and reports that.
-        """
         found, damaged = find_start(self.checkpoints.folder, resume, verify)
         for step, what in damaged.items():
             self._set_aside_damaged(step, what)
@@ -95,38 +111,26 @@ class CheckpointStore(NullStore):
         return found
 
     def rewind(self, step: int) -> None:
-        """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
-
-        Raises UserError if that fails.
-        """
         place = self.checkpoints.folder
         try:
             for other in [other for other in self.checkpoints.steps() if other > step]:
                 place = self.checkpoints.place(other)
                 aside = self.checkpoints.set_aside(other, "abandoned").name
-                self._warn(f"{place} is of a course that the run left at step {step}. It is now called {aside}.")
+                self._warn(f"{place} belongs to a run that restarted from step {step}. It is now called {aside}.")
         except OSError as error:
             raise UserError(
-                f"{place}: is of a course that the run left at step {step}, and cannot be renamed: {reason(error)}. "
+                f"{place}: belongs to a run that restarted from step {step}, and cannot be renamed: {reason(error)}. "
                 "Choose another --output-dir."
             ) from error
 
-    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> float:
-        """Start to write a checkpoint in the background; wait first for the previous save. Return the seconds waited.
-
-        arrays: copies that nothing changes any more. Each failure becomes a line in `problems` and is reported
-        immediately.
-        """
-        began = time.perf_counter()
+    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         self.wait()
         self._step, self._began = facts.step, time.perf_counter()
         # A daemon: a hanging file system must not keep the process from ending. A partial save is harmless.
         self._writer = threading.Thread(target=self._write, args=(arrays, facts), name="checkpoint", daemon=True)
         self._writer.start()
-        return time.perf_counter() - began
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
         if self._writer is not None:
             self._writer.join(timeout_s)
             if self._writer.is_alive():
@@ -137,7 +141,6 @@ class CheckpointStore(NullStore):
         return self._failure
 
     def finish(self, timeout_s: float) -> None:
-        """For a run that fails: wait for the checkpoint being written, and report the last good one."""
         if self._writer is not None and self.step_under_way is not None:
             self._say(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
             self._writer.join(timeout_s)
@@ -196,13 +199,12 @@ class CheckpointStore(NullStore):
             self._warn(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
 
     def _warn(self, line: str) -> None:
-        self.problems.append(line)
         self._say(f"warning: {line}")
 
 
 def open_store(
     directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
-) -> NullStore:
+) -> Store:
     """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
 
     say: shows a line; also called from the writing thread. is_ours: whether the run still owns its directory (see

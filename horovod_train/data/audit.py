@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,8 +56,8 @@ class Start:
         return Place(self.epoch, self.step)
 
 
-class NullAudit:
-    """Writes nothing; has the methods of AuditLog."""
+class Audit(Protocol):
+    """Where one rank notes which records it consumes: AuditLog, or NullAudit without data.audit."""
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
         """Record the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
@@ -69,7 +69,15 @@ class NullAudit:
         """Flush for the last time."""
 
 
-class AuditLog(NullAudit):
+class NullAudit:
+    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AuditLog:
     """One rank's file of one start. Raises UserError if it cannot be created.
 
     say: shows a line, on every rank.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import tensorflow as tf
 
-from horovod_train.checkpoint.manager import NullStore
+from horovod_train.checkpoint.manager import Store
 from horovod_train.checkpoint.tensors import Facts
-from horovod_train.data.audit import NullAudit
+from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
@@ -149,12 +149,12 @@ class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks."""
 
     group: WorkerGroup
-    store: NullStore
+    store: Store
     state: TrainState
     watch: Stopwatch
     stopping: StopCoordinator
     log: LogTraining
-    audit: NullAudit
+    audit: Audit
     facts: Callable[[], Facts]
 
     def __post_init__(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_train.checkpoint.manager import NullStore
+from horovod_train.checkpoint.manager import Store
 from horovod_train.checkpoint.tensors import Best, Facts
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config
-from horovod_train.data.audit import NullAudit
+from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.output.run_dir import NullOutput
@@ -42,11 +42,11 @@ def build_actions(
     config: Config,
     group: WorkerGroup,
     output: NullOutput,
-    store: NullStore,
+    store: Store,
     components: Components,
     clock: Stopwatch,
     stopping: StopCoordinator,
-    audit: NullAudit,
+    audit: Audit,
     versions: dict[str, str],
 ) -> Actions:
     state = components.state

@@ -11,7 +11,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data import identity
-from horovod_train.data.audit import AuditLog, NullAudit, Start
+from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
@@ -93,7 +93,7 @@ def _changed_files(train: Pipeline, found: Checkpoint) -> str:
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
 
 
-def open_audit(config: Config, group: WorkerGroup, components: Components) -> NullAudit:
+def open_audit(config: Config, group: WorkerGroup, components: Components) -> Audit:
     if not config.data.audit:
         return NullAudit()
     assert config.output_dir is not None

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 import horovod_train
-from horovod_train.checkpoint.manager import NullStore, open_store
+from horovod_train.checkpoint.manager import Store, open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config, resolve
@@ -149,7 +149,7 @@ def _train(
 
 
 @contextmanager
-def _last_save_finished(group: WorkerGroup, store: NullStore, timeout_s: float) -> Iterator[None]:
+def _last_save_finished(group: WorkerGroup, store: Store, timeout_s: float) -> Iterator[None]:
     """If the block fails, wait until root has finished the checkpoint it is writing, then re-raise.
 
     timeout_s: must be less than the time after which the watchdog reports a stall.
