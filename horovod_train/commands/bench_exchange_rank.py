@@ -31,7 +31,7 @@ from horovod_train.training.metrics import Accumulator  # noqa: E402
 from horovod_train.training.objective import Objective  # noqa: E402
 from horovod_train.training.state import TrainState  # noqa: E402
 from horovod_train.training.step import TrainStep  # noqa: E402
-from horovod_train.training.sync import EveryStep  # noqa: E402
+from horovod_train.training.sync.every_step import EveryStep  # noqa: E402
 from horovod_train.training.sync.strategy import Exchanged  # noqa: E402
 
 WINDOWS = 5

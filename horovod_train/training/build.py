@@ -29,7 +29,8 @@ from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.step import EvalStep, TrainStep
-from horovod_train.training.sync import SyncParts, build_strategy
+from horovod_train.training.sync import build_strategy
+from horovod_train.training.sync.strategy import SyncParts
 
 
 @dataclass(frozen=True)

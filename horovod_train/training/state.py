@@ -17,7 +17,7 @@ from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.models.model_parallel import variable_beside
 from horovod_train.training.nonfinite import Failure, not_finite
-from horovod_train.training.sync import EveryStep
+from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9

@@ -9,7 +9,8 @@ from keras import layers
 
 from horovod_train.config.settings import TrainConfig
 from horovod_train.errors import UserError
-from horovod_train.training.sync import Stale, SyncParts
+from horovod_train.training.sync.stale import Stale
+from horovod_train.training.sync.strategy import SyncParts
 
 
 def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:

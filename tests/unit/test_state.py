@@ -16,7 +16,8 @@ from horovod_train.distributed.group import check_sendable
 from horovod_train.errors import UserError
 from horovod_train.training.nonfinite import not_finite
 from horovod_train.training.state import Settled, TrainState, find_seeds
-from horovod_train.training.sync import Stale, SyncParts
+from horovod_train.training.sync.stale import Stale
+from horovod_train.training.sync.strategy import SyncParts
 
 
 def build_model() -> keras.Model:

@@ -21,7 +21,8 @@ from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.step import TrainStep
-from horovod_train.training.sync import SyncParts, build_strategy
+from horovod_train.training.sync import build_strategy
+from horovod_train.training.sync.strategy import SyncParts
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())
