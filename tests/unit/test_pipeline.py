@@ -377,5 +377,5 @@ from made_records import config, pipeline
 kept = [iter(pipeline(config({str(images)!r}), rank, 2).batches(0)) for rank in range(2)]
 print([next(batches).ids.shape.as_list() for batches in kept])
 """
-    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, "[[4], [4]]\n"), ended.stderr
