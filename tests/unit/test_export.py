@@ -64,7 +64,7 @@ def test_our_models_load_where_there_is_tensorflow_alone(tmp_path: Path) -> None
         finally:
             keras.mixed_precision.set_dtype_policy("float32")
     command = [sys.executable, "-I", "-c", CLEAN]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.split() == sorted(MODELS)
 

@@ -194,7 +194,7 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
         os.chmod(folder, 0o755)
         path = write_file(Path(folder, "a.tfrecord"), [b"abc"])
         command = [sys.executable, "-c", program, str(path)]
-        said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+        said = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert (said.stdout, said.stderr) == ("1\n", "")
 
 

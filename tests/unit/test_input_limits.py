@@ -106,7 +106,7 @@ def test_as_many_chunks_are_parsed_at_the_same_time_as_the_setting_says(
 
     monkeypatch.setattr("horovod_train.data.loader._CHUNK_RECORDS", 8)
     made = pipeline(config(images, parallel_parse_calls=4, drop_remainder=True))
-    all_there, parse = threading.Barrier(4, timeout=60), made._loader.parse
+    all_there, parse = threading.Barrier(4, timeout=300), made._loader.parse
 
     def meet(read: object) -> object:
         all_there.wait()

@@ -246,7 +246,7 @@ prepare.run(parser.parse_args(["mlp-samples", "--records", "3000000", "--out", {
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not any(path.stat().st_size for path in tmp_path.glob(".out.*.partial/train/*.tfrecord")):
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline, "it never began to write"

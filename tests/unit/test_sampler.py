@@ -199,7 +199,7 @@ steps = [plan.rows(sequence, 3, 8, step, step + 8).records.shape for step in (0,
 memory = int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) * 1024
 print(json.dumps([plan.num_records, memory]))
 """
-    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60).stdout
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=300).stdout
     records, memory = json.loads(output)
     assert records == 100_000_000
     assert memory < 4e8  # eight bytes a record would be twice that: nothing is made for each of them

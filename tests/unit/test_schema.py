@@ -115,5 +115,5 @@ except UserError as error:
 print("tensorflow" in sys.modules)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "nowhere")]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.splitlines()
     assert said == [f"data.train: {tmp_path}/nowhere does not exist; {tmp_path} does.", "False"]

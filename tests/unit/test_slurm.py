@@ -197,6 +197,6 @@ def test_a_login_node_needs_no_tensorflow() -> None:
         "from horovod_train.main import main\n"
         f"sys.exit(main(['slurm', '--config', {str(CONFIG)!r}, '--time', '01:00:00']))"
     )
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("#!/bin/bash\n")

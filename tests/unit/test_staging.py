@@ -163,7 +163,7 @@ for block in range(0, 200_000, 1000):
 """
     free = os.statvfs(full_disk).f_bavail * os.statvfs(full_disk).f_frsize
     (full_disk / "others").write_bytes(bytes(free - 2 * 4096))  # room for folders, not for all flags
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert (finished.returncode, "Traceback" in finished.stderr) == (0, False), finished.stderr
 
 

@@ -100,7 +100,7 @@ def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
 def run_local(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [str(PROJECT / "scripts/run_local.sh"), *words]
     return subprocess.run(
-        command, env=rank_environment() | environment, capture_output=True, text=True, check=False, timeout=60
+        command, env=rank_environment() | environment, capture_output=True, text=True, check=False, timeout=300
     )
 
 
