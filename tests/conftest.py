@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import shutil
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ import pytest
 PROJECT = Path(__file__).parent.parent
 PROGRAMS = PROJECT / "tests" / "distributed" / "programs"
 BIN = Path(sys.executable).parent
+HANGS_AFTER_S = 300.0
+"""What has not ended by then never will: a limit for what hangs, on a machine that does much else besides."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,15 @@ _LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM")
 
 
 def rank_environment() -> dict[str, str]:
-    """What a user's shell has after `activate`, with limits short enough that nothing hangs in a test."""
+    """What a user's shell has after `activate`, with limits after which nothing hangs any longer."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return kept | {
         "PATH": f"{BIN}:{kept.get('PATH', '')}",
         "PYTHONPATH": f"{PROJECT}:{PROJECT / 'tests'}",
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "20",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS": "40",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "120",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
@@ -100,7 +103,11 @@ def launcher_command(launcher: str, np: int) -> list[str]:
 
 
 def run_process(
-    command: Sequence[str], *, timeout_s: float = 120, cwd: Path = PROJECT, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    timeout_s: float = HANGS_AFTER_S,
+    cwd: Path = PROJECT,
+    environment: Mapping[str, str] | None = None,
 ) -> Finished:
     """Runs a command to its end, or to its limit: then it fails the test, and nothing that it started survives."""
     process = subprocess.Popen(
@@ -123,60 +130,66 @@ def run_process(
 
 
 def train(
-    arguments: Sequence[str | Path], *, launcher: str = "none", np: int = 1, timeout_s: float = 120, **options: Any
+    arguments: Sequence[str | Path],
+    *,
+    launcher: str = "none",
+    np: int = 1,
+    fresh: bool | None = None,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Finished:
-    """`python -m horovod_train.main …` under a launcher."""
-    command = [*launcher_command(launcher, np), sys.executable, "-m", "horovod_train.main", *map(str, arguments)]
-    return run_process(command, timeout_s=timeout_s, **options)
+    """`python -m horovod_train.main …` under a launcher.
 
-
-class WarmProcess:
-    """`train` with one process, as a fork of one that has loaded TensorFlow: see warm.py.
-
-    For what a command does. How one starts, and what it does before TensorFlow is loaded, takes `train`.
+    fresh: whether each rank is a new process, not a fork of one that has loaded TensorFlow (see warm.py). By default
+    where it has an environment of its own; a test of how ranks start, or of what they do before they load TensorFlow,
+    asks for it.
     """
+    is_fresh = environment is not None if fresh is None else fresh
+    python = [sys.executable] if is_fresh else warm_python()
+    command = [*launcher_command(launcher, np), *python, "-m", "horovod_train.main", *map(str, arguments)]
+    return run_process(command, environment=environment, **options)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._calls = folder, 0
-        self._errors = (folder / "warm.stderr").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROJECT / "tests" / "warm.py")],
+
+@functools.cache
+def warm_python() -> list[str]:
+    """The words to put for `python` to run a program in a fork of warm.py, which is started here and kept."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return [sys.executable]  # CUDA takes no fork
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening, (folder / "log").open("w") as log:
+        listening.bind(str(folder / "socket"))
+        listening.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, str(PROJECT / "tests" / "warm.py"), str(listening.fileno())],
             cwd=PROJECT,
             env=rank_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
+            stdin=subprocess.PIPE,  # which it ends with
+            stdout=log,
+            stderr=log,
+            pass_fds=[listening.fileno()],
+            start_new_session=True,
         )
+    _warm_servers.append((server, folder))
+    return [sys.executable, "-IS", str(PROJECT / "tests" / "warm_start.py"), str(folder / "socket")]
 
-    def __call__(self, arguments: Sequence[str | Path], timeout_s: float = 120) -> Finished:
-        self._calls += 1
-        stdout, stderr = (self._folder / f"{self._calls}.{name}" for name in ("stdout", "stderr"))
-        request = {"words": list(map(str, arguments)), "stdout": str(stdout), "stderr": str(stderr)}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        is_done, _, _ = select.select([self._process.stdout], [], [], timeout_s)
-        answer = self._process.stdout.readline() if is_done else ""
-        if not answer:
-            said = "".join(path.read_text()[-3000:] for path in (stdout, stderr) if path.exists())
-            errors = (self._folder / "warm.stderr").read_text()[-3000:]
-            pytest.fail(f"{arguments}: not done after {timeout_s} s\n{said}\n{errors}")
-        return Finished(int(answer), stdout.read_text(), stderr.read_text())
 
-    def end(self) -> None:
-        for started in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-            started.kill()
-        self._process.wait()
-        self._errors.close()
+_warm_servers: list[tuple[subprocess.Popen[bytes], Path]] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_warm_servers() -> Iterator[None]:
+    yield
+    for server, folder in _warm_servers:
+        server.communicate()
+        shutil.rmtree(folder)
+
+
+WarmProcess = Callable[..., Finished]
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
-    started = WarmProcess(tmp_path_factory.mktemp("warm"))
-    yield started
-    started.end()
+def warm() -> WarmProcess:
+    return train
 
 
 def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:
@@ -215,7 +228,9 @@ def rank_facts(tmp_path_factory: pytest.TempPathFactory) -> RankFacts:
     def launch(program: str, launcher: str, np: int) -> list[dict[str, Any]]:
         out = tmp_path_factory.mktemp(f"{program}-{launcher}-{np}")
         script = str(PROGRAMS / f"{program}.py")
-        finished = run_process([*launcher_command(launcher, np), sys.executable, script, str(out)], timeout_s=240)
+        finished = run_process(
+            [*launcher_command(launcher, np), *warm_python(), script, str(out)], timeout_s=2 * HANGS_AFTER_S
+        )
         files = [out / f"rank-{rank}.json" for rank in range(np)]
         if finished.returncode or not all(file.exists() for file in files):
             pytest.fail(f"{program} under {launcher} at np={np}:\n{finished.text}")

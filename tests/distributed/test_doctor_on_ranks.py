@@ -25,7 +25,7 @@ def visit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Launcher, what was shown, the findings, and the seconds of computing that it took, at np=2."""
     out = tmp_path_factory.mktemp("doctor") / "found.json"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    finished = train(["doctor", "--json", out, "--dir", out.parent], launcher=request.param, np=2)
+    finished = train(["doctor", "--json", out, "--dir", out.parent], launcher=request.param, np=2, fresh=True)
     assert finished.returncode == 0, finished.text
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -66,7 +66,7 @@ def test_n_ranks_train_like_one_and_like_plain_keras(
     base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int
 ) -> None:
     arguments = ["--config", base_config, "data.shuffle=false", "train.max_steps=100", "--output-dir", tmp_path / "run"]
-    finished = train(arguments, launcher=launcher, np=np)
+    finished = train(arguments, launcher=launcher, np=np, fresh=True)
     assert finished.returncode == 0, finished.text
     losses = [row["loss"] for row in metrics_of(tmp_path / "run", "train")]
     assert len(losses) == 100

@@ -49,7 +49,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, words: list[Any], **ranks: Any) -> None:
-    finished = train(words, cwd=folder, environment=environment(folder), **ranks)
+    finished = train(words, cwd=folder, environment=environment(folder), fresh=False, **ranks)
     assert finished.returncode == 0, finished.text
 
 
@@ -91,7 +91,7 @@ def test_several_outputs_are_predicted_by_name(documented: Path, learned: Callab
 
 def test_averages_that_were_not_kept_are_missed(documented: Path, learned: Callable[[str], Path]) -> None:
     words = ["evaluate", learned("tagging"), "--weights", "ema"]
-    finished = train(words, cwd=documented, environment=environment(documented))
+    finished = train(words, cwd=documented, environment=environment(documented), fresh=False)
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()
     assert "holds no moving averages. Take --weights trained, or train with train.ema_decay" in line
@@ -128,7 +128,7 @@ def test_the_imagenet_config_runs_on_made_images(tmp_path: Path) -> None:
     config["data"]["eval"], config["checkpoint"] = [], {}  # which would compile it once more
     config["log"] = {"every_steps": 1, "tensorboard": False}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(config))
-    run(tmp_path, ["--config", "small.yaml", "--output-dir", "run"], launcher="mpirun", np=2, timeout_s=240)
+    run(tmp_path, ["--config", "small.yaml", "--output-dir", "run"], launcher="mpirun", np=2)
     rows = metrics_of(tmp_path / "run", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     # A mean over 1000 classes that nothing is known of; the l2 penalty is told apart.

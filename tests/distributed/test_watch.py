@@ -15,15 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import PROGRAMS, PROJECT, launcher_command, rank_environment
+from conftest import HANGS_AFTER_S, PROGRAMS, PROJECT, launcher_command, rank_environment, warm_python
 from strangers import Siege
 
 from horovod_train.commands.explain import explain
 from horovod_train.output.rank_log_reader import RankStory, read_stories
 
 WARN_S, STOP_S = 3.0, 5.0
-HANGS_AFTER_S = 120.0
-"""What has not happened by then does not happen: a limit for what hangs, not a promise."""
 WAITED_FOR = "rank {rank} (HOST) has not been heard of for N s, last in PHASE at step N; {others} wait for it"
 
 
@@ -103,7 +101,7 @@ def started(out: Path, commands: Sequence[Sequence[str]], np: int) -> Iterator[J
 def watched(
     out: Path, launcher: str, np: int, victim: int, trouble: str, warn_s: float = WARN_S, stop_s: float = STOP_S
 ):
-    program = [sys.executable, str(PROGRAMS / "watched.py"), str(out), str(victim), trouble, str(warn_s), str(stop_s)]
+    program = [*warm_python(), str(PROGRAMS / "watched.py"), str(out), str(victim), trouble, str(warn_s), str(stop_s)]
     return started(out, [[*launcher_command(launcher, np), *program]], np)
 
 

@@ -27,7 +27,7 @@ from horovod_train.errors import AlreadySaid
 from horovod_train.output import rank_log
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-LIMITS = StallLimits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=60.0)
+LIMITS = StallLimits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=600.0)
 TROUBLE_AT_STEP = 30
 
 group = start(HorovodConfig(), DeviceConfig())
