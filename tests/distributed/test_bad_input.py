@@ -143,8 +143,8 @@ def test_adasum_where_there_is_none(here: Path, launcher: str, np_: int, expecte
 
 
 def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
-    stderr = attempt(here, ["data.global_batch_size=3"], launcher="mpirun", np=4)
-    assert "data.global_batch_size must be at least the number of ranks (4); received 3" in stderr
+    stderr = attempt(here, ["data.global_batch_size=1"], launcher="mpirun", np=2)
+    assert "data.global_batch_size must be at least the number of ranks (2); received 1" in stderr
 
 
 def test_a_command_that_is_none_is_answered_with_one_that_is() -> None:

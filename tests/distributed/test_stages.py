@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, Finished, RankFacts, metrics_of, run_process, summary_of, train
 
-WAYS = [("none", 1), ("srun", 2)]
+WAYS = [pytest.param("none", 1, marks=pytest.mark.long), ("srun", 2)]
 
 
 @pytest.mark.parametrize(("launcher", "np"), WAYS)
@@ -39,14 +39,14 @@ def test_forward_and_backward_run_on_their_stages_device(rank_facts: RankFacts, 
 
 def test_without_following_their_inputs_gradients_have_no_device(rank_facts: RankFacts) -> None:
     """The negative of the above: device scopes around layers alone leave the backward pass to the first device."""
-    (facts,) = rank_facts("staged", "none", 1)
+    facts = rank_facts("staged", "srun", 2)[0]
     assert facts["traced_without_following"]["second forward"] == ["/device:CPU:1"]
     assert facts["traced_without_following"]["second backward"] == [""] * 2
 
 
 def test_a_device_that_is_not_there_shows(rank_facts: RankFacts) -> None:
     """The run compares these lines with device.per_rank, so that soft placement hides nothing."""
-    (facts,) = rank_facts("staged", "none", 1)
+    facts = rank_facts("staged", "srun", 2)[0]
     assert len(facts["lines_of_a_missing_device"]) == 1
 
 
@@ -64,13 +64,13 @@ def test_a_cut_model_trains_like_the_uncut(rank_facts: RankFacts, launcher: str,
 
 
 def test_a_mask_crosses_the_cut(rank_facts: RankFacts) -> None:
-    (facts,) = rank_facts("staged", "none", 1)
+    facts = rank_facts("staged", "srun", 2)[0]
     assert facts["masked_cut"] == facts["masked_uncut"]
     assert facts["masked_cut"] != facts["unmasked"]
 
 
 def test_a_saved_cut_model_is_a_plain_one(rank_facts: RankFacts, tmp_path: Path) -> None:
-    (facts,) = rank_facts("staged", "none", 1)
+    facts = rank_facts("staged", "srun", 2)[0]
     script = f"""
 import sys
 sys.modules["horovod"] = sys.modules["horovod_train"] = None  # an import of them would raise

@@ -8,8 +8,8 @@ from conftest import RankFacts
 
 WAYS = [
     pytest.param("none", 1, marks=pytest.mark.long),
-    pytest.param("srun", 2, marks=pytest.mark.long),
-    ("mpirun", 3),
+    ("srun", 2),
+    pytest.param("mpirun", 3, marks=pytest.mark.long),
     pytest.param("mpirun", 4, marks=pytest.mark.long),
 ]
 

@@ -10,8 +10,8 @@ from conftest import RankFacts, metrics_of, run_process, train
 
 WAYS = [
     pytest.param("none", 1, marks=pytest.mark.long),
-    pytest.param("srun", 2, marks=pytest.mark.long),
-    ("mpirun", 3),
+    ("srun", 2),
+    pytest.param("mpirun", 3, marks=pytest.mark.long),
     pytest.param("mpirun", 4, marks=pytest.mark.long),
 ]
 
@@ -65,7 +65,7 @@ def test_inference_exchanges_nothing(rank_facts: RankFacts, launcher: str, np: i
 
 
 def test_what_cannot_be_synchronised_is_refused(rank_facts: RankFacts) -> None:
-    (facts,) = rank_facts("sync_batch_norm", "none", 1)
+    facts = rank_facts("sync_batch_norm", "srun", 2)[0]
     none, renorm, own = facts["refused"]
     assert none == "train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out."
     assert renorm.startswith("train.sync_batch_norm: cannot synchronise layer ")
@@ -74,7 +74,7 @@ def test_what_cannot_be_synchronised_is_refused(rank_facts: RankFacts) -> None:
 
 
 def test_saved_model_has_plain_layers(rank_facts: RankFacts, tmp_path: Path) -> None:
-    facts = rank_facts("sync_batch_norm", "none", 1)[0]
+    facts = rank_facts("sync_batch_norm", "srun", 2)[0]
     script = f"""
 import sys
 sys.modules["horovod"] = sys.modules["horovod_train"] = None  # an import of them would raise

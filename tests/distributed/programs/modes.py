@@ -35,12 +35,22 @@ def build_sgd() -> keras.optimizers.Optimizer:
 
 
 def facts() -> dict[str, Any]:
-    return {"modes": {"ema": _ema(), "ema_in_place": _in_place(), "stale": _stale(), **_local()}} | _differences()
+    """ends: negative, the ways do not all end alike."""
+    ends: dict[str, np.ndarray] = {}
+    return {"modes": _averages(ends) | _stale(ends) | _local(ends), "ends": ends}
 
 
-def _ema() -> float:
+def _averages(ends: dict[str, np.ndarray]) -> dict[str, float]:
+    """By themselves, and while they are lent to the model, which has its trained weights afterwards."""
     state, _ = train(build_momentum(), build_model(), TrainConfig(ema_decay=0.3))
-    return rel_error(flat(list(state.averages.variables.values())), _averages_alone())
+    expected, trained = _averages_alone(), weights(state.model)
+    with state.averages.in_place():
+        lent = weights(state.model)
+    ends["every_step"] = weights(state.model)
+    return {
+        "ema": rel_error(flat(list(state.averages.variables.values())), expected),
+        "ema_in_place": rel_error(lent, expected) + rel_error(ends["every_step"], trained),
+    }
 
 
 def _averages_alone() -> np.ndarray:
@@ -55,16 +65,7 @@ def _averages_alone() -> np.ndarray:
     return averages[-1]
 
 
-def _in_place() -> float:
-    """The averages while they are lent to the model, and the trained weights afterwards."""
-    state, _ = train(build_momentum(), build_model(), TrainConfig(ema_decay=0.3))
-    trained = weights(state.model)
-    with state.averages.in_place():
-        lent = weights(state.model)
-    return rel_error(lent, _averages_alone()) + rel_error(weights(state.model), trained)
-
-
-def _stale() -> float:
+def _stale(ends: dict[str, np.ndarray]) -> dict[str, float]:
     state, _ = train(build_momentum(), build_model(), TrainConfig(synchronization="stale"))
     alone, optimizer = build_model(), build_momentum()
     late = [tf.zeros(variable.shape) for variable in alone.trainable_variables]
@@ -72,14 +73,15 @@ def _stale() -> float:
         _, gradients = gradients_alone(alone, *records(step))
         optimizer.apply(late, alone.trainable_variables)
         late = gradients
-    before = weights(state.model)
+    before = ends["stale"] = weights(state.model)
     state.settle(group)  # what is pending becomes its mean, and the weights stay
     pending = flat(list(state.synchronization.variables.values())[:-1])
     after = weights(state.model)
-    return max(rel_error(before, weights(alone)), rel_error(pending, flat(late)), rel_error(after, before))
+    errors = (rel_error(before, weights(alone)), rel_error(pending, flat(late)), rel_error(after, before))
+    return {"stale": max(errors)}
 
 
-def _local() -> dict[str, float]:
+def _local(ends: dict[str, np.ndarray]) -> dict[str, float]:
     """Averages every step and every two, of which the last is taken by `settle`."""
     config = TrainConfig(synchronization="local", average_every_steps=1)
     state, _ = train(build_sgd(), build_model(), config)
@@ -89,6 +91,7 @@ def _local() -> dict[str, float]:
 
     config = TrainConfig(synchronization="local", average_every_steps=2, ema_decay=0.3)
     state, _ = train(build_momentum(), build_model(), config)
+    ends["local"] = weights(state.model)
     state.settle(group)
     errors["local_2"] = rel_error(weights(state.model), _local_by_hand())
     return errors
@@ -117,17 +120,3 @@ def _local_by_hand() -> np.ndarray:
 
 def _slots(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     return [variable for variable in optimizer.variables if len(variable.shape)]
-
-
-def _differences() -> dict[str, Any]:
-    """Negative: the ways do not all end alike."""
-    ends = {
-        "every_step": TrainConfig(),
-        "stale": TrainConfig(synchronization="stale"),
-        "local": TrainConfig(synchronization="local", average_every_steps=2),
-    }
-    found = {}
-    for name, config in ends.items():
-        state, _ = train(build_sgd(), build_model(), config)
-        found[name] = weights(state.model)
-    return {"ends": found}

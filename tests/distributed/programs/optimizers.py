@@ -110,9 +110,10 @@ BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=8.0),
 }
 facts: dict[str, Any] = {"rank": rank}
-facts["ours"] = {name: sha(fit(DistributedOptimizer(build()))) for name, build in BUILDERS.items()}
+fitted = {name: fit(DistributedOptimizer(build())) for name, build in BUILDERS.items()}
+facts["ours"] = {name: sha(model) for name, model in fitted.items()}
 facts["error_against_one_process"] = {
-    name: rel_error(weights(fit(DistributedOptimizer(build()))), weights(fit_alone(build)))
+    name: rel_error(weights(fitted[name]), weights(fit_alone(build)))
     for name, build in BUILDERS.items()
     if name != "loss_scale"
 }
@@ -188,7 +189,7 @@ for name, attempt in {
 }.items():
     facts[name] = error_of(attempt)
 
-saved = fit(DistributedOptimizer(keras.optimizers.Adam(0.01)))
+saved = fitted["adam"]
 facts["saved_model"] = str(Path(sys.argv[1]) / f"model-{rank}.keras")
 saved.save(facts["saved_model"])
 facts["saved_prediction"] = saved(data(0)[0]).numpy().ravel()

@@ -60,8 +60,8 @@ def train(
 ) -> TrainState:
     optimizer = DistributedOptimizer(keras.optimizers.Adam(0.05, global_clipnorm=1.0, name="adam"))
     state = TrainState(model, optimizer, averages=MovingAverages(model, 0.9))
-    step = build_step(state, placement, accumulate_steps)
-    step.run(batches(), steps)
+    if steps:
+        build_step(state, placement, accumulate_steps).run(batches(), steps)
     return state
 
 
