@@ -65,11 +65,15 @@ class DataConfig:
     shuffle_window: int = setting(10_000, "records over all ranks among which records are mixed", minimum=1)
     shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
-    augment: tuple[Spec, ...] = setting((), "what happens to training images, in order; see docs/data.md")
-    parallel_parse_calls: int = setting(2, "calls at the same time that parse thousands of records each", minimum=1)
-    prefetch_batches: int | None = setting(None, "batches made ahead; default: as many as pay", minimum=1)
+    augment: tuple[Spec, ...] = setting((), "changes to training images, in order; see docs/data.md")
+    parallel_parse_calls: int = setting(2, "parallel calls that parse thousands of records each", minimum=1)
+    prefetch_batches: int | None = setting(None, "batches prepared ahead; default: chosen by TensorFlow", minimum=1)
     audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")
     on_bad_record: Literal["error", "skip"] = setting("error", "error: name it and stop; skip: leave it out, count it")
+
+    def global_batch(self, size: int) -> int:
+        """Return the records of an update over `size` ranks; 0 if neither batch size is given."""
+        return self.global_batch_size or (self.batch_size_per_rank or 0) * size
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,19 @@ class TrainConfig:
     epochs: int | None = setting(None, "passes over the training records", minimum=1)
     max_steps: int | None = setting(None, "updates; with epochs too, whichever comes first", minimum=1)
     steps_per_call: int = setting(10, "updates inside one compiled call", minimum=1)
-    accumulate_steps: int = setting(1, "parts a rank's batch is computed in; exchanged and applied once", minimum=1)
+    accumulate_steps: int = setting(1, "parts in which a rank's batch is computed, for one update", minimum=1)
     synchronization: Literal["every_step", "local", "stale"] = setting("every_step", "when ranks exchange; see docs")
     average_every_steps: int | None = setting(None, "with synchronization: local, steps between averages", minimum=1)
     clip_norm: float | None = setting(None, "largest global norm of the averaged gradient", minimum=0)
     l2: float = setting(0.0, "adds l2 · ½ Σ‖W‖² over weight matrices to the loss", minimum=0)
     ema_decay: float | None = setting(None, "keeps moving averages of weights, used for evaluation", minimum=0)
-    non_finite: Literal["stop", "skip"] = setting("stop", "at a NaN or infinite loss or gradient: end, or leave it out")
-    max_skips_in_a_row: int = setting(10, "updates that skip leaves out in a row; under float16 50 or more", minimum=1)
+    non_finite: Literal["stop", "skip"] = setting("stop", "at a NaN or infinite loss or gradient: end, or skip it")
+    max_skips_in_a_row: int = setting(10, "updates to skip in a row; with float16 50 or more", minimum=1)
     max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
-    weight_decay_1d: bool = setting(False, "whether weight decay reaches biases and norm scales, which have one axis")
-    weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths it must not reach")
-    sync_batch_norm: bool = setting(False, "BatchNormalization over the batch of all ranks, not of each by itself")
-    check_agreement_every_steps: int | None = setting(1000, "steps between proofs that ranks agree", minimum=1)
+    weight_decay_1d: bool = setting(False, "apply weight decay to variables with one axis too: biases, norm scales")
+    weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths without decay")
+    sync_batch_norm: bool = setting(False, "BatchNormalization over the batches of all ranks together")
+    check_agreement_every_steps: int | None = setting(1000, "steps between checks of equal weights on ranks", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -148,8 +152,8 @@ class LogConfig:
 @dataclass(frozen=True)
 class HorovodConfig:
     op: Literal["average", "sum", "adasum"] = setting("average", "how the ranks' gradients are combined")
-    compression: Literal["none", "fp16", "bf16"] = setting("none", "form in which gradients travel")
-    predivide: float = setting(1.0, "divides gradients by this before, the rest after they are added up", minimum=1e-9)
+    compression: Literal["none", "fp16", "bf16"] = setting("none", "number format in which gradients are exchanged")
+    predivide: float = setting(1.0, "divide gradients by this before the sum, and by the rest after it", minimum=1e-9)
     sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
     cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
     fusion_threshold_mb: float | None = setting(
@@ -159,21 +163,21 @@ class HorovodConfig:
 
 @dataclass(frozen=True)
 class WatchConfig:
-    enabled: bool = setting(True, "ranks watch over each other: who is waited for, who has gone")
-    warn_after_s: float = setting(60.0, "seconds without progress after which a sentence names who is waited for")
-    stop_after_s: float = setting(600.0, "seconds without progress after which all write their stacks and end")
+    enabled: bool = setting(True, "name ranks that are waited for or have ended, and end the others")
+    warn_after_s: float = setting(60.0, "seconds without progress after which a line names the slow ranks")
+    stop_after_s: float = setting(600.0, "seconds without progress after which all ranks write their stacks and end")
     first_step_after_s: float = setting(1800.0, "in place of stop_after_s until the first step has been compiled")
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    memory_growth: bool = setting(True, "take GPU memory as it is needed, not all of it first")
+    memory_growth: bool = setting(True, "allocate GPU memory as needed, not all of it at the start")
     intra_op_threads: int | None = setting(None, "threads inside an op; default: cores / ranks on this host", minimum=1)
     inter_op_threads: int | None = setting(None, "ops run in parallel; default: cores / ranks on this host", minimum=1)
     soft_placement: bool = setting(True, "run an op elsewhere where its device is missing or has no kernel")
     log_placement: bool = setting(False, "log the device of every op")
-    per_rank: int = setting(1, "devices of one rank: GPUs, or as many devices as its CPU is to look like", minimum=1)
-    cut_before: tuple[str, ...] = setting((), "layers with which the second, third, … of a model's stages begins")
+    per_rank: int = setting(1, "devices of one rank: GPUs, or logical devices of its CPU", minimum=1)
+    cut_before: tuple[str, ...] = setting((), "first layer of the model's second, third, … stage")
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ def resolve(config: Config, size: int, batch_before: int | None = None) -> Confi
     Raises UserError where some rank would have nothing to do.
     """
     data = config.data
-    batch = data.global_batch_size or batch_before or (data.batch_size_per_rank or 0) * size
+    batch = data.global_batch_size or batch_before or data.global_batch(size)
     if batch < size:
         raise UserError(
             f"data.global_batch_size must be at least the number of ranks ({size}); received {batch}. "

@@ -120,9 +120,8 @@ def _say_on(group: WorkerGroup) -> Callable[[str], None]:
 
 def _with_batch(config: Config, size: int) -> Config:
     """Return the config with a global batch size, which an evaluation uses only for its default."""
-    data = config.data
-    batch = data.global_batch_size or (data.batch_size_per_rank or 0) * size
-    return dataclasses.replace(config, data=dataclasses.replace(data, global_batch_size=batch))
+    data = dataclasses.replace(config.data, global_batch_size=config.data.global_batch(size))
+    return dataclasses.replace(config, data=data)
 
 
 def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Iterator[Batch], int], None]) -> None:
