@@ -30,7 +30,7 @@ _NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
 _FILE = Made("a rank's audit", _NAME.pattern)
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A step of an epoch, both counted from 0."""
 
     epoch: int
@@ -52,8 +52,8 @@ class Start:
     """A digest of what the records hold; "" if an earlier version wrote the file."""
 
     @property
-    def place(self) -> Place:
-        return Place(self.epoch, self.step)
+    def position(self) -> Position:
+        return Position(self.epoch, self.step)
 
 
 class Audit(Protocol):
@@ -112,10 +112,10 @@ class AuditLog:
 def _prepare(folder: Path, start: Start) -> None:
     """Make the folder, and remove from it what this start invalidates."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path, place, rank in _files(folder):
+    for path, position, rank in _files(folder):
         # Each rank removes only its own files, so no rank can remove a file that another has just created. Root also
         # removes those of ranks that no longer exist.
-        if place >= start.place and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
+        if position >= start.position and (rank == start.rank or (start.rank == 0 and rank >= start.size)):
             remove(path, _FILE)
 
 
@@ -143,29 +143,29 @@ class EpochAudit:
 def audit(run_dir: str) -> list[EpochAudit]:
     """Combine what every start and rank wrote. Raises UserError if that has gaps or contradicts itself."""
     folder = Path(run_dir, FOLDER)
-    starts: dict[Place, list[tuple[Start, dict[Place, list[int]]]]] = {}
-    for path, place, _ in sorted(_files(folder)):
-        starts.setdefault(place, []).append(_load(path))
+    starts: dict[Position, list[tuple[Start, dict[Position, list[int]]]]] = {}
+    for path, position, _ in sorted(_files(folder)):
+        starts.setdefault(position, []).append(_load(path))
     if not starts:
         raise UserError(f"{folder}: holds no audit. Run with data.audit: true to have one.")
-    places = sorted(starts)
-    steps: dict[Place, tuple[Start, list[int]]] = {}
-    for place, end in zip(places, [*places[1:], None], strict=True):
-        for step, ids in _join(folder, starts[place], end):
-            steps[step] = (starts[place][0][0], ids)
+    positions = sorted(starts)
+    steps: dict[Position, tuple[Start, list[int]]] = {}
+    for position, end in zip(positions, [*positions[1:], None], strict=True):
+        for step, ids in _join(folder, starts[position], end):
+            steps[step] = (starts[position][0][0], ids)
     epochs = sorted({step.epoch for step in steps})
     return [_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}) for epoch in epochs]
 
 
-def _files(folder: Path) -> Iterator[tuple[Path, Place, int]]:
+def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
     for path in folder.glob("epoch-*.jsonl"):
         found = _NAME.fullmatch(path.name)
         if found:
-            yield path, Place(int(found[1]), int(found[2])), int(found[3])
+            yield path, Position(int(found[1]), int(found[2])), int(found[3])
 
 
-def _load(path: Path) -> tuple[Start, dict[Place, list[int]]]:
-    steps: dict[Place, list[int]] = {}
+def _load(path: Path) -> tuple[Start, dict[Position, list[int]]]:
+    steps: dict[Position, list[int]] = {}
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
         start = Start(**json.loads(lines[0]))
@@ -174,39 +174,45 @@ def _load(path: Path) -> tuple[Start, dict[Place, list[int]]]:
                 break  # the run was killed here; nothing after a checkpoint is needed
             entry = json.loads(line)
             for number, ids in enumerate(entry["ids"]):
-                steps[Place(entry["epoch"], entry["first_step"] + number)] = ids
+                steps[Position(entry["epoch"], entry["first_step"] + number)] = ids
     except (IndexError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"{path}: is not an audit file: {error}.") from error
     return start, steps
 
 
 def _join(
-    folder: Path, files: list[tuple[Start, dict[Place, list[int]]]], end: Place | None
-) -> Iterator[tuple[Place, list[int]]]:
+    folder: Path, files: list[tuple[Start, dict[Position, list[int]]]], end: Position | None
+) -> Iterator[tuple[Position, list[int]]]:
     """Yield the ids of all ranks in each step of one start, up to the step where the next one starts."""
     start = files[0][0]
     ranks = sorted(header.rank for header, _ in files)
     if ranks != list(range(start.size)):
-        raise UserError(f"{folder}: the start at {_text(start.place)} had {start.size} ranks; files are of {ranks}.")
-    place = start.place
-    while end is None or place < end:
-        found = [steps.get(place) for _, steps in files]
-        if any(ids is None for ids in found):
-            holes = [header.rank for header, steps in files if place not in steps and max(steps, default=place) > place]
+        raise UserError(f"{folder}: the start at {_text(start.position)} had {start.size} ranks; files are of {ranks}.")
+    position = start.position
+    while end is None or position < end:
+        by_rank = [steps.get(position) for _, steps in files]
+        if any(ids is None for ids in by_rank):
+            holes = [
+                header.rank
+                for header, steps in files
+                if position not in steps and max(steps, default=position) > position
+            ]
             if holes:
                 raise UserError(
-                    f"{folder}: a hole at {_text(place)}: ranks {holes} could not write what they consumed."
+                    f"{folder}: a hole at {_text(position)}: ranks {holes} could not write what they consumed."
                 )
             if end is None:
                 return  # the run ended, or was killed while some ranks had written this step
-            silent = [header.rank for (header, _), ids in zip(files, found, strict=True) if ids is None]
-            raise UserError(f"{folder}: {_text(place)} is missing for ranks {silent}, but the run went on after it.")
-        yield place, [record for ids in found if ids is not None for record in ids if record >= 0]
-        last = place.step + 1 == start.steps_per_epoch
-        place = Place(place.epoch + 1, 0) if last else Place(place.epoch, place.step + 1)
+            silent = [header.rank for (header, _), ids in zip(files, by_rank, strict=True) if ids is None]
+            raise UserError(
+                f"{folder}: {_text(position)} is missing for ranks {silent}, but the run continued after it."
+            )
+        yield position, [record for ids in by_rank if ids is not None for record in ids if record >= 0]
+        last = position.step + 1 == start.steps_per_epoch
+        position = Position(position.epoch + 1, 0) if last else Position(position.epoch, position.step + 1)
 
 
-def _epoch(epoch: int, steps: dict[Place, tuple[Start, list[int]]]) -> EpochAudit:
+def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochAudit:
     starts = [start for _, (start, _) in sorted(steps.items())]
     start = starts[-1]
     counts = np.zeros(max(start.num_records for start in starts), np.int64)
@@ -229,5 +235,5 @@ def _epoch(epoch: int, steps: dict[Place, tuple[Start, list[int]]]) -> EpochAudi
     )
 
 
-def _text(place: Place) -> str:
-    return f"epoch {place.epoch}, step {place.step}"
+def _text(position: Position) -> str:
+    return f"epoch {position.epoch}, step {position.step}"

@@ -15,13 +15,13 @@ def key(*numbers: int) -> np.uint64:
     """Return one key from several numbers, such as seed, epoch and purpose. Their order matters."""
     state = np.zeros(1, np.uint64)
     for number in numbers:
-        state = _mix(state + np.array([number % 2**64], np.uint64) * _GOLDEN + _GOLDEN)
+        state = mix(state + np.array([number % 2**64], np.uint64) * _GOLDEN + _GOLDEN)
     return state[0]
 
 
 def integers(key: np.uint64, counters: np.ndarray) -> np.ndarray:
     """Return a uint64 for each counter. Different counters never collide under one key."""
-    return _mix((counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.array([key]))
+    return mix((counters.astype(np.uint64) + np.uint64(1)) * _GOLDEN + np.array([key]))
 
 
 def uniforms(key: np.uint64, counters: np.ndarray, columns: int) -> np.ndarray:
@@ -35,7 +35,8 @@ def permutation(key: np.uint64, counters: np.ndarray) -> np.ndarray:
     return np.argsort(integers(key, counters), kind="stable")
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def mix(z: np.ndarray) -> np.ndarray:
+    """Return the bits of each uint64 well mixed: a bijection."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -31,7 +31,7 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None, outpu
     So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
     """
     resolved = resolve(config, size, batch_before)
-    alone = resolve(config, size).data.global_batch_size
+    alone = config.data.global_batch(size)
     if resolved.data.global_batch_size != alone:
         per_rank = config.data.batch_size_per_rank
         output.say(

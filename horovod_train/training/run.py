@@ -20,6 +20,7 @@ from horovod_train.checkpoint.manager import Store, open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config, resolve
+from horovod_train.data.dataset import Split
 from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
@@ -37,7 +38,7 @@ from horovod_train.training.build import Components, build_components
 from horovod_train.training.graph import draw_step
 from horovod_train.training.hooks import Stopwatch
 from horovod_train.training.resume import batch_of, open_audit, resolve_as_before, restore
-from horovod_train.training.shared_records import Split, open_on_all_ranks
+from horovod_train.training.shared_records import open_on_all_ranks
 from horovod_train.training.stopping import STOP_FILE_REASON, StopCoordinator
 
 START_AGAIN = 75

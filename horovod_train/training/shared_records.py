@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import Records, check_counts, scan_records
-from horovod_train.data.dataset import Split as Split
+from horovod_train.data.dataset import Records, Split, check_counts, scan_records
 from horovod_train.data.identity import difference, names_of
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.data.counter_rng import mix
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.watchdog.phase_variable import Place
 from horovod_train.training.losses import Loss
@@ -176,8 +177,6 @@ class EvalStep:
 
 
 def _seed_key(seed: int, rank: int, index: int) -> int:
-    """Return 32 well-mixed bits: the multiply-xorshift finaliser of splitmix64 (Steele et al. 2014)."""
+    """Return 32 well-mixed bits."""
     bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
-    return (bits ^ (bits >> 31)) % 2**32
+    return int(mix(np.array([bits], np.uint64))[0]) % 2**32

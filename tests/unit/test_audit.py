@@ -122,7 +122,7 @@ def test_a_rank_that_wrote_nothing_is_noticed(tmp_path: Path) -> None:
 def test_a_gap_before_a_resume_is_noticed(tmp_path: Path) -> None:
     run(tmp_path, 2, (0, 0), 3, ranks=1)
     run(tmp_path, 2, (0, 3), 4)
-    with pytest.raises(UserError, match=r"epoch 0, step 2 is missing for ranks \[1\], but the run went on after it"):
+    with pytest.raises(UserError, match=r"epoch 0, step 2 is missing for ranks \[1\], but the run continued after it"):
         audit(str(tmp_path))
 
 
