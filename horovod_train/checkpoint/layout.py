@@ -22,6 +22,10 @@ BEST = "best"
 """Symbolic link, next to the checkpoints, to the best one. For people: every manifest records the best step."""
 
 
+STEP_NAME = r"step-\d{9,}"
+"""Pattern of the names of checkpoints."""
+
+
 class WithConfig(Protocol):
     """Has the config under which a checkpoint was written."""
 
@@ -40,8 +44,7 @@ def step_name(step: int) -> str:
 
 def step_of(name: str) -> int | None:
     """Return the step of a checkpoint's name; None for any other name, such as `step-000000460.abandoned`."""
-    found = re.fullmatch(r"step-(\d{9,})", name)
-    return int(found.group(1)) if found else None
+    return int(name.removeprefix("step-")) if re.fullmatch(STEP_NAME, name) else None
 
 
 def steps_in(folder: Path) -> list[int]:

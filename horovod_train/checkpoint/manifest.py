@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,9 @@ def verify(folder: Path) -> dict[str, Any]:
     Raises Damaged, and UserError for a format that only later versions know.
     """
     content = read_manifest(folder)
-    try:
+    with _failures_are_damage():
         for name, expected in content["files"].items():
             _check_sha256(folder / name, expected["sha256"])
-    except OSError as error:
-        raise Damaged(reason(error)) from error
-    except (KeyError, TypeError) as error:
-        raise _other_entries(error) from error
     return content
 
 
@@ -43,7 +40,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises as `verify` does.
     """
     content = _read(folder)
-    try:
+    with _failures_are_damage():
         if content["format"] > FORMAT:
             raise UserError(
                 f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
@@ -52,10 +49,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         _check_names(content["files"])
         for name, expected in content["files"].items():
             _check_size(folder / name, expected["bytes"])
-    except OSError as error:
-        raise Damaged(reason(error)) from error
-    except (KeyError, TypeError) as error:
-        raise _other_entries(error) from error
     return content
 
 
@@ -109,8 +102,14 @@ def _check_names(files: Mapping[str, Any]) -> None:
             raise Damaged(f"{MANIFEST}: names {name!r}, which is no file of this folder")
 
 
-def _other_entries(error: Exception) -> Damaged:
-    return Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}")
+@contextmanager
+def _failures_are_damage() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Damaged(reason(error)) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 
 
 def _check_size(file: Path, expected: int) -> None:
