@@ -21,8 +21,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
 from horovod_train.commands.explain_files import (
     Checkpoint,
     last_good_checkpoint,
@@ -35,6 +33,7 @@ from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.files import STOP_FILE
+from horovod_train.output.process import has_run_since
 from horovod_train.output.rank_log import FOLDER, log_file
 from horovod_train.output.rank_log_reader import RankStory, read_stories
 
@@ -234,14 +233,8 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
 
 def _is_alive(story: RankStory) -> bool:
     """Return whether its process is on this host: the same process, not a later one with its number."""
-    if story.host != socket.gethostname():
-        return False
-    try:
-        process = psutil.Process(story.pid)
-        began, is_left = process.create_time(), process.status() == psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-    return bool(not is_left and began <= datetime.fromisoformat(story.entries[0].time).timestamp() + 1)
+    is_here = story.host == socket.gethostname()
+    return is_here and has_run_since(story.pid, datetime.fromisoformat(story.entries[0].time).timestamp())
 
 
 def _ranks(ranks: Sequence[int]) -> str:

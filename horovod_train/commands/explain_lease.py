@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from horovod_train.output.lease import POLL_S, REFRESH_S, read_lease
+from horovod_train.output.lease_holder import UNNAMED
 
 WATCH_S = 2 * REFRESH_S
 
@@ -18,12 +19,12 @@ def find_running(run_dir: Path, say: Callable[[str], None], watch_s: float = WAT
     stamps it may differ from ours. say: called before that.
     """
     try:
-        holder, first, lives_here = read_lease(run_dir)
+        holder, first, runs_here = read_lease(run_dir)
     except OSError:
         return None
-    name = "a process that has not said its name" if holder is None else str(holder)
-    if lives_here is not None:
-        return f"{name}, a process on this host" if lives_here else None
+    name = str(holder or UNNAMED)
+    if runs_here is not None:
+        return f"{name}, a process on this host" if runs_here else None
     if 0 <= time.time() - first <= watch_s:
         return f"{name}, whose lease was refreshed {time.time() - first:.0f} s ago"
     say(f"{run_dir}: is held by {name}. Watching its lease for {watch_s:.0f} s …")

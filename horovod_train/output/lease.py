@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from horovod_train.errors import UserError
-from horovod_train.output.lease_holder import Holder, describe_me, is_alive, parse
+from horovod_train.output.lease_holder import UNNAMED, Holder, describe_me, parse
 from horovod_train.output.removal import Made, NotOurs, remove, replace
 
 NAME = "lease.json"
@@ -56,7 +56,7 @@ class Lease(NullLease):
     def is_ours(self) -> bool:
         """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
         with suppress(OSError):
-            self._look(show_life=False)
+            self._check(refresh=False)
         return self.lost is None
 
     def close(self) -> None:
@@ -73,16 +73,16 @@ class Lease(NullLease):
             # A full or vanished disk does not end the run here: checkpoints report the problem.
             with suppress(OSError):
                 try:
-                    self._look(show_life=True)
+                    self._check(refresh=True)
                 except FileNotFoundError:
                     _create(self._path, self._holder)
 
-    def _look(self, *, show_life: bool) -> None:
+    def _check(self, *, refresh: bool) -> None:
         with _opened(self._path) as lease:
             holder = _read(lease)
             if holder is not None and holder.token != self._holder.token:
                 self.lost = str(holder)
-            elif show_life:
+            elif refresh:
                 os.utime(lease)  # the file just read, even if another is at the path by now
 
 
@@ -131,7 +131,7 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     finally:
         os.close(descriptor)
     is_here = holder is not None and holder.machine == describe_me("").machine
-    return holder, refreshed, is_alive(holder) if holder and is_here else None
+    return holder, refreshed, holder.is_running() if holder and is_here else None
 
 
 def _acquire(
@@ -153,24 +153,24 @@ def _acquire(
             waited_s = time.monotonic() - began
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
             silent_s = max((probe.stat().st_mtime_ns - sign_ns) / 1e9, waited_s if watched else 0)
-            name = "a process that has not said its name" if other is None else str(other)
+            name = str(other or UNNAMED)
             is_here = other is not None and other.machine == mine.machine
-            has_died = other is not None and is_here and not is_alive(other)
+            has_died = other is not None and is_here and not other.is_running()
             has_changed = watched not in (None, (other, sign_ns))
             is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
             is_stale = has_died or is_silent
             if is_stale and _replace(path, lease, sign_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
-                how = "is no more" if has_died else f"has shown no life for {silent_s:.0f} s"
+                how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
                 return say(f"warning: {path} was held by {name}, which {how}. This run takes over.")
             if ((is_here or has_changed) and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise UserError(
-                    f"output_dir: {path.parent} is in use by another run: {name}. Stop that one, or choose another "
+                    f"output_dir: {path.parent} is in use by another run: {name}. Stop that run, or choose another "
                     "directory with --output-dir."
                 )
             if watched is None and not is_stale:
                 wait_s = max(stale_s - silent_s, 2 * refresh_s)
-                say(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it lives.")
+                say(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it is refreshed.")
             watched = (other, sign_ns)
         time.sleep(POLL_S)
 

@@ -11,7 +11,11 @@ import secrets
 import socket
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
-from pathlib import Path
+
+from horovod_train.output.process import boot_id, is_running, start_ticks
+
+UNNAMED = "an unnamed process"
+"""In messages: the holder of a lease that names none, as in the instant after its creation."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,10 @@ class Holder:
     started: str
     token: str
 
+    def is_running(self) -> bool:
+        """Return whether the process runs, if it is of this machine; True if it cannot be checked."""
+        return is_running(self.pid, self.started)
+
     def __str__(self) -> str:
         job = f", job {self.job}" if self.job else ""
         return f"pid {self.pid} on {self.host}{job}, since {self.since}"
@@ -34,37 +42,16 @@ class Holder:
 def describe_me(job: str) -> Holder:
     """Return this process as a holder. job: the scheduler's name for its job."""
     pid = os.getpid()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return Holder(
         host=socket.gethostname(),
         pid=pid,
         job=job,
         since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Containers on one host number their processes separately.
-        machine=f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
-        started=start_time(pid) or "",
+        machine=f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}",
+        started=start_ticks(pid) or "",
         token=secrets.token_hex(8),
     )
-
-
-def is_alive(holder: Holder) -> bool:
-    """Return whether the process of a holder on this machine lives; True if it cannot be checked."""
-    try:
-        os.kill(holder.pid, 0)
-        return start_time(holder.pid) == holder.started
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-
-
-def start_time(pid: int) -> str | None:
-    """Return when a process started, in clock ticks since boot; None for one that has ended (also a zombie).
-
-    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may itself contain any.
-    """
-    fields_from_3 = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return None if fields_from_3[0] in "ZX" else fields_from_3[19]
 
 
 def parse(text: bytes) -> Holder | None:

@@ -25,7 +25,8 @@ import pytest
 from horovod_train.errors import UserError
 from horovod_train.output import lease
 from horovod_train.output.lease import NullLease, open_lease
-from horovod_train.output.lease_holder import describe_me, start_time
+from horovod_train.output.lease_holder import describe_me
+from horovod_train.output.process import start_ticks
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -70,7 +71,7 @@ def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     assert line.startswith(
         f"output_dir: {tmp_path} is in use by another run: pid {os.getpid()} on {os.uname().nodename}"
     )
-    assert f", job 4711, since {told(tmp_path)['since']}. Stop that one, or choose another directory" in line
+    assert f", job 4711, since {told(tmp_path)['since']}. Stop that run, or choose another directory" in line
     assert os.listdir(tmp_path) == ["lease.json"]
     held.close()
     open_lease(tmp_path).close()
@@ -108,12 +109,12 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Pa
     if is_reaped:
         holder.join()
     assert holder.pid is not None
-    assert wait_for(lambda: is_reaped or start_time(holder.pid or 0) is None)
+    assert wait_for(lambda: is_reaped or start_ticks(holder.pid or 0) is None)
     said: list[str] = []
     open_lease(tmp_path, said.append).close()
     (line,) = said
     assert line.startswith(f"warning: {tmp_path / 'lease.json'} was held by pid {holder.pid} on ")
-    assert line.endswith("which is no more. This run takes over.")
+    assert line.endswith("which has ended. This run takes over.")
     holder.join()
 
 
@@ -132,8 +133,8 @@ def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) ->
     open_lease(tmp_path, said.append, stale_s=1, refresh_s=0.1).close()
     assert "is held by pid" in said[0]
     assert "on node12, job 33" in said[0]
-    assert "Waiting up to 1 s to see whether it lives." in said[0]
-    assert "has shown no life for 1 s. This run takes over." in said[1]
+    assert "Waiting up to 1 s to see whether it is refreshed." in said[0]
+    assert "has not refreshed it for 1 s. This run takes over." in said[1]
 
 
 def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Pa
     said: list[str] = []
     open_lease(tmp_path, said.append, stale_s=600, refresh_s=0.5).close()
     assert "Waiting up to 1 s" in said[0]
-    assert "has shown no life for 36" in said[1]
+    assert "has not refreshed it for 36" in said[1]
 
 
 @pytest.mark.parametrize("behind_s", [40, 7200])
@@ -212,7 +213,7 @@ def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path) -> No
     (tmp_path / "lease.json").touch()
     said: list[str] = []
     open_lease(tmp_path, said.append, stale_s=0.5, refresh_s=0.1).close()
-    assert "held by a process that has not said its name" in said[0]
+    assert "held by an unnamed process" in said[0]
 
 
 def test_a_lease_that_another_has_just_replaced_is_not_replaced_again(tmp_path: Path) -> None:

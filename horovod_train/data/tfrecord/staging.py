@@ -21,6 +21,7 @@ from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
+from horovod_train.output.process import boot_id
 from horovod_train.output.removal import Made, remove, rename
 
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -134,9 +135,8 @@ class StagedFiles:
 
 def _open_folder(folder: str) -> Path:
     """Return this user's and this boot's part of the folder; remove what this user's earlier boots left."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     own = Path(folder) / f".horovod_train-stage-{os.geteuid()}"
-    here = own / boot
+    here = own / boot_id()
     own.parent.mkdir(parents=True, exist_ok=True)
     own.mkdir(mode=0o700, exist_ok=True)
     found = own.lstat()
