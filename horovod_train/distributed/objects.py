@@ -33,8 +33,8 @@ def gather(value: Any, name: str) -> list[Any]:
     own = _as_tensor(serialize.dump(value))
     sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
     _check_size(int(sizes.sum()), name)
-    raise_together = hvd.allgather(own, name=f"{name}.bytes").numpy()
-    return [_load(data, rank) for rank, data in enumerate(np.split(raise_together, np.cumsum(sizes)[:-1]))]
+    packed = hvd.allgather(own, name=f"{name}.bytes").numpy()
+    return [_load(data, rank) for rank, data in enumerate(np.split(packed, np.cumsum(sizes)[:-1]))]
 
 
 def _as_tensor(data: bytes) -> tf.Tensor:

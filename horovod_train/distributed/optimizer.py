@@ -136,15 +136,8 @@ def build_exchange(
     ranks; exchange_name makes it unique among the exchanges under way. Raises UserError for an exchange that Horovod
     cannot do here.
     """
+    _check_exchange(op, compression, predivide)
     ranks = process_set or hvd.global_process_set
-    if op not in OPS:
-        raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {op!r}.")
-    if compression not in ("none", "fp16", "bf16"):
-        raise UserError(f"DistributedOptimizer: compression must be none, fp16 or bf16; received {compression!r}.")
-    if predivide != 1.0 and (op != "average" or compression == "bf16"):
-        raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
-    if op == "adasum":
-        _check_adasum(compression)
 
     def exchange_dense(gradient: tf.Tensor, name: str) -> tf.Tensor:
         if compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
@@ -181,6 +174,17 @@ def build_exchange(
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
     return exchange
+
+
+def _check_exchange(op: str, compression: str, predivide: float) -> None:
+    if op not in OPS:
+        raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {op!r}.")
+    if compression not in ("none", "fp16", "bf16"):
+        raise UserError(f"DistributedOptimizer: compression must be none, fp16 or bf16; received {compression!r}.")
+    if predivide != 1.0 and (op != "average" or compression == "bf16"):
+        raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
+    if op == "adasum":
+        _check_adasum(compression)
 
 
 def _check_adasum(compression: str) -> None:
