@@ -38,14 +38,11 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
         return range(gpu_count)
     if gpu_count < local_size * per_rank:
         each = "one GPU" if per_rank == 1 else f"{per_rank} GPUs (device.per_rank)"
-        mend = (
-            f"Start at most {gpu_count // per_rank} ranks on a host"
-            if gpu_count > per_rank
-            else "Lower device.per_rank"
-        )
+        fits = gpu_count // per_rank
+        advice = f"Start at most {fits} ranks on a host" if fits else "Lower device.per_rank"
         raise UserError(
             f"{local_size} ranks on this host see {gpu_count} GPUs; expected {each} for each rank. "
-            f"{mend}, or hide the GPUs with CUDA_VISIBLE_DEVICES=."
+            f"{advice}, or hide the GPUs with CUDA_VISIBLE_DEVICES=."
         )
     return range(local_rank * per_rank, (local_rank + 1) * per_rank)
 

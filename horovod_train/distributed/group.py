@@ -144,9 +144,7 @@ class WorkerGroup:
             assert failure is not None
             only_some = "" if len(failed) == self.size else f"{self.name(first)}: "
             raise type(failure)(f"{only_some}{failure}") from failure
-        elsewhere = FailedElsewhere(f"{self.name(first)} failed")
-        elsewhere.exit_code = failed[first]
-        raise elsewhere
+        raise FailedElsewhere(f"{self.name(first)} failed", failed[first])
 
     def close(self) -> None:
         """Collective: synchronise for the last time."""
@@ -173,17 +171,16 @@ def start(
     settings = tuning.choose(
         horovod or HorovodConfig(),
         os.environ,
-        launcher=started_by.launcher,
-        uses_mpi=started_by.uses_mpi,
+        library="alone" if started_by.launcher == "none" else "MPI" if started_by.uses_mpi else "gloo",
         has_gpu=tuning.sees_gpu(),
         deterministic=deterministic,
         more=environment,
     )
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}
-    with initialize.meeting(started_by):
+    with initialize.rendezvous_if_needed(started_by):
         cores = initialize.initialise(started_by)
-        initialize.check_place(started_by)
+        initialize.check_rank_and_size(started_by)
         mine = device.pin(devices or DeviceConfig(), hvd.local_rank(), hvd.local_size(), len(cores))
         if deterministic:
             tf.config.experimental.enable_op_determinism()

@@ -73,11 +73,6 @@ def scheduler_tasks(environment: Mapping[str, str] = os.environ) -> tuple[str, i
     return None
 
 
-def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the network interfaces that the ranks were told to use for exchanges."""
-    return environment.get("HOROVOD_GLOO_IFACE") or environment.get("NCCL_SOCKET_IFNAME")
-
-
 def measure_allreduce(group: WorkerGroup, sizes: Sequence[int], seconds: float) -> list[Speed]:
     """Collective: return the time of an allreduce by bytes, on the device that the rank computes on.
 

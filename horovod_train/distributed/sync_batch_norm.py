@@ -78,7 +78,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
         return
     renorm = getattr(layer, "renorm", False)  # Keras 3.12, the last for Python 3.10, has no renorm
     if base.call is not keras.layers.BatchNormalization.call or renorm:
-        reason = "renorm=True" if renorm else f"a call() of its own ({base.__name__})"
+        reason = "renorm=True" if renorm else f"its own call() ({base.__name__})"
         raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
 
     class Synchronised(base, _Synchronised):  # type: ignore[misc, valid-type]

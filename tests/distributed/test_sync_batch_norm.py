@@ -70,7 +70,7 @@ def test_what_cannot_be_synchronised_is_refused(rank_facts: RankFacts) -> None:
     assert none == "train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out."
     assert renorm.startswith("train.sync_batch_norm: cannot synchronise layer ")
     assert renorm.endswith("/re: it has renorm=True.")
-    assert own.endswith("/own: it has a call() of its own (Own).")
+    assert own.endswith("/own: it has its own call() (Own).")
 
 
 def test_saved_model_has_plain_layers(rank_facts: RankFacts, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_train.distributed.launch.launcher import Launch, detect
+from horovod_train.distributed.launch.launcher import Launch, read_launch
 from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
 from horovod_train.errors import UserError
 
@@ -68,7 +68,7 @@ def mpich(rank: int, size: int) -> dict[str, str]:
 def test_the_nearest_launcher_is_read_from_the_environment(
     environment: dict[str, str], launcher: str, rank: int, size: int
 ) -> None:
-    found = detect(environment)
+    found = read_launch(environment)
     assert (found.launcher, found.rank, found.size, found.fault) == (launcher, rank, size, "")
     assert (found.step is not None) == (launcher == "srun")
 
@@ -84,7 +84,7 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
             "SLURM job 7 has 3 tasks, but this process is one alone. Instead start it with",
         ),
         ({"PMIX_RANK": "1"}, "this is rank 1 of a launcher that does not say how many there are"),
-        (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a run of its own with 1"),
+        (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a separate run with 1"),
         (step(1) | horovodrun(1, 2), "srun started 3 copies of horovodrun"),
         (step(1) | mpirun(0, 1), "srun started 3 copies of mpirun"),
         (BATCH | PLANNED | horovodrun(0, 4, 4), "horovodrun put all 4 ranks on n1, though the job has 2 hosts"),
@@ -93,7 +93,7 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
 )
 def test_processes_that_would_not_find_each_other_are_told_what_to_do(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        detect(environment).check()
+        read_launch(environment).check()
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_processes_that_would_not_find_each_other_are_told_what_to_do(environmen
     ],
 )
 def test_what_is_only_like_it_is_let_through(environment: dict[str, str]) -> None:
-    assert detect(environment).fault == ""
+    assert read_launch(environment).fault == ""
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_what_is_only_like_it_is_let_through(environment: dict[str, str]) -> Non
 )
 def test_variables_that_contradict_each_other_are_refused(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        detect(environment)
+        read_launch(environment)
 
 
 def test_the_end_of_the_job_is_known_under_every_launcher() -> None:
     for launcher in ({}, horovodrun(0, 1), mpirun(0, 1), step(0)):
         environment = launcher | {"SLURM_JOB_END_TIME": "1800000000", "SLURM_JOB_ID": "7"}
-        found = detect(environment)
+        found = read_launch(environment)
         assert isinstance(found, Launch)
         assert (found.end_time, found.job) == (1.8e9, "7")
 

@@ -100,7 +100,7 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
     server: StepServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = server.server_address[1]
-    most = 2 + rendezvous_server.SPARE_STRANGERS
+    most = 2 + rendezvous_server.SPARE_PENDING
     with ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(150)]
         assert all(stranger.recv(1) == b"" for stranger in idle[:-most])  # the oldest go

@@ -1,4 +1,4 @@
-"""Settings by place, and how ranks are started on a host."""
+"""Settings by how ranks exchange, and how ranks are started on a host."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ TIMEOUT = "HOROVOD_GLOO_TIMEOUT_SECONDS"
 WAITS = {TIMEOUT: ("630", "default")}
 
 
-def found(config: HorovodConfig | None = None, environment: dict[str, str] | None = None, **place: object) -> dict:
-    place = {"launcher": "horovodrun", "uses_mpi": False, "has_gpu": False} | place
-    settings = choose(config or HorovodConfig(), environment or {}, **place)  # type: ignore[arg-type]
+def found(config: HorovodConfig | None = None, environment: dict[str, str] | None = None, **how: object) -> dict:
+    how = {"library": "gloo", "has_gpu": False} | how
+    settings = choose(config or HorovodConfig(), environment or {}, **how)  # type: ignore[arg-type]
     return {setting.name: (setting.value, setting.origin) for setting in settings}
 
 
-def test_each_place_has_its_defaults() -> None:
+def test_each_library_has_its_defaults() -> None:
     assert found() == {CYCLE: (CYCLE_MS["gloo"], "default")} | WAITS
-    assert found(uses_mpi=True) == {YIELD: ("1", "default"), CYCLE: (CYCLE_MS["MPI"], "default")}
-    assert found(launcher="none") == {CYCLE: (CYCLE_MS["alone"], "default")}
+    assert found(library="MPI") == {YIELD: ("1", "default"), CYCLE: (CYCLE_MS["MPI"], "default")}
+    assert found(library="alone") == {CYCLE: (CYCLE_MS["alone"], "default")}
     assert found(has_gpu=True) == WAITS  # NCCL: Horovod's own
-    assert found(has_gpu=True, uses_mpi=True) == {YIELD: ("1", "default")}
+    assert found(has_gpu=True, library="MPI") == {YIELD: ("1", "default")}
 
 
 def test_gloo_waits_longer_than_its_own_30_s_with_the_watch_and_without() -> None:
     assert int(found()[TIMEOUT][0]) > 600
-    place = {"launcher": "srun", "uses_mpi": False, "has_gpu": False}
-    settings = choose(HorovodConfig(), {}, **place, more={TIMEOUT: "90"})  # type: ignore[arg-type]
+    settings = choose(HorovodConfig(), {}, library="gloo", has_gpu=False, more={TIMEOUT: "90"})
     assert {setting.name: setting.value for setting in settings}[TIMEOUT] == "90"
 
 
@@ -52,8 +51,8 @@ def test_deterministic_runs_of_adasum_fuse_nothing() -> None:
 
 
 def test_further_defaults_give_way_to_the_environment() -> None:
-    place = {"launcher": "none", "uses_mpi": False, "has_gpu": True}
-    settings = choose(HorovodConfig(), {"A": "mine"}, **place, more={"A": "1", "B": "2"})  # type: ignore[arg-type]
+    more = {"A": "1", "B": "2"}
+    settings = choose(HorovodConfig(), {"A": "mine"}, library="alone", has_gpu=True, more=more)
     assert [(setting.name, setting.value) for setting in settings] == [("A", "mine"), ("B", "2")]
 
 

@@ -16,7 +16,8 @@ import psutil
 
 from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.horovod_info import clock_offsets_s, exchange_interface
+from horovod_train.distributed.horovod_info import clock_offsets_s
+from horovod_train.distributed.launch.network import exchange_interface
 from horovod_train.output.removal import Made, remove
 
 MOST_SKEW_S = 1.0

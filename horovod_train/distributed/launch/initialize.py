@@ -23,13 +23,13 @@ _MOST_CORES = 8192
 """Linux's own limit, NR_CPUS."""
 
 
-def meeting(started_by: launcher.Launch) -> AbstractContextManager[None]:
+def rendezvous_if_needed(started_by: launcher.Launch) -> AbstractContextManager[None]:
     """Return a context in which the ranks can find each other, if the launcher does not provide one."""
     if started_by.step is None:
         return nullcontext()
     from horovod_train.distributed.launch import rendezvous
 
-    return rendezvous.meeting(started_by.step)
+    return rendezvous.open_rendezvous(started_by.step)
 
 
 def initialise(started_by: launcher.Launch) -> set[int]:
@@ -43,12 +43,12 @@ def initialise(started_by: launcher.Launch) -> set[int]:
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     if not started_by.uses_mpi:
         speaks = started_by.step is not None and started_by.rank == 0
-        with _survivor(_GLOO_FAILED) if speaks else nullcontext():
+        with _sentinel(_GLOO_FAILED) if speaks else nullcontext():
             hvd.init()
         return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
-    with _survivor(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
-        # check_place reports this once, with what to do.
+    with _sentinel(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
+        # check_rank_and_size reports this once, with what to do.
         warnings.filterwarnings("ignore", "suspicious MPI execution environment")
         from mpi4py import MPI
 
@@ -78,27 +78,26 @@ _MPI_FAILED = (
 
 
 @contextmanager
-def _survivor(last_words: str) -> Iterator[None]:
-    """Print last_words if this process ends inside the block: Open MPI ends it if it finds no PMIx that it knows, and
-    Horovod aborts it if the rendezvous fails for good.
+def _sentinel(message: str) -> Iterator[None]:
+    """Print `message` from another process if this one ends inside the block.
+
+    Open MPI ends it if it finds no PMIx that it knows, and Horovod aborts it if the rendezvous fails.
     """
     script = 'read -r done || echo "$1" >&2'
-    heir = subprocess.Popen(["sh", "-c", script, "sh", last_words], stdin=subprocess.PIPE)
+    sentinel = subprocess.Popen(["sh", "-c", script, "sh", message], stdin=subprocess.PIPE)
     try:
         yield
     finally:
-        heir.communicate(b"done\n")
+        sentinel.communicate(b"done\n")
 
 
-def check_place(started_by: launcher.Launch) -> None:
+def check_rank_and_size(started_by: launcher.Launch) -> None:
     """Check rank and size without any exchange: a process that wrongly believes to be alone cannot reach the others."""
     if (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
         return
     if started_by.rank != 0:
         time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
-        silent = FailedElsewhere("rank 0 has said that the ranks do not find each other")
-        silent.exit_code = UserError.exit_code
-        raise silent
+        raise FailedElsewhere("rank 0 reports that the ranks do not find each other", UserError.exit_code)
     instead = "srun --mpi=none" if started_by.launcher == "srun-pmix" else "horovodrun --gloo"
     raise UserError(
         f"{started_by.launcher} started {started_by.size} ranks, but the MPI that Horovod was built with finds "

@@ -5,6 +5,7 @@ Does not import horovod or TensorFlow, so it answers immediately; group checks l
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -51,7 +52,16 @@ class Launch:
             raise UserError(self.fault)
 
 
-def detect(environment: Mapping[str, str] = os.environ) -> Launch:
+@functools.cache
+def detect() -> Launch:
+    """Return what the launcher says about this process. Reads the environment once: Horovod changes it when it starts.
+
+    Raises UserError if the variables of one launcher contradict each other.
+    """
+    return read_launch(os.environ)
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
     """Read what each launcher tells the processes that it starts. The launcher nearest to the process wins.
 
     horovodrun (gloo) sets HOROVOD_RANK, also inside an MPI job. mpirun sets OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK
@@ -112,7 +122,7 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
     if launcher == "mpirun" and size > 1:
         return ""
     return (
-        f"srun started {step.size} copies of {launcher}, and each would be a run of its own with {size} rank(s). "
+        f"srun started {step.size} copies of {launcher}, and each would be a separate run with {size} rank(s). "
         f"Leave {launcher} out and {_SRUN}"
     )
 

@@ -19,9 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import psutil
-
-from horovod_train.distributed.launch import key_value_store
+from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.rendezvous_server import TOKEN, StepServer, key_of, proof_of_root
 from horovod_train.distributed.launch.slurm import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
@@ -38,7 +36,7 @@ PORTS_TRIED = 16
 
 
 @contextmanager
-def meeting(step: Step) -> Iterator[None]:
+def open_rendezvous(step: Step) -> Iterator[None]:
     """Collective: set what Horovod needs in the environment and run a server, until the block ends.
 
     All ranks must have initialised Horovod before root leaves the block. HOROVOD_GLOO_IFACE stays set, because the
@@ -151,9 +149,9 @@ def _address_of_root(step: Step) -> str:
     if len(step.nodes) == 1:
         return "127.0.0.1"
     named = _address_of(step.nodes[0])
-    if step.node == 0 and (named.startswith("127.") or _interface_of(named) is None):
+    if step.node == 0 and (named.startswith("127.") or network.interface_of(named) is None):
         # Many hosts resolve their own name to a loopback address.
-        return _own_address_towards(_address_of(step.nodes[1]))
+        return network.own_address_towards(_address_of(step.nodes[1]))
     return named
 
 
@@ -174,24 +172,10 @@ def _interface(step: Step) -> str:
     gloo would take the address of the host's own name, which is a loopback address on many Debian hosts.
     """
     there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-    own = _own_address_towards(there)
-    if (name := _interface_of(own)) is None:
+    own = network.own_address_towards(there)
+    if (name := network.interface_of(own)) is None:
         raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
     return name
-
-
-def _own_address_towards(there: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((there, 9))  # sends nothing: it asks the routing table
-        return str(probe.getsockname()[0])
-
-
-def _interface_of(own: str) -> str | None:
-    """Return the interface of this host that has this address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if own in [found.address for found in addresses]:
-            return str(name)
-    return None
 
 
 def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:

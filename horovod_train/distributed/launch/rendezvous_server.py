@@ -26,7 +26,7 @@ TOKEN = "HOROVOD_TRAIN_TOKEN"
 MOST_BYTES = 4 << 20
 """Of one value. gloo's values are about 140 bytes for each rank."""
 REQUEST_WITHIN_S = 5.0
-SPARE_STRANGERS = 32
+SPARE_PENDING = 32
 _FORBIDDEN = 403
 
 
@@ -54,8 +54,8 @@ class StepServer(RendezvousHTTPServer):
         super().__init__((host, port), _Handler, 0)
         self.step, self.key = step, key_of(step, port)
         self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
-        self._most_strangers = size + SPARE_STRANGERS
-        self._strangers: dict[socket.socket, float] = {}
+        self._most_pending = size + SPARE_PENDING
+        self._pending: dict[socket.socket, float] = {}
         """Until when each connection must have sent a request with the key; the oldest first."""
         self._lock = threading.Lock()
 
@@ -69,21 +69,21 @@ class StepServer(RendezvousHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._strangers[request] = time.monotonic() + REQUEST_WITHIN_S
-            while len(self._strangers) > self._most_strangers:
-                _cut(self._strangers, next(iter(self._strangers)))
+            self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
+            while len(self._pending) > self._most_pending:
+                _cut(self._pending, next(iter(self._pending)))
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         super().service_actions()
         now = time.monotonic()
         with self._lock:
-            while self._strangers and (oldest := next(iter(self._strangers.items())))[1] <= now:
-                _cut(self._strangers, oldest[0])
+            while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
+                _cut(self._pending, oldest[0])
 
     def admit(self, request: socket.socket) -> None:
         with self._lock:
-            self._strangers.pop(request, None)
+            self._pending.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
         self.admit(request)
@@ -93,9 +93,9 @@ class StepServer(RendezvousHTTPServer):
         """Say nothing: what a connection sends ends only that connection, and does not concern the user."""
 
 
-def _cut(strangers: dict[socket.socket, float], request: socket.socket) -> None:
+def _cut(pending: dict[socket.socket, float], request: socket.socket) -> None:
     """Shut the connection down. The thread that reads from it then finds the end and closes it."""
-    del strangers[request]
+    del pending[request]
     try:
         request.shutdown(socket.SHUT_RDWR)
     except OSError:  # closed already

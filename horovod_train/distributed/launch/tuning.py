@@ -1,6 +1,6 @@
-"""Choose the settings of Horovod and MPI for the place where the ranks run, with the origin of and reason for each.
+"""Choose the settings of Horovod and MPI by how the ranks exchange, with the origin of and reason for each.
 
-One pure function from the place to settings. The user's environment wins over a default, the config over both. Does not
+One pure function. The user's environment wins over a default, the config over both. Does not
 choose how ranks are started (see local) or how many threads they get (see device).
 """
 
@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 from horovod_train.config.settings import HorovodConfig
 
 Origin = Literal["default", "environment", "config"]
+Library = Literal["MPI", "gloo", "alone"]
+"""Between CPUs, ranks exchange over MPI or gloo; alone: there is one rank only."""
 
 
 class Setting(NamedTuple):
@@ -24,7 +26,7 @@ class Setting(NamedTuple):
     why: str = ""
 
 
-CYCLE_MS = {"MPI": "1", "gloo": "1", "alone": "0.5"}
+CYCLE_MS: dict[Library, str] = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
 GLOO_TIMEOUT_S = "630"
@@ -35,16 +37,15 @@ def choose(
     config: HorovodConfig,
     environment: Mapping[str, str],
     *,
-    launcher: str,
-    uses_mpi: bool,
+    library: Library,
     has_gpu: bool,
     deterministic: bool = False,
     more: Mapping[str, str] | None = None,
 ) -> list[Setting]:
     """Return what to set before Horovod starts. more: further defaults, such as the watchdog's stall limits."""
     by_config = dict(_from_config(config, deterministic))
-    defaults = dict(_by_place(launcher=launcher, uses_mpi=uses_mpi, has_gpu=has_gpu))
-    defaults |= {name: (value, "the watch speaks first") for name, value in (more or {}).items()}
+    defaults = dict(_by_library(library, has_gpu=has_gpu))
+    defaults |= {name: (value, "the watchdog reports before Horovod does") for name, value in (more or {}).items()}
     found = [Setting(name, value, "config", why) for name, (value, why) in by_config.items()]
     for name, (value, why) in defaults.items():
         if name not in by_config:
@@ -63,16 +64,15 @@ def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[s
         yield "HOROVOD_FUSION_THRESHOLD", ("0", "deterministic: true")
 
 
-def _by_place(*, launcher: str, uses_mpi: bool, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
+def _by_library(library: Library, *, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield defaults measured by `bench exchange`; the figures are in docs/tools.md."""
-    if uses_mpi:
+    if library == "MPI":
         yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
-    elif launcher != "none":
+    elif library == "gloo":
         yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (GLOO_TIMEOUT_S, "Horovod's 30 s are less than a start or a compilation")
     if not has_gpu:
-        place = "alone" if launcher == "none" else "MPI" if uses_mpi else "gloo"
-        why = "one rank waits for nobody" if place == "alone" else f"{place} between CPUs"
-        yield "HOROVOD_CYCLE_TIME", (CYCLE_MS[place], f"ms; {why}")
+        why = "a single rank waits for no other" if library == "alone" else f"{library} between CPUs"
+        yield "HOROVOD_CYCLE_TIME", (CYCLE_MS[library], f"ms; {why}")
 
 
 def sees_gpu() -> bool:

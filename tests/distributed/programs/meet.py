@@ -14,10 +14,10 @@ place = launcher.detect()
 assert place.step is not None
 facts: dict[str, object] = {}
 try:
-    with rendezvous.meeting(place.step):
+    with rendezvous.open_rendezvous(place.step):
         facts["inside"] = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
         time.sleep(1 if place.rank == 0 else 0)  # until the others have seen that all are here
-    facts["launcher_after"] = launcher.detect().launcher
+    facts["launcher_after"] = launcher.read_launch(os.environ).launcher
 except RunError as error:
     facts["error"], facts["exit_code"] = str(error), error.exit_code
 leave(place.rank, facts)

@@ -1,0 +1,53 @@
+"""Addresses and interfaces of this host, as the ranks use them to reach each other. Connects to no other host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+
+def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the network interfaces that the ranks were told to use for exchanges, as the launcher or user wrote it."""
+    return environment.get("HOROVOD_GLOO_IFACE") or environment.get("NCCL_SOCKET_IFNAME")
+
+
+def own_address_towards(there: str) -> str:
+    """Return the IPv4 address of this host that the host `there` would see. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there, 9))  # sends nothing: it asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def interface_of(own: str) -> str | None:
+    """Return the interface of this host that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in [found.address for found in addresses]:
+            return str(name)
+    return None
+
+
+def address_of_interface(name: str) -> str | None:
+    """Return the IPv4 address of an interface of this host."""
+    found = psutil.net_if_addrs().get(name, [])
+    return next((str(each.address) for each in found if each.family == socket.AF_INET), None)
+
+
+def choose_host(hosts: Sequence[str], interface: str | None) -> str:
+    """Return the address at which the ranks on `hosts` reach this one; loopback if all are on one host.
+
+    interface: the network interface of the exchanges, if known. Raises OSError if this host has no address.
+    """
+    if len(set(hosts)) == 1:
+        return "127.0.0.1"
+    if interface and (address := address_of_interface(interface)):
+        return address
+    own = socket.gethostname()
+    for host in hosts:
+        if host != own:
+            with suppress(OSError):
+                return own_address_towards(host)
+    return socket.gethostbyname(own)
