@@ -16,8 +16,8 @@ from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.data.pipeline import Batch, Pipeline
 from horovod_train.distributed.group import WorkerGroup, start
-from horovod_train.distributed.watchdog.stall_detector import StallLimits
-from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.console import to_stderr
@@ -97,11 +97,10 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
 @contextmanager
 def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Trained]:
     """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
-    limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
-    environment = stall_environment(limits) if config.watch.enabled else None
+    environment = stall_environment(config.watch)
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
-    watch = open_watchdog(group, NullRankLog(), limits) if config.watch.enabled else NullWatchdog(group, NullRankLog())
-    with watch:
+    log = NullRankLog()
+    with RunEnd(group, log, open_watchdog(group, log, config.watch)) as run_end:
         with group.raise_together():
             model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
@@ -111,7 +110,7 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()
-        watch.close()
+        run_end.close()
 
 
 def _say_on(group: WorkerGroup) -> Callable[[str], None]:

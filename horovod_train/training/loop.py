@@ -47,7 +47,7 @@ def train(
     batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
     asked = stopping.vote()
     group.heartbeat.phase("compile")
-    group.heartbeat.probe = train_step.place
+    group.heartbeat.set_probe(train_step.phase_variable)
     if step and not asked and not ended:
         # First finish hooks that the last stop interrupted, such as an evaluation.
         ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])

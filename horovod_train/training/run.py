@@ -25,8 +25,8 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.launch import launcher
-from horovod_train.distributed.watchdog.stall_detector import StallLimits
-from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output import rank_log
@@ -52,12 +52,11 @@ def run(config: Config) -> int:
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     started = time.time()
-    limits = StallLimits(config.watch.warn_after_s, config.watch.stop_after_s, config.watch.first_step_after_s)
     group = start(
         config.horovod,
         config.device,
         deterministic=config.deterministic,
-        environment=_environment(config, limits),
+        environment=_environment(config),
     )
     with group.raise_together():
         resolve(config, group.size)  # reports config errors before any file is written
@@ -65,14 +64,12 @@ def run(config: Config) -> int:
         lease = open_lease(output.directory, output.say, job=launcher.detect().job)
         rank_log.make_folder(output.directory)
     own_log = _open_rank_log(config, group)
-    watch = (
-        open_watchdog(group, own_log, limits, say=output.say) if config.watch.enabled else NullWatchdog(group, own_log)
-    )
+    run_end = RunEnd(group, own_log, open_watchdog(group, own_log, config.watch, output.say))
     stopping = StopCoordinator(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
-    with watch, stopping.listening(), closing(lease):
+    with run_end, stopping.listening(), closing(lease):
         exit_code = _train(config, group, output, lease, stopping, started)
         group.close()
-        watch.close("stopped" if exit_code else "done", exit_code)
+        run_end.close("stopped" if exit_code else "done", exit_code)
     return exit_code
 
 
@@ -185,14 +182,13 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NullRankLog:
     said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
     assert config.output_dir is not None
     log = rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
-    group.heartbeat.tell = log.write
+    group.heartbeat.log_to(log.write)
     return log
 
 
-def _environment(config: Config, limits: StallLimits) -> dict[str, str]:
+def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
-    stalls = stall_environment(limits) if config.watch.enabled else {}
-    return stalls | (traced_memory_environment() if config.log.profile_at_steps else {})
+    return stall_environment(config.watch) | (traced_memory_environment() if config.log.profile_at_steps else {})
 
 
 def _open_output(config: Config, group: WorkerGroup) -> NullOutput:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from horovod_train.data.counter_rng import mix
 from horovod_train.data.pipeline import Batch
-from horovod_train.distributed.watchdog.phase_variable import Place
+from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.training.losses import Loss
 from horovod_train.training.metrics import Accumulator
 from horovod_train.training.nonfinite import are_finite, present, spoilt_by, taken_back
@@ -62,7 +62,7 @@ class TrainStep:
         self.max_skips_in_a_row = max(max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW if self.scales_loss else 0)
         self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
         self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
-        self.place = Place(state.step)
+        self.phase_variable = PhaseVariable(state.step)
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
@@ -78,7 +78,7 @@ class TrainStep:
             return tf.logical_and(goes_on, done < steps)
 
         def one_step(done: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
-            with tf.name_scope("input_data"), tf.control_dependencies([self.place.enter("input")]):
+            with tf.name_scope("input_data"), tf.control_dependencies([self.phase_variable.enter("input")]):
                 batch = next(batches)
             with self.placement():
                 goes_on = self.train_on(batch)
@@ -92,9 +92,9 @@ class TrainStep:
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""
         self._set_dropout_seeds()
-        with tf.control_dependencies([self.place.enter("exchange", after=batch)]):  # counting may communicate
+        with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)]):  # counting may communicate
             batch = batch._replace(count=self.count_over_ranks(batch))
-        self.place.enter("compute", after=batch.count)
+        self.phase_variable.enter("compute", after=batch.count)
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), self._without_poison():
             own, shares = self.objective.gradients(batch, self.seen)
@@ -103,7 +103,7 @@ class TrainStep:
             self.state.failure.last_loss.assign(total)
             self.state.note_losses(shares)
         with tf.name_scope("exchange"):
-            self.place.enter("exchange", after=own)
+            self.phase_variable.enter("exchange", after=own)
             exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
         with tf.control_dependencies(present(exchanged.gradients)):  # counts a step only after its exchange
             self.state.step.assign_add(1)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat, files_being_read
-from horovod_train.distributed.watchdog.stall_detector import StallDetector, StallLimits
+from horovod_train.distributed.watchdog.stall_detector import StallDetector
 
-LIMITS = StallLimits(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
+LIMITS = WatchConfig(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
 NOW = 1000.0
 
 
@@ -89,7 +90,8 @@ def test_before_the_first_step_and_while_compiling_the_limits_are_long() -> None
 
 
 def test_a_probe_speaks_inside_the_compiled_call_only() -> None:
-    heartbeat = Heartbeat(lambda: (12, "exchange", "inside"))
+    heartbeat = Heartbeat()
+    heartbeat.set_probe(lambda: (12, "exchange", "inside"))
     assert heartbeat.look().phase == "start"
     heartbeat.phase("train")
     with heartbeat.phase("save", "writing it"):
@@ -101,11 +103,13 @@ def test_a_probe_speaks_inside_the_compiled_call_only() -> None:
 
 def test_a_probe_that_fails_is_not_asked_again_and_the_main_thread_still_counts() -> None:
     told: list[tuple[str, str]] = []
-    heartbeat = Heartbeat(lambda: 1 // 0, lambda kind, text: told.append((kind, text)))  # type: ignore[arg-type, return-value]
+    heartbeat = Heartbeat()
+    heartbeat.log_to(lambda kind, text: told.append((kind, text)))
+    heartbeat.set_probe(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     heartbeat.phase("train")
     first = heartbeat.look()
     heartbeat.phase("train")
-    assert not heartbeat.look().is_where(first)
+    assert not heartbeat.look().is_unchanged_from(first)
     assert [kind for kind, _ in told] == ["warning", "phase"]
 
 

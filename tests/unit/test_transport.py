@@ -1,4 +1,4 @@
-"""What reaches root's watch: messages of ranks, and of strangers nothing, whatever they send."""
+"""What reaches root's watchdog: messages of ranks, and nothing from other connections, whatever they send."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from pathlib import Path
 import pytest
 from strangers import messages
 
+from horovod_train.distributed.launch.network import choose_host
 from horovod_train.distributed.watchdog import listener
 from horovod_train.distributed.watchdog.listener import ADMITTED, HELLO, Address
-from horovod_train.distributed.watchdog.transport import Lost, Message, Server, choose_host, connect
+from horovod_train.distributed.watchdog.transport import Lost, Received, Server, connect
 
 
 class Polled:
-    """A server whose messages a thread collects, as root's guard does."""
+    """A server whose messages a thread collects, as root's watchdog does."""
 
     def __init__(self, size: int) -> None:
         self.server = Server("127.0.0.1", size)
         self.address = self.server.address
-        self.found: list[tuple[int, Message | Lost]] = []
+        self.found: Received = []
         self.polls = 0
         self.is_open = True
         self._thread = threading.Thread(target=self._poll, daemon=True)
@@ -37,7 +38,7 @@ class Polled:
             self.found += self.server.poll(0.05)
             self.polls += 1
 
-    def wait_for(self, count: int) -> list[tuple[int, Message | Lost]]:
+    def wait_for(self, count: int) -> Received:
         wait_until(lambda: len(self.found) >= count)
         return self.found
 
@@ -74,20 +75,20 @@ def is_dropped(stranger: socket.socket) -> bool:
 
 
 def test_messages_go_both_ways_and_an_end_is_noticed(polled: Polled) -> None:
-    line = connect(polled.address, 2, 5)
-    line.send({"kind": "beat"})
+    connection = connect(polled.address, 2, 5)
+    connection.send({"kind": "beat"})
     assert polled.wait_for(1) == [(2, {"kind": "beat"})]
-    polled.server.send_all({"kind": "beat", "n": 1})
-    assert line.wait(10) == [{"kind": "beat", "n": 1}]
-    line.close()
+    polled.server.send({"kind": "beat", "n": 1})
+    assert connection.poll(10) == [(0, {"kind": "beat", "n": 1})]
+    connection.close()
     assert polled.wait_for(2)[1:] == [(2, Lost(closed=True))]
 
 
 def test_a_message_in_pieces_is_one_message(polled: Polled) -> None:
-    line = connect(polled.address, 1, 5)
+    connection = connect(polled.address, 1, 5)
     for piece in (b'{"kind": ', b'"be', b'at"}\n{"kind"', b': "bye"}\n'):
         polls = polled.polls
-        line.socket.send(piece)
+        connection.socket.send(piece)
         wait_until(lambda polls=polls: polled.polls > polls + 1)  # type: ignore[misc]
     assert polled.wait_for(2) == [(1, {"kind": "beat"}), (1, {"kind": "bye"})]
 
@@ -145,15 +146,15 @@ def descriptors() -> int:
 
 
 def test_idle_strangers_cost_a_bounded_number_of_descriptors(polled: Polled) -> None:
-    line = connect(polled.address, 0, 5)
+    connection = connect(polled.address, 0, 5)
     before = descriptors()
     with ExitStack() as stack:
         idle = [stack.enter_context(call(polled.address)) for _ in range(200)]
-        most = 4 + listener.SPARE_STRANGERS
+        most = 4 + listener.SPARE_PENDING
         assert all(map(is_dropped, idle[:-most]))  # the oldest go
         assert descriptors() <= before + len(idle) + most
         connect(polled.address, 1, 5).close()  # a rank still comes in
-    line.send({"kind": "beat"})
+    connection.send({"kind": "beat"})
     wait_until(lambda: (0, {"kind": "beat"}) in polled.found)
 
 
@@ -174,13 +175,13 @@ def no_more_descriptors() -> Iterator[None]:
 
 
 def test_without_descriptors_root_rests_and_then_accepts_again(polled: Polled) -> None:
-    line = connect(polled.address, 0, 5)
+    connection = connect(polled.address, 0, 5)
     late = [socket.socket() for _ in range(3)]
     with no_more_descriptors():
         for stranger in late:
             stranger.connect((polled.address.host, polled.address.port))
         polls = polled.polls
-        line.send({"kind": "beat"})
+        connection.send({"kind": "beat"})
         polled.wait_for(1)
         wait_until(lambda: polled.polls > polls + 10)
         assert polled.polls < polls + 10_000
@@ -205,12 +206,12 @@ def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        line = connect(polled.address, 1, 5)
-        assert line.socket.fileno() > 1023
-        line.send({"kind": "beat"})
+        connection = connect(polled.address, 1, 5)
+        assert connection.socket.fileno() > 1023
+        connection.send({"kind": "beat"})
         assert polled.wait_for(1) == [(1, {"kind": "beat"})]  # now root has the connection, and can answer on it
-        polled.server.send_all({"kind": "beat"})
-        assert line.wait(10) == [{"kind": "beat"}]
+        polled.server.send({"kind": "beat"})
+        assert connection.poll(10) == [(0, {"kind": "beat"})]
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -219,7 +220,7 @@ def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
 
 def test_strangers_that_send_anything_change_nothing(polled: Polled) -> None:
     """The whole, on a run that trains, is in tests/distributed/test_strangers.py."""
-    line = connect(polled.address, 0, 5)
+    connection = connect(polled.address, 0, 5)
     with ExitStack() as stack:
         for number, message in enumerate(messages(random.Random(7), 300, polled.address.token)):
             stranger = stack.enter_context(call(polled.address))
@@ -227,7 +228,7 @@ def test_strangers_that_send_anything_change_nothing(polled: Polled) -> None:
                 stranger.sendall(message)
             if number % 2:  # the others stay
                 stranger.close()
-        line.send({"kind": "beat"})
+        connection.send({"kind": "beat"})
         assert polled.wait_for(1) == [(0, {"kind": "beat"})]
 
 

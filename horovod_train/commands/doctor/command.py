@@ -25,7 +25,6 @@ from horovod_train.output import tensorflow_noise
 from horovod_train.output.files import write_whole
 
 COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
-ROOT_SPEAKS_FIRST_S = 2.0
 _NOT_TOGETHER = (
     "the ranks did not come together within {:.0f} s. Are all hosts up, and can they reach one another? With several "
     "networks name theirs: horovodrun --network-interfaces"
@@ -56,21 +55,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
     from horovod_train.distributed.group import start
-    from horovod_train.distributed.watchdog.stall_detector import StallLimits
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
     chosen = config or Config()
-    limits = StallLimits(chosen.watch.warn_after_s, chosen.watch.stop_after_s, chosen.watch.first_step_after_s)
     alarm = _Alarm(arguments.timeout)
     try:
         group = start(
-            chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=stall_environment(limits)
+            chosen.horovod,
+            chosen.device,
+            deterministic=chosen.deterministic,
+            environment=stall_environment(chosen.watch),
         )
     except AlreadySaid:
         return [fail("start", "another rank could not start; it says why", "")], False
     except RunError as error:
         # Usually the same on all ranks: root reports it, and its end ends the others before they report.
-        time.sleep(0.0 if launcher.detect().rank == 0 else ROOT_SPEAKS_FIRST_S)
+        time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_SPEAKS_FIRST_S)
         return [fail("start", str(error), "")], True
     except Exception as error:
         # Libraries may raise anything here; doctor reports it as a result.

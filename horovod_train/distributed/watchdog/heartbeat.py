@@ -39,48 +39,56 @@ class Beat:
     """how often the main thread has entered a phase: counts as progress, even if it returns to the same phase"""
     seconds: float
 
-    def is_where(self, other: Beat) -> bool:
+    def is_unchanged_from(self, other: Beat) -> bool:
         return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
 
 
 class Heartbeat:
     """Written by the main thread, read by the watchdog. Setting a phase costs a microsecond.
 
-    probe: may be set later, when the variables that it reads exist. tell: called with a kind and a text for the log,
-    for each new coarse phase and for a probe that fails.
+    It exists before the parts that it serves: `set_probe` and `log_to` connect them.
     """
 
-    def __init__(self, probe: Probe | None = None, tell: Callable[[str, str], None] | None = None) -> None:
-        self.probe, self.tell = probe, tell
+    def __init__(self) -> None:
+        self._probe: Probe | None = None
+        self._log: Callable[[str, str], None] = lambda kind, text: None
         self._coarse = "start"
-        self._place = ("start", "", 0)
+        self._phase = ("start", "", 0)
         self._beat = Beat("start", None, "", 0, 0.0)
         self._since = time.monotonic()
         self._lock = threading.Lock()
+
+    def set_probe(self, probe: Probe) -> None:
+        """Read steps and the phases inside compiled calls from `probe` from now on."""
+        self._probe = probe
+
+    def log_to(self, log: Callable[[str, str], None]) -> None:
+        """Call log(kind, text) for each new coarse phase, and for a probe that fails."""
+        self._log = log
 
     def phase(self, name: str, detail: str = "") -> _Phase:
         """Enter a phase immediately. As a context manager it returns to the previous phase at the end.
 
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
         """
-        before = self._place[:2]
+        before = self._phase[:2]
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
     @property
     def name(self) -> str:
         """The phase that the main thread is in, whatever the probe finds."""
-        return self._place[0]
+        return self._phase[0]
 
     def look(self) -> Beat:
         """Read the probe, which may take long if a device is stuck; return what it found."""
         step, inner, detail = self._ask_probe()
-        name, own_detail, moves = self._place
+        name, own_detail, moves = self._phase
         now = time.monotonic()
         with self._lock:
             shown = inner if name == TRAIN and inner else name
             found = Beat(shown, step, own_detail or detail, moves, 0.0)
-            if not found.is_where(self._beat):
+            if not found.is_unchanged_from(self._beat):
                 self._beat, self._since = found, now
         return self.last()
 
@@ -90,23 +98,21 @@ class Heartbeat:
             return dataclasses.replace(self._beat, seconds=time.monotonic() - self._since)
 
     def _enter(self, name: str, detail: str) -> None:
-        self._place = (name, detail, self._place[2] + 1)
+        self._phase = (name, detail, self._phase[2] + 1)
         if name != self._coarse and name not in FINE_PHASES:
             self._coarse = name
-            if self.tell is not None:
-                step = self.look().step
-                self.tell("phase", name if step is None else f"{name} after step {step}")
+            step = self.look().step
+            self._log("phase", name if step is None else f"{name} after step {step}")
 
     def _ask_probe(self) -> tuple[int | None, str | None, str]:
-        if self.probe is None:
+        if self._probe is None:
             return None, None, ""
         try:
-            return self.probe()
+            return self._probe()
         except Exception as error:
             # Phases that the main thread enters still count as progress.
-            self.probe = None
-            if self.tell is not None:
-                self.tell("warning", f"steps and the phases in them are not seen any more: {error}")
+            self._probe = None
+            self._log("warning", f"cannot read the step and its phases any more: {error}")
             return None, None, ""
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES, files_being_read
 
 
-class Place:
+class PhaseVariable:
     """The probe of a Heartbeat for compiled training. step: the variable in which steps are counted."""
 
     def __init__(self, step: tf.Variable) -> None:

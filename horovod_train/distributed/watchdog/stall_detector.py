@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import LONG_PHASES, Beat
 
 EXCHANGE = "exchange"
@@ -13,37 +15,25 @@ _BEATS_PER_S = 256
 """Of all ranks together, at most."""
 
 
-@dataclass(frozen=True)
-class StallLimits:
-    """How long no rank may make progress, in seconds."""
+class Intervals(NamedTuple):
+    """How often ranks are heard and checked, in seconds."""
 
-    warn_after_s: float = 60.0
-    """then a warning names the rank that the others wait for"""
-    stop_after_s: float = 600.0
-    """then all ranks write their stacks and end"""
-    first_step_after_s: float = 1800.0
-    """replaces stop_after_s before the first step is done, and while a rank compiles; warnings change in proportion"""
-    ranks: int = 1
-    """number of ranks that watch each other"""
+    turn_s: float
+    """between two checks of the ranks"""
+    beat_s: float
+    """between two heartbeats of a rank; longer if root would have to hear hundreds of them in a second"""
+    silent_after_s: float
+    """a rank without a heartbeat for so long counts as frozen or unreachable"""
 
-    @property
-    def turn_s(self) -> float:
-        """Time between two checks of the ranks."""
-        return min(1.0, self.warn_after_s / 8)
 
-    @property
-    def beat_s(self) -> float:
-        """Time between two heartbeats of a rank; longer if root would have to hear hundreds of them in a second."""
-        return max(self.turn_s, self.ranks / _BEATS_PER_S)
-
-    @property
-    def silent_after_s(self) -> float:
-        """A rank without a heartbeat for so long counts as frozen or unreachable."""
-        return max(self.warn_after_s / 2, 4 * self.beat_s)
+def intervals(limits: WatchConfig, ranks: int) -> Intervals:
+    turn_s = min(1.0, limits.warn_after_s / 8)
+    beat_s = max(turn_s, ranks / _BEATS_PER_S)
+    return Intervals(turn_s, beat_s, max(limits.warn_after_s / 2, 4 * beat_s))
 
 
 @dataclass
-class _Seen:
+class _Heard:
     beat: Beat
     heard_at: float
     changed_at: float
@@ -53,22 +43,23 @@ class _Seen:
 class StallDetector:
     """Hears the heartbeats of ranks. `now` is seconds on any one clock.
 
-    names: of every rank, as shown in messages. judged: the ranks whose heartbeats arrive here; the others count as
+    names: of every rank, as shown in messages. watched: the ranks whose heartbeats arrive here; the others count as
     waiting.
     """
 
-    def __init__(self, names: Sequence[str], judged: Sequence[int], limits: StallLimits) -> None:
+    def __init__(self, names: Sequence[str], watched: Sequence[int], limits: WatchConfig) -> None:
         self.names, self.limits = names, limits
-        self._judged = set(judged)
-        self._seen: dict[int, _Seen] = {}
+        self._silent_after_s = intervals(limits, len(names)).silent_after_s
+        self._watched = set(watched)
+        self._heard: dict[int, _Heard] = {}
         self._has_stepped = False
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
-        before = self._seen.get(rank)
+        before = self._heard.get(rank)
         if before is None:
-            self._seen[rank] = _Seen(beat, now, now, beat.step)
+            self._heard[rank] = _Heard(beat, now, now, beat.step)
             return
-        if not beat.is_where(before.beat):
+        if not beat.is_unchanged_from(before.beat):
             before.changed_at = now
         if before.first_step is None:
             before.first_step = beat.step
@@ -78,18 +69,18 @@ class StallDetector:
 
     def forget(self, rank: int) -> None:
         """Remove a rank that has finished: it is neither waited for nor waiting."""
-        self._judged.discard(rank)
-        self._seen.pop(rank, None)
+        self._watched.discard(rank)
+        self._heard.pop(rank, None)
 
     def discount_own_pause(self, seconds: float) -> None:
         """Subtract a time in which this process was frozen and could not hear anything."""
-        for seen in self._seen.values():
-            seen.heard_at += seconds
-            seen.changed_at += seconds
+        for heard in self._heard.values():
+            heard.heard_at += seconds
+            heard.changed_at += seconds
 
     def idle_s(self, now: float) -> float:
         """Return how long no rank has made progress."""
-        return min((now - seen.changed_at for seen in self._seen.values()), default=0.0)
+        return min((now - heard.changed_at for heard in self._heard.values()), default=0.0)
 
     def warn_after_s(self) -> float:
         return self.limits.warn_after_s * self._patience()
@@ -102,60 +93,60 @@ class StallDetector:
 
         after_s: the default is so long that chance cannot explain it.
         """
-        since = {rank: seen.heard_at for rank, seen in self._seen.items()}
-        limit = self.limits.silent_after_s if after_s is None else after_s
+        since = {rank: heard.heard_at for rank, heard in self._heard.items()}
+        limit = self._silent_after_s if after_s is None else after_s
         return sorted((rank for rank in since if now - since[rank] > limit), key=lambda rank: (since[rank], rank))
 
     def sentence(self, now: float) -> str:
         """Name the suspect and say what it was doing, and how many ranks wait."""
         if silent := self.silent(now):
             return f"{_several([self.names[rank] for rank in silent])} {self.silence(silent, now)}"
-        places = {rank: seen.beat for rank, seen in self._seen.items()}
-        waiting = [rank for rank, beat in places.items() if beat.phase == EXCHANGE]
-        suspects = {rank: beat for rank, beat in places.items() if beat.phase != EXCHANGE}
+        beats = {rank: heard.beat for rank, heard in self._heard.items()}
+        waiting = [rank for rank, beat in beats.items() if beat.phase == EXCHANGE]
+        suspects = {rank: beat for rank, beat in beats.items() if beat.phase != EXCHANGE}
         if not suspects:
-            suspects = _furthest_back(places)
+            suspects = _furthest_back(beats)
         elif not waiting:
             suspects = _furthest_back(suspects)
-        if len(suspects) == len(places) > 1 and len({beat.phase for beat in suspects.values()}) == 1:
-            return self._tell_of_all(places, now)
+        if len(suspects) == len(beats) > 1 and len({beat.phase for beat in suspects.values()}) == 1:
+            return self._describe_all(beats, now)
         # Of several suspects, choose the furthest back; of these, the one that has been in its phase longest.
         rank = max(_furthest_back(suspects), key=lambda rank: (self._seconds(rank, now), -rank))
-        waiting = waiting if waiting and rank not in waiting else [other for other in places if other not in suspects]
-        return f"{self.names[rank]} has been {self._place(rank, now)}{_waiters(len(waiting), 'it')}"
+        waiting = waiting if waiting and rank not in waiting else [other for other in beats if other not in suspects]
+        return f"{self.names[rank]} has been {self._doing(rank, now)}{_waiters(len(waiting), 'it')}"
 
     def silence(self, silent: Sequence[int], now: float) -> str:
         """Return what follows the names of silent ranks in a message."""
-        seen = self._seen[silent[0]]
+        heard = self._heard[silent[0]]
         have, them = ("has", "it") if len(silent) == 1 else ("have", "them")
-        last = f"last in {seen.beat.phase}{_at_step(seen.beat)}{_detail(seen.beat)}"
-        others = len(self.names) - len(silent) - (len(self._judged) - len(self._seen))
-        return f"{have} not been heard of for {now - seen.heard_at:.0f} s, {last}{_waiters(others, them)}"
+        last = f"last in {heard.beat.phase}{_at_step(heard.beat)}{_detail(heard.beat)}"
+        others = len(self.names) - len(silent) - (len(self._watched) - len(self._heard))
+        return f"{have} not been heard of for {now - heard.heard_at:.0f} s, {last}{_waiters(others, them)}"
 
     def _patience(self) -> float:
         """Return the factor by which the limits are longer now."""
-        is_long = not self._has_stepped or any(seen.beat.phase in LONG_PHASES for seen in self._seen.values())
+        is_long = not self._has_stepped or any(heard.beat.phase in LONG_PHASES for heard in self._heard.values())
         return max(1.0, self.limits.first_step_after_s / self.limits.stop_after_s) if is_long else 1.0
 
-    def _tell_of_all(self, places: Mapping[int, Beat], now: float) -> str:
-        rank = max(places, key=lambda rank: self._seconds(rank, now))
-        who = "both ranks" if len(places) == 2 else f"all {len(places)} ranks"
-        why = ": none is behind the others" if places[rank].phase == EXCHANGE else ""
-        return f"{who} have been {self._place(rank, now)}{why}"
+    def _describe_all(self, beats: Mapping[int, Beat], now: float) -> str:
+        rank = max(beats, key=lambda rank: self._seconds(rank, now))
+        who = "both ranks" if len(beats) == 2 else f"all {len(beats)} ranks"
+        why = ": none is behind the others" if beats[rank].phase == EXCHANGE else ""
+        return f"{who} have been {self._doing(rank, now)}{why}"
 
-    def _place(self, rank: int, now: float) -> str:
-        beat = self._seen[rank].beat
+    def _doing(self, rank: int, now: float) -> str:
+        beat = self._heard[rank].beat
         return f"in {beat.phase} for {self._seconds(rank, now):.0f} s{_at_step(beat)}{_detail(beat)}"
 
     def _seconds(self, rank: int, now: float) -> float:
-        seen = self._seen[rank]
-        return seen.beat.seconds + now - seen.heard_at
+        heard = self._heard[rank]
+        return heard.beat.seconds + now - heard.heard_at
 
 
-def _furthest_back(places: Mapping[int, Beat]) -> dict[int, Beat]:
+def _furthest_back(beats: Mapping[int, Beat]) -> dict[int, Beat]:
     """Return the ranks at the smallest step; a rank without a step is behind all others."""
-    steps = {rank: -1 if beat.step is None else beat.step for rank, beat in places.items()}
-    return {rank: beat for rank, beat in places.items() if steps[rank] == min(steps.values())}
+    steps = {rank: -1 if beat.step is None else beat.step for rank, beat in beats.items()}
+    return {rank: beat for rank, beat in beats.items() if steps[rank] == min(steps.values())}
 
 
 def _several(names: Sequence[str]) -> str:

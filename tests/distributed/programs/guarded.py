@@ -11,12 +11,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.distributed.watchdog.listener import Address
-from horovod_train.distributed.watchdog.role import Role
-from horovod_train.distributed.watchdog.stall_detector import StallLimits
+from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Server, connect
+from horovod_train.distributed.watchdog.watch_thread import Role, WatchThread
 from horovod_train.distributed.watchdog.worker import Worker
 from horovod_train.output import rank_log
 from horovod_train.output.console import to_stderr
@@ -40,26 +41,30 @@ class Group:
 
 
 out, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-limits = StallLimits(float(sys.argv[4]), float(sys.argv[5]), float(sys.argv[5]))
+limits = WatchConfig(
+    warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=float(sys.argv[5])
+)
 group = Group(rank, size)
 meeting_point = out / "address"
-guard: Role
+role: Role
 
 if rank == 0:
     rank_log.make_folder(out)
     server = Server("127.0.0.1", size)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
-    guard = Coordinator(group, log, limits, server, to_stderr)
+    state = WatchState(group, log, limits, server, watched=range(size))
+    role = Coordinator(state, server, to_stderr)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
     meeting_point.with_suffix(".new").rename(meeting_point)
 else:
     while not meeting_point.exists():
         time.sleep(0.05)
     host, port, token = meeting_point.read_text().split()
-    line = connect(Address(host, int(port), token), rank, 10.0)
+    connection = connect(Address(host, int(port), token), rank, 10.0)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
-    guard = Worker(group, log, limits, line)
-guard.start()
+    state = WatchState(group, log, limits, connection, watched=[0])
+    role = Worker(state)
+WatchThread(state, role).start()
 group.heartbeat.phase("exchange")
 (out / f"pid-{rank}").write_text(str(os.getpid()))
 time.sleep(600)

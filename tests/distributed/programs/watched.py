@@ -17,17 +17,22 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.config.settings import DeviceConfig, HorovodConfig, WatchConfig
 from horovod_train.data.feed import Feed
 from horovod_train.distributed.group import start
-from horovod_train.distributed.watchdog.phase_variable import Place
-from horovod_train.distributed.watchdog.stall_detector import StallLimits
-from horovod_train.distributed.watchdog.watchdog import NullWatchdog, open_watchdog
+from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
+from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import open_watchdog
 from horovod_train.errors import AlreadySaid
 from horovod_train.output import rank_log
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-LIMITS = StallLimits(warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=600.0)
+LIMITS = WatchConfig(
+    enabled=TROUBLE != "unwatched",
+    warn_after_s=float(sys.argv[4]),
+    stop_after_s=float(sys.argv[5]),
+    first_step_after_s=600.0,
+)
 TROUBLE_AT_STEP = 30
 
 group = start(HorovodConfig(), DeviceConfig())
@@ -37,11 +42,11 @@ group.barrier()
 host = group.hosts[group.rank]
 said = rank_log.introduction(group.rank, group.size, group.launcher, host)
 log = rank_log.open_rank_log(OUT, group.rank, host, said=said)
-group.heartbeat.tell = log.write
-watch = NullWatchdog(group, log) if TROUBLE == "unwatched" else open_watchdog(group, log, LIMITS)
+group.heartbeat.log_to(log.write)
+run_end = RunEnd(group, log, open_watchdog(group, log, LIMITS))
 
 step = tf.Variable(0, dtype=tf.int64)
-place = Place(step)
+phase_variable = PhaseVariable(step)
 weight = tf.Variable(tf.zeros([8]))
 
 
@@ -61,11 +66,11 @@ feed = Feed(inputs(), ["float32"], failed=print)
 def train(steps: tf.Tensor) -> None:
     for _ in tf.range(steps):
         tf.autograph.experimental.set_loop_options(parallel_iterations=1)
-        with tf.control_dependencies([place.enter("input")]):
+        with tf.control_dependencies([phase_variable.enter("input")]):
             batch = feed.queue.dequeue()
-        place.enter("compute", after=batch)
+        phase_variable.enter("compute", after=batch)
         gradient = weight * 0.5 + batch
-        place.enter("exchange", after=gradient)
+        phase_variable.enter("exchange", after=gradient)
         combined = hvd.allreduce(gradient, name="gradient")
         weight.assign_sub(0.1 * combined)
         with tf.control_dependencies([combined]):
@@ -75,7 +80,7 @@ def train(steps: tf.Tensor) -> None:
 def run() -> None:
     feed.start()
     group.heartbeat.phase("compile")
-    group.heartbeat.probe = place
+    group.heartbeat.set_probe(phase_variable)
     train(tf.constant(5))
     (OUT / f"pid-{group.rank}").write_text(str(os.getpid()))
     while True:
@@ -91,7 +96,7 @@ def run() -> None:
 
 
 try:
-    with watch:
+    with run_end:
         run()
 except AlreadySaid as error:
     sys.exit(error.exit_code)

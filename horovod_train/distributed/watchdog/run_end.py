@@ -1,0 +1,110 @@
+"""How a run ends on this rank: shows the exception once over all ranks, records the end, chooses the exit code."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from types import TracebackType
+from typing import Any
+
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.distributed.watchdog.state import Cause
+from horovod_train.distributed.watchdog.watchdog import Watchdog
+from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
+from horovod_train.output.console import to_stderr, unfailing
+from horovod_train.output.rank_log import NullRankLog
+
+_AROUND_THE_MESSAGE = re.compile(
+    r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node'
+)
+
+
+class RunEnd:
+    """As a context manager around the run: shows the exception that ends it, then raises AlreadySaid instead."""
+
+    def __init__(self, group: WorkerGroup, log: NullRankLog, watchdog: Watchdog) -> None:
+        self._group, self._log, self._watchdog = group, log, watchdog
+        self._is_closed = False
+
+    def close(self, ended: str = "done", exit_code: int = 0, **facts: Any) -> None:
+        """Record that the run is over for this rank, as it should be. A second call does nothing."""
+        self._watchdog.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._note_end(ended, exit_code, **facts)
+
+    def __enter__(self) -> RunEnd:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with self._watchdog.failing():
+                exit_code = self._report(error)
+            raise AlreadySaid(str(error), exit_code) from error
+        if error is None:
+            self.close()
+        else:
+            self._log.write_traceback(error, "stopped")
+            self.close("stopped", 1, error=type(error).__name__)
+
+    def _report(self, error: Exception) -> int:
+        """Report the exception that ends the run on this rank, unless another rank has; return the exit code."""
+        if isinstance(error, FailedElsewhere):
+            self._note_end("followed", error.exit_code, error=str(error))
+            return error.exit_code
+        if is_connection_loss(error):
+            self._log.write_traceback(error, "lost")
+            return self._follow(self._watchdog.find_cause())
+        text, exit_code = _in_one_line(error), error.exit_code if isinstance(error, RunError) else 1
+        self._log.write_traceback(error)
+        self._note_end("failed", exit_code, error=text)
+        if self._watchdog.claim_to_speak(exit_code):
+            _show(error)  # before the others are told, because the user is to read it first
+            see = f"; see {self._log.name}" if self._log.name else ""
+            self._watchdog.tell(Cause(self._group.rank, f"failed: {text.rstrip('.')}{see}", exit_code))
+            return exit_code
+        cause = self._watchdog.find_cause()
+        if cause is None or text.rstrip(".") not in cause.what:
+            self._follow(cause)
+        return exit_code
+
+    def _follow(self, cause: Cause | None) -> int:
+        """Say in one line which rank's end ends this rank; return the exit code."""
+        if cause is None:
+            see = f"; see {self._log.name}" if self._log.name else ""
+            line, exit_code, rank = f"stopped: another rank has gone; its message says why{see}", 1, None
+        else:
+            line, exit_code, rank = f"stopped: {self._group.name(cause.rank)} {cause.what}", cause.exit_code, cause.rank
+        self._watchdog.say_once(line)
+        ended = "stalled" if exit_code == Stalled.exit_code else "followed"
+        self._note_end(ended, exit_code, error=line, cause=rank)
+        return exit_code
+
+    def _note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        # The main thread's own phase, because it is not inside the compiled call any more.
+        heartbeat = self._group.heartbeat
+        self._log.end(
+            ended, exit_code, **{"step": heartbeat.last().step, "phase": heartbeat.name, "error": None, **facts}
+        )
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return the exception as the end of a sentence.
+
+    TensorFlow's messages begin with where an operation was made; what went wrong follows.
+    """
+    if isinstance(error, RunError):
+        return " ".join(str(error).split())
+    lines = (line.strip() for line in str(error).splitlines())
+    said = next((line for line in lines if line and not _AROUND_THE_MESSAGE.match(line)), "")
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+
+
+def _show(error: Exception) -> None:
+    if isinstance(error, RunError):
+        to_stderr(f"error: {error}")
+    else:
+        stderr = unfailing(sys.stderr)
+        traceback.print_exception(error, file=stderr)
+        stderr.flush()

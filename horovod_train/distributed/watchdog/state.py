@@ -1,0 +1,146 @@
+"""What the threads of a rank's watchdog share: why the run ends, which rank shows its exception, when to exit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from horovod_train.config.settings import WatchConfig
+from horovod_train.distributed.watchdog.heartbeat import Beat
+from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
+from horovod_train.distributed.watchdog.transport import Message, Transport
+from horovod_train.errors import Stalled
+from horovod_train.output.console import let_go, to_stderr
+from horovod_train.output.rank_log import NullRankLog
+
+if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
+    from horovod_train.distributed.group import WorkerGroup
+
+ANSWER_WITHIN_S = 3.0
+PAUSED_AFTER_S = 2.0
+"""A turn of the watchdog's thread that comes so late means that this process was frozen, or short of CPU."""
+
+DISAPPEARED = "disappeared: killed or out of memory?"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a run ends early: what happened to a rank. `what` continues a sentence that begins with the rank's name."""
+
+    rank: int
+    what: str
+    exit_code: int
+
+
+class WatchState:
+    """`changed` guards all of it, and what is sent. watched: the ranks whose heartbeats arrive here."""
+
+    def __init__(
+        self, group: WorkerGroup, log: NullRankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
+    ) -> None:
+        self.group, self.log, self.limits, self.transport = group, log, limits, transport
+        self.intervals = intervals(limits, group.size)
+        self.names = [group.name(rank) for rank in range(group.size)]
+        self.detector = StallDetector(self.names, watched, limits)
+        self.own_detector = self.detector
+        """Hears this rank's own heartbeats."""
+        if group.rank not in watched:
+            self.own_detector = StallDetector(self.names, [group.rank], limits)
+        self.changed = threading.Condition()
+        self.speaker: int | None = None
+        """The rank that shows its exception: the first that failed."""
+        self.cause: Cause | None = None
+        self.exit_code = 1
+        self.exits_since: float | None = None
+        """When this process began to exit; None if it has not."""
+        self.is_closed = False
+        self.paused_until = 0.0
+        """Until then this process counts as just having been frozen, or short of CPU."""
+        self._said = False
+
+    def hear(self, rank: int, message: Message, now: float) -> None:
+        """Process another rank's heartbeat."""
+        self.detector.hear(rank, Beat(**message["beat"]), now)
+
+    def discount_own_pause(self, seconds: float, now: float) -> None:
+        """Do not count other ranks as silent for a time in which this process could not hear them."""
+        self.detector.discount_own_pause(seconds)
+        self.paused_until = now + PAUSED_AFTER_S
+
+    def set_speaker(self, rank: int) -> None:
+        self.speaker = rank
+        self.changed.notify_all()
+
+    def tell(self, cause: Cause) -> None:
+        """Tell all ranks why the run ends, unless this rank knows of an earlier cause."""
+        if self.cause is None and not self.is_closed:
+            self.transport.send({"kind": "cause", "cause": vars(cause)})
+        self.record(cause)
+
+    def record(self, cause: Cause) -> None:
+        """Record why the run ends. Only the first cause counts."""
+        if self.cause is None and not self.is_closed:
+            self.cause = cause
+            self.start_exit_timer(cause.exit_code)
+            self.changed.notify_all()
+            if cause.what == DISAPPEARED:
+                # Immediately, because a launcher may end this process too in a moment.
+                self.say_once(f"stopped: {self.names[cause.rank]} {cause.what}")
+            if cause.rank != self.group.rank:
+                in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
+
+    def report_silent(self, now: float) -> None:
+        """Name a silent rank as the cause, after Horovod has given up.
+
+        gloo gives up after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watchdog would.
+        """
+        silent = self.detector.silent(now, after_s=4 * self.intervals.beat_s)
+        if self.cause is None and silent:
+            self.tell(Cause(silent[0], self.detector.silence(silent[:1], now), Stalled.exit_code))
+
+    def start_exit_timer(self, exit_code: int) -> None:
+        """Let the watchdog's thread end this process if it does not end by itself in time."""
+        if self.exits_since is None:
+            self.exits_since, self.exit_code = time.monotonic(), exit_code
+
+    def close(self) -> None:
+        """This rank has finished. Tell the others, so that they do not miss it."""
+        if self.cause is None:
+            self.transport.send({"kind": "bye"})
+        self.is_closed = True
+
+    def say_once(self, line: str) -> None:
+        if not self._said:
+            self._said = True
+            to_stderr(line)
+
+    def note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        beat = self.group.heartbeat.last()
+        self.log.end(ended, exit_code, **{"step": beat.step, "phase": beat.phase, "error": None, **facts})
+
+    def record_stall(self, text: str) -> None:
+        """Write log, stacks and end. A file system that hangs does not delay the process for long."""
+
+        def record() -> None:
+            self.log.write("stall", text)
+            self.log.write_stacks("stalled")
+            self.note_end("stalled", Stalled.exit_code, error=text)
+
+        in_background(record).join(ANSWER_WITHIN_S - 1)
+
+
+def in_background(action: Callable[[], object]) -> threading.Thread:
+    """Run an action that uses a disk in a thread: it may hang, and the watchdog must not."""
+    thread = threading.Thread(target=action, name="watch_disk", daemon=True)
+    thread.start()
+    return thread
+
+
+def end_process(exit_code: int) -> None:
+    """End now: Python's own exit would wait for a main thread that does not return."""
+    let_go()
+    os._exit(exit_code)
