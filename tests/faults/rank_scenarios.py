@@ -118,8 +118,9 @@ def watched(trouble: Callable[[Group], None], last: int) -> Callable[[], int]:
     """Ranks that take some steps under watch. trouble: what happens to them in the middle. last: who closes last."""
 
     def run() -> int:
+        from horovod_train.config.settings import WatchConfig
         from horovod_train.distributed.watchdog.heartbeat import Heartbeat
-        from horovod_train.distributed.watchdog.stall_detector import StallLimits
+        from horovod_train.distributed.watchdog.run_end import RunEnd
         from horovod_train.distributed.watchdog.watchdog import open_watchdog
         from horovod_train.errors import AlreadySaid
         from horovod_train.output import rank_log
@@ -130,13 +131,13 @@ def watched(trouble: Callable[[Group], None], last: int) -> Callable[[], int]:
         rank_log.make_folder(Path("run") if group.is_root else None)
         group.exchange.meet()
         log = rank_log.open_rank_log("run", rank, "here", said="begins")
-        limits = StallLimits(warn_after_s=2.0, stop_after_s=3.0, first_step_after_s=30.0)
-        watch = open_watchdog(group, log, limits)  # type: ignore[arg-type]
+        limits = WatchConfig(warn_after_s=2.0, stop_after_s=3.0, first_step_after_s=30.0)
+        run_end = RunEnd(group, log, open_watchdog(group, log, limits))  # type: ignore[arg-type]
         try:
-            with watch:
+            with run_end:
                 take_steps(group, trouble)
                 time.sleep(5 * STEP_S if rank == last else 0)
-                watch.close()
+                run_end.close()
         except AlreadySaid as error:
             return error.exit_code
         return 0
@@ -146,7 +147,7 @@ def watched(trouble: Callable[[Group], None], last: int) -> Callable[[], int]:
 
 def take_steps(group: Group, trouble: Callable[[Group], None]) -> None:
     step = 0
-    group.heartbeat.probe = lambda: (step, None, "")
+    group.heartbeat.set_probe(lambda: (step, None, ""))
     for step in range(STEPS):
         group.heartbeat.phase("train")
         time.sleep(STEP_S)

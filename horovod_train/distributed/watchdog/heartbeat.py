@@ -22,7 +22,7 @@ FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 
 LONG_PHASES = ("start", "compile")
-"""Phases in which a rank may take `StallLimits.first_step_after_s`."""
+"""Phases in which a rank may take watch.first_step_after_s."""
 
 Probe = Callable[[], tuple[int, str | None, str]]
 """() → (step, phase inside the compiled call or None, detail). Called about once a second, from a thread."""
