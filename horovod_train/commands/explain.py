@@ -77,7 +77,7 @@ class Explanation:
         if self.followed:
             yield f"only followed: {_ranks(self.followed)}"
         if self.silent:
-            yield f"left no word on their end: {_ranks(self.silent)}"
+            yield f"ended without a reason in their logs: {_ranks(self.silent)}"
         yield from (f"before that: {sentence}" for sentence in self.slow)
         yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
         if self.state != "finished":
@@ -148,10 +148,10 @@ def _judge(
     if holder := find_holder():
         return Outcome("running", f"still running: {holder}")
     if not stories:
-        return Outcome("unknown", "no rank has left a log: it ended before its ranks had met")
+        return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
     last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
     sign = " ".join([last.kind, *last.text.splitlines()[:1]])
-    what = f"ended from outside, all ranks at once; the last line in its logs: {sign}"
+    what = f"all ranks were ended together, from outside; the last line in the logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
 
 
@@ -193,7 +193,7 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     if outcome.state == "finished":
         return "nothing to do"
     if outcome.state == "running":
-        return f"wait; what it does is in {logs}"
+        return f"wait; its progress is in {logs}"
     story = None if outcome.rank is None else stories.get(outcome.rank)
     host = story.host if story else "its host"
     log = log_file(logs, story.rank) if story else logs
@@ -206,7 +206,7 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     stop_file = run_dir / STOP_FILE
     if stop_file.exists():
         first += f"remove {stop_file}, which would stop the run again; then "
-    does = "this goes on" if checkpoint else "this starts again"
+    does = "resume with" if checkpoint else "start again with"
     return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
 
 

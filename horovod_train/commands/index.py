@@ -17,7 +17,7 @@ _PATTERNS = ["*.tfrecord*"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a folder of records or of splits, or a glob")
-    parser.add_argument("--index-dir", metavar="DIR", help="where to keep it; default: beside the records")
+    parser.add_argument("--index-dir", metavar="DIR", help="folder for index files; default: with the records")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ ALL = {0, 1, 2, 3}
     ("rows", "level", "text"),
     [
         ([("a", (), 0, 0), ("b", (), 0, 0)], "ok", "all ranks compute on CPU"),
-        ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-bb",), 2, 2)], "ok", "2 ranks, each with a GPU of its own"),
-        ([("a", ("GPU-aa",), 1, 1), ("b", ("GPU-bb",), 1, 1)], "ok", "each with a GPU of its own"),
+        ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-bb",), 2, 2)], "ok", "2 ranks, each with its own GPU"),
+        ([("a", ("GPU-aa",), 1, 1), ("b", ("GPU-bb",), 1, 1)], "ok", "each with its own GPU"),
         ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-aa",), 2, 2)], "fail", "ranks 0 and 1 on a share GPU GPU-aa"),
         ([("a", ("GPU-aa",), 4, 4)], "warning", "idle: {'a': 3}"),
         ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-cc", "GPU-dd"), 4, 4)], "ok", "of its own"),

@@ -82,7 +82,7 @@ def test_the_first_failure_is_told_and_who_only_followed(tmp_path: Path) -> None
     assert (found.checkpoint.path, found.checkpoint.step, found.steps_lost) == (str(whole), 460, 11)
     assert found.slow == ["rank 3 (node1) has been in input for 74 s at step 412; 3 ranks wait for it"]
     assert found.next == (
-        f"read the traceback in {tmp_path}/logs/rank-2.log; then this goes on: horovodrun --gloo -np 4 "
+        f"read the traceback in {tmp_path}/logs/rank-2.log; then resume with: horovodrun --gloo -np 4 "
         f"-H node0:2,node1:2 python -m horovod_train.main --config {tmp_path}/config.yaml --output-dir {tmp_path}"
     )
 
@@ -93,7 +93,7 @@ def test_of_two_failures_the_earlier_counts(tmp_path: Path) -> None:
     run.end(0, "failed", 1, error="KeyError: 'x'")
     found = explain(tmp_path)
     assert found.rank == 1
-    assert found.next.startswith("fix that; then this starts again: ")
+    assert found.next.startswith("fix that; then start again with: ")
     assert (found.checkpoint, found.steps_lost) == (None, 470)
 
 
@@ -133,7 +133,7 @@ def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
     run.end(0, "stopped", 75)
     found = explain(tmp_path)
     assert (found.state, found.what, found.steps_lost) == ("stopped", "stopped at step 470: SIGTERM", 0)
-    assert found.next.startswith("this goes on: python -m horovod_train.main --config ")
+    assert found.next.startswith("resume with: python -m horovod_train.main --config ")
     assert "checkpoint.resume=auto" in found.next
 
 
@@ -142,9 +142,9 @@ def test_a_stop_file_that_is_still_there_is_to_be_removed_first(tmp_path: Path) 
     run.checkpoint(470)
     summary(run, ended="STOP file")
     run.end(0, "stopped", 75)
-    assert explain(tmp_path).next.startswith("this goes on: ")
+    assert explain(tmp_path).next.startswith("resume with: ")
     (tmp_path / STOP_FILE).touch()
-    expected = f"remove {tmp_path}/STOP, which would stop the run again; then this goes on: "
+    expected = f"remove {tmp_path}/STOP, which would stop the run again; then resume with: "
     assert explain(tmp_path).next.startswith(expected)
 
 

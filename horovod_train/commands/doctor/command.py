@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from horovod_train.commands.arguments import split_words
 from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
@@ -42,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if no check failed, 1 if one did. Collective."""
-    words = arguments.config or []
-    config = None
-    if words:
-        config, _ = load([word for word in words if "=" not in word], [word for word in words if "=" in word])
+    config = load(*split_words(arguments.config))[0] if arguments.config else None
     tensorflow_noise.load_tensorflow()
     findings, is_root = _examine(config, arguments)
     if is_root:

@@ -43,16 +43,16 @@ def judge_counts(
     if [rank for rank, _ in places] != list(range(len(places))):
         return fail("launcher", f"{text}; ranks are numbered {[rank for rank, _ in places]}", "Report this.", facts)
     if counts.get("MPI", len(places)) != len(places) or any(rank != by_mpi for rank, by_mpi in places):
-        mend = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
-        return fail("launcher", f"{text}; {said}", mend, facts)
+        fix = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
+        return fail("launcher", f"{text}; {said}", fix, facts)
     by_scheduler = {who: count for who, count in counts.items() if who not in ("Horovod", "MPI")}
     for who, count in by_scheduler.items():
         if count > 1 and len(places) == 1:
-            mend = "Each process believes that it is alone; see docs/clusters.md for how to start them together."
-            return fail("launcher", f"{text}, but {who} has started {count} tasks", mend, facts)
+            fix = "Each process believes that it is alone; see docs/clusters.md for how to start them together."
+            return fail("launcher", f"{text}, but {who} has started {count} tasks", fix, facts)
         if count != len(places):
-            mend = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
-            return warning("launcher", f"{text}; {said}", mend, facts)
+            fix = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
+            return warning("launcher", f"{text}; {said}", fix, facts)
     return ok("launcher", text, facts)
 
 
@@ -62,8 +62,8 @@ def check_hosts(group: WorkerGroup) -> CheckResult:
     text = ", ".join(f"{host}: {count}" for host, count in list(spread.items())[:8])
     text = f"ranks by host: {text}{', …' if len(spread) > 8 else ''}"
     if len(set(spread.values())) > 1:
-        mend = "Give each host as many ranks: those that share a host with more of them are slower."
-        return warning("hosts", text, mend, {"ranks_by_host": dict(spread)})
+        fix = "Give each host as many ranks: those that share a host with more of them are slower."
+        return warning("hosts", text, fix, {"ranks_by_host": dict(spread)})
     return ok("hosts", text, {"ranks_by_host": dict(spread)})
 
 
@@ -79,29 +79,29 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
     for rank, (host, uuids, listed, seen) in enumerate(rows):
         if not uuids and listed and not seen:
-            mend = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
-            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", mend, facts)
+            fix = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
+            return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", fix, facts)
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:
             if (other := holders.setdefault((host, uuid), rank)) != rank:
-                mend = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
-                return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", mend, facts)
+                fix = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
+                return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", fix, facts)
     on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
     if on_gpu == 0:
         return ok("devices", "no GPU here: all ranks compute on CPU", facts)
     if on_gpu < len(rows):
         lone = next(rank for rank, row in enumerate(rows) if not row[1])
         text = f"{on_gpu} ranks compute on GPUs, {len(rows) - on_gpu} on CPU, rank {lone} ({rows[lone][0]}) the first"
-        return fail("devices", text, "Mend that host's driver, or leave it out: the GPUs would wait for it.", facts)
+        return fail("devices", text, "Fix that host's driver, or leave it out: the GPUs would wait for it.", facts)
     used: Counter[str] = Counter()
     for host, uuids, _, _ in rows:
         used[host] += len(uuids)
     idle = {host: listed - used[host] for host, _, listed, _ in rows if listed > used[host]}
     if idle:
-        text = f"{on_gpu} ranks, each with a GPU of its own; idle: {idle}"
+        text = f"{on_gpu} ranks, each with its own GPU; idle: {idle}"
         return warning("devices", text, "Start as many ranks on a host as it has GPUs.", facts)
-    return ok("devices", f"{on_gpu} ranks, each with a GPU of its own", facts)
+    return ok("devices", f"{on_gpu} ranks, each with its own GPU", facts)
 
 
 def check_threads(group: WorkerGroup) -> CheckResult:

@@ -31,8 +31,8 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
     try:
         consistency.check(group, facts, "now")
     except RanksDisagree as error:
-        mend = "Give all hosts the same checkout and .venv, best on a shared file system."
-        return [*findings, fail("same everywhere", str(error), mend)]
+        fix = "Give all hosts the same checkout and .venv, best on a shared file system."
+        return [*findings, fail("same everywhere", str(error), fix)]
     return [*findings, ok("same everywhere", f"{what} are the same on {_ranks(group.size)}")]
 
 
@@ -54,8 +54,8 @@ def check_build(group: WorkerGroup) -> CheckResult:
     facts = {"built": list(build.built), "controller": build.controller, "exchange": build.exchange}
     computes_on_gpu = any(device.gpu_keys for device in group.devices)
     if computes_on_gpu and build.exchange != "NCCL":
-        mend = "HOROVOD_GPU_OPERATIONS=NCCL make install builds it to exchange between GPUs."
-        return warning("horovod", f"{text}, although ranks compute on GPUs", mend, facts)
+        fix = "HOROVOD_GPU_OPERATIONS=NCCL make install builds it to exchange between GPUs."
+        return warning("horovod", f"{text}, although ranks compute on GPUs", fix, facts)
     return ok("horovod", text, facts)
 
 

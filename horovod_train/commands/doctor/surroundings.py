@@ -62,12 +62,12 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
     for name in used:
         lacking = [host for other, host in told if other == name and name not in hosts[host]]
         if lacking:
-            mend = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
-            return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", mend, facts)
+            fix = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", fix, facts)
         stays = any(hosts[host][name].address.startswith("127.") for other, host in told if other == name)
         if len(hosts) > 1 and stays:
-            mend = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
-            return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", mend, facts)
+            fix = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
+            return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", fix, facts)
     if len(hosts) > 1 and all(len(found) < 2 for found in hosts.values()):
         return fail("network", text, "The hosts have no network interface that is up.", facts)
     return ok("network", text, facts)
@@ -100,8 +100,8 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
     written_s = time.perf_counter() - began
     problem = group.broadcast_object(problem)
     if problem:
-        mend = "Choose a folder that can be written to with --dir."
-        return fail("file system", f"root cannot write to {folder}: {problem}", mend)
+        fix = "Choose a folder that can be written to with --dir."
+        return fail("file system", f"root cannot write to {folder}: {problem}", fix)
     began = time.perf_counter()
     seen = _wait_for(lambda: (place / "root").read_text() == token)
     seen_s = time.perf_counter() - began
