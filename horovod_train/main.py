@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from horovod_train import __version__
-from horovod_train.commands.arguments import Parser
+from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
 from horovod_train.config.loader import dump, load
 from horovod_train.config.registry import nearest
 from horovod_train.config.settings import Config
@@ -117,16 +117,14 @@ def _choose_backend() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    commands = "\n".join(f"  {name:<12} {line}" for name, (_, line) in COMMANDS.items())
+    commands = "\n".join(f"  {name:<14} {line}" for name, (_, line) in COMMANDS.items())
     parser = Parser(
         prog="horovod_train.main",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains a Keras model with one process per device.",
         epilog=f"other commands (each has --help):\n{commands}",
     )
-    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="files; later ones win, ...")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
-    parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
+    add_config_arguments(parser)
     parser.add_argument("--resume", metavar="WHAT", help="auto, never or a path; the same as checkpoint.resume=WHAT")
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")
@@ -147,14 +145,9 @@ def _versions() -> str:
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    # `--config a.yaml train.epochs=3`: argparse parses the override as a second file.
-    files = [word for word in arguments.config if "=" not in word]
-    overrides = [word for word in [*arguments.config, *arguments.overrides] if "=" in word]
+    files, overrides = config_words(arguments)
     if arguments.resume:
         overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
-    stray = [word for word in arguments.overrides if "=" not in word]
-    if stray:
-        raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
     config, origins = load(files, overrides)
     if arguments.output_dir:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)

@@ -1,9 +1,10 @@
-"""The parser of every command: it refuses remote paths, and reports errors in one line."""
+"""The parser of every command, which refuses remote paths and reports errors in one line; and which config is meant."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn
 
 from horovod_train.config.loader import remote_problem
 from horovod_train.errors import UserError
@@ -16,7 +17,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         # For every argument without another type, so that no path escapes the check.
         self.register("type", None, _local)
-
     def error(self, message: str) -> NoReturn:
         command = self.prog.partition(" ")[2]
         raise UserError(f"{command}: " * bool(command) + f"{message.rstrip('.')}. See --help.")
@@ -25,6 +25,37 @@ class Parser(argparse.ArgumentParser):
         action = super().add_subparsers(**options)
         action.type = str  # the subcommand's own parser checks its arguments and knows their names
         return action
+
+
+class ConfigWords(NamedTuple):
+    """Arguments that make up a config, in the order of `config.loader.load`."""
+
+    files: list[str]
+    overrides: list[str]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="files; later ones win, ...")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
+    parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
+
+
+def config_words(arguments: argparse.Namespace) -> ConfigWords:
+    """Return what `add_config_arguments` has parsed, without --output-dir. Raises UserError for a stray word."""
+    files, overrides = split_words(arguments.config)
+    stray, more = split_words(arguments.overrides)
+    if stray:
+        raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
+    return ConfigWords(files, [*overrides, *more])
+
+
+def split_words(words: Iterable[str]) -> ConfigWords:
+    """Separate overrides from other words: argparse adds those that follow `--config FILE` to the files."""
+    files: list[str] = []
+    overrides: list[str] = []
+    for word in words:
+        (overrides if "=" in word else files).append(word)
+    return ConfigWords(files, overrides)
 
 
 def _local(text: str) -> str:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.arguments import split_words
+from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
@@ -80,8 +80,7 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if arguments.paths:
         folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
         return [Config(data=DataConfig(train=(folder,))) for folder in folders]
-    files = [word for word in arguments.config if "=" not in word]
-    config, _ = load(files, [word for word in arguments.config if "=" in word])
+    config, _ = load(*split_words(arguments.config))
     splits = [config.data.train, *([config.data.eval] if config.data.eval else [])]
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
 
@@ -99,7 +98,8 @@ def _show_report(console: Console, report: Report) -> None:
         (name, f.dtype, str(list(f.shape)), *(_number(value) for value in (f.low, f.high, f.mean)))
         for name, f in report.features.items()
     ]
-    console.print(_table(("feature", "stored as", "shape", "least", "most", "mean"), rows))
+    titles = ("feature", "stored as", "shape", "least", "most", "mean")
+    console.print(build_table(titles, rows, left=titles[:2]))
     for name, feature in report.features.items():
         if feature.histogram:
             console.print(f"{name}: {_histogram(feature)}", markup=False)
@@ -139,7 +139,8 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
             rows.append((epoch, s.rank, s.records, s.padding, s.blocks, f"{s.bytes / 1e6:.1f}", first))
         expected = min(plan.num_records, plan.steps_per_epoch * batch)
         wrong += int(np.sum(counts > 1)) + abs(int(np.sum(counts > 0)) - expected)
-    console.print(_table(("epoch", "rank", "records", "padding rows", "blocks", "MB", "first records"), rows))
+    titles = ("epoch", "rank", "records", "padding rows", "blocks", "MB", "first records")
+    console.print(build_table(titles, rows, left=titles[-1:]))
     console.print("each record once an epoch" if not wrong else f"{wrong} records not once an epoch")
     return 0 if not wrong else 1
 
@@ -153,7 +154,7 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
         missing = str(len(e.missing)) if e.is_whole else "not over"
         ranks = " → ".join(map(str, e.sizes))
         rows.append((e.epoch, f"{e.steps} of {e.steps_per_epoch}", ranks, e.records, missing, len(e.twice)))
-    console.print(_table(("epoch", "steps", "ranks", "records", "missing", "twice"), rows))
+    console.print(build_table(("epoch", "steps", "ranks", "records", "missing", "twice"), rows, left=()))
     for e in epochs:
         for what, records in (("missing", e.missing), ("twice", e.twice)):
             if records:
@@ -166,26 +167,18 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
 
 
 def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
-    """Say whether the records of the audit are those that data.train holds now. Raises UserError."""
+    """Print whether data.train still holds the records that the run read. Raises UserError if not."""
     try:
         config, _ = load([os.path.join(run_dir, "config.yaml")], [])
         found = scan_records(config.data, "train").digest
     except UserError as error:
-        console.print(f"not compared with data.train as it is now: {error}", markup=False)
+        console.print(f"not compared with data.train: {error}", markup=False)
         return 0
     if last.data[0] and found != last.data[0]:
         raise UserError(
-            f"check-data: data.train holds other records now than the run read in epoch {last.epoch}: "
-            "the numbers do not mean those."
+            f"check-data: data.train does not hold the records that the run read in epoch {last.epoch}, so the record "
+            "numbers above do not refer to it."
         )
-    console.print("data.train holds what the run read" if last.data[0] else "an earlier version did not note the data")
+    unknown = "not compared with data.train: the run's version did not record which data it read"
+    console.print("data.train holds what the run read" if last.data[0] else unknown)
     return 0
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("feature", "stored as", "first records") else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table

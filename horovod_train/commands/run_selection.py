@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
+from horovod_train.commands.arguments import split_words
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -37,18 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def choose(arguments: argparse.Namespace) -> Choice:
     """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint."""
-    words = [*(arguments.config or []), *arguments.words]
-    overrides = [word for word in words if "=" in word]
-    files = [word for word in arguments.config or [] if "=" not in word]
-    folders = [word for word in arguments.words if "=" not in word]
+    files, overrides = split_words(arguments.config or [])
+    folders, more = split_words(arguments.words)
     if len(folders) > 1 or bool(folders) == bool(files):
+        words = [*(arguments.config or []), *arguments.words]
         raise UserError(f"expected either the directory of a run or --config; received {' '.join(words) or 'neither'}.")
     if folders:
         run_dir = folders[0]
         if not (Path(run_dir) / "config.yaml").is_file():
             raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
         files = [str(Path(run_dir) / "config.yaml")]
-    config, _ = load(files, overrides)
+    config, _ = load(files, [*overrides, *more])
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
 
 

@@ -10,9 +10,7 @@ import argparse
 import json
 import sys
 
-from rich.table import Table
-
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.reference import entries, json_schema, markdown
 from horovod_train.config.registry import nearest
 from horovod_train.errors import UserError
@@ -44,7 +42,6 @@ def _show(prefix: str) -> None:
     if not chosen:
         near = nearest(prefix, [entry.key for entry in entries()])
         raise UserError(f"settings: there is no setting or section {prefix!r}; near it: {near}.")
-    table = Table("setting", "type", "default", "meaning", box=None)
-    for entry in chosen:
-        table.add_row(entry.key, entry.type.replace("`", ""), entry.default, entry.meaning)
-    open_screen().print(table)
+    rows = [(entry.key, entry.type.replace("`", ""), entry.default, entry.meaning) for entry in chosen]
+    titles = ("setting", "type", "default", "meaning")
+    open_screen().print(build_table(titles, rows, left=titles))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 
 def open_screen(*, launched: bool = False) -> Console:
@@ -11,3 +15,13 @@ def open_screen(*, launched: bool = False) -> Console:
     mpirun gives its ranks a terminal even when its own output is a file.
     """
     return Console(soft_wrap=True, highlight=False, force_terminal=False if launched else None)
+
+
+def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[str]) -> Table:
+    """Build a table without lines, whose columns are aligned to the right. left: titles of the others."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row))  # not markup: a type is written list[str]
+    return table
