@@ -48,7 +48,7 @@ COMMANDS = {
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 
-WITH_KERAS = {"evaluate", "predict", "export"}
+WITH_KERAS = {"evaluate", "predict", "export", "plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,11 @@
-"""The command `plan`: what a config means on N ranks, before anything starts. Needs neither GPU nor TensorFlow.
+"""The command `plan`: what a config means on N ranks, before anything starts.
 
 python -m horovod_train.main plan --config configs/digits_convnet.yaml --np 64
-python -m horovod_train.main plan --config … --np 64 --parameters 25.6M --examples-per-s 20000 --time 04:00:00
+python -m horovod_train.main plan --config … --np 64 --examples-per-s 20000 --time 04:00:00
+python -m horovod_train.main plan --config … --fast                                       without TensorFlow
 
-Follows every path and every name in the config as far as files tell. Starts nothing, writes nothing but an index.
+Checks every path, and builds the model and what it is trained with on the CPU. Starts no ranks, writes nothing but an
+index.
 """
 
 from __future__ import annotations
@@ -11,60 +13,51 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 from rich.markup import escape
 
-from horovod_train.commands.plan_facts import Facts, check_positive, collect
-from horovod_train.commands.plan_names import wrong_names
-from horovod_train.commands.plan_paths import wrong_paths
+from horovod_train.commands.arguments import add_config_arguments, config_words
+from horovod_train.commands.plan_facts import Facts, Pace, Sizes, collect, open_outlook
 from horovod_train.commands.plan_resume import Start, find_resume
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load, parse_seconds
+from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
+from horovod_train.optim.schedules import Horizon, build_formula
+from horovod_train.output import tensorflow_noise
+
+T = TypeVar("T")
+
+NOT_CHECKED = (
+    "--fast: model, loss, metrics, optimizer, data.augment and data.parse were not built: their names and options are "
+    "not checked, and memory is not known"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="as for training, overrides too")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--output-dir", metavar="DIR", help="the same as output_dir=DIR")
+    add_config_arguments(parser)
     parser.add_argument("--np", type=int, default=1, metavar="N", help="ranks; default %(default)s")
-    parser.add_argument("--parameters", metavar="COUNT", help="of the model, such as 25.6M: for sizes")
+    parser.add_argument("--fast", action="store_true", help="build no model: answers in a second, without TensorFlow")
     parser.add_argument("--examples-per-s", type=float, metavar="X", help="over all ranks, as a run logs it: for time")
     parser.add_argument("--time", metavar="[D-]HH:MM:SS", help="until the scheduler ends the job")
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    words = [*arguments.config, *arguments.overrides]
-    config, _ = load([word for word in words if "=" not in word], [word for word in words if "=" in word])
+    config, _ = load(*config_words(arguments))
     if arguments.output_dir:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
     if arguments.np < 1:
         raise UserError(f"--np: must be at least 1; received {arguments.np}.")
-    check_positive(arguments.examples_per_s, "--examples-per-s")
     time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")
-    check_positive(time_s, "--time")
-    faults = [*wrong_paths(config), *wrong_names(config)]
-    start: Start | None = None
-    passed_over: list[str] = []
-    try:
-        start, passed_over = find_resume(config)
-    except UserError as error:
-        faults.append(str(error))
-    try:
-        facts, notes = collect(
-            config,
-            arguments.np,
-            start,
-            parameters=arguments.parameters,
-            examples_per_s=arguments.examples_per_s,
-            time_s=time_s,
-        )
-    except UserError as error:
-        facts, notes = None, []
-        faults = list(dict.fromkeys([*faults, str(error)]))
-    notes = [*passed_over, *notes]
+    for option, value in (("--examples-per-s", arguments.examples_per_s), ("--time", time_s)):
+        if value is not None and not value > 0:
+            raise UserError(f"{option}: must be above 0; received {value:g}.")
+    facts, notes, faults = _look(config, arguments.np, arguments.fast, Pace(arguments.examples_per_s, time_s))
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))
     else:
@@ -72,6 +65,60 @@ def run(arguments: argparse.Namespace) -> int:
     if faults:
         raise UserError(f"plan: {len(faults)} {'fault' if len(faults) == 1 else 'faults'} in the config.")
     return 0
+
+
+def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | None, list[str], list[str]]:
+    """Return the facts, if the records can be read; what may be unintended; and what is wrong."""
+    faults = list(_wrong_paths(config))
+    start, notes = _attempt(lambda: find_resume(config), faults) or (None, [])
+    outlook = _attempt(lambda: open_outlook(config, ranks, start), faults)
+    if fast:
+        notes = [*notes, NOT_CHECKED]
+        if ":" not in config.lr_schedule.decay.name:
+            _attempt(lambda: build_formula(config.lr_schedule, Horizon(1, 1, 1)), faults)
+        sizes: Sizes | None = _sizes_of_checkpoint(start)
+    else:
+        tensorflow_noise.load_tensorflow()
+        from horovod_train.commands import plan_model
+
+        sizes, more = plan_model.build(config, outlook)
+        faults += more
+    faults = list(dict.fromkeys(faults))
+    if outlook is None:
+        return None, notes, faults
+    facts, more_notes = collect(outlook, sizes or _sizes_of_checkpoint(start), pace)
+    return facts, [*notes, *more_notes], faults
+
+
+def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
+    """Return the result; if it is a UserError, add its sentence to `faults`."""
+    try:
+        return do()
+    except UserError as error:
+        faults.append(str(error))
+        return None
+
+
+def _sizes_of_checkpoint(start: Start | None) -> Sizes:
+    if start is None:
+        return Sizes("unknown, because the model was not built")
+    return Sizes(f"as the checkpoint of step {start.step}", start.size)
+
+
+def _wrong_paths(config: Config) -> Iterator[str]:
+    """Yield a sentence for each folder that the run could not write to. Creates nothing there."""
+    if config.output_dir is None:
+        yield "output_dir: is required: the folder that the run writes to. Give --output-dir DIR."
+    for where, path in (("output_dir", config.output_dir), ("data.index_dir", config.data.index_dir)):
+        if path is None:
+            continue
+        place = Path(path)
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            yield f"{where}: {path} cannot be made: {place} is no folder."
+        elif not os.access(place, os.W_OK | os.X_OK):
+            yield f"{where}: cannot write to {place}. Choose another folder."
 
 
 def _show(facts: Facts | None, notes: Sequence[str], faults: Sequence[str]) -> None:
@@ -121,7 +168,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
 def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
     rates = facts["learning_rate"]
     if isinstance(rates, str):
-        return [("learning rate", f"as {rates} says; its values need TensorFlow")]
+        return [("learning rate", f"as {rates} says")]
     head = f"{'epoch':>10}  {'step':>12}  rate"
     rows = [f"{row['epoch']:>10,.2f}  {row['step']:>12,}  {row['rate']:.6g}" for row in rates]
     return [("learning rate", head), *(("", row) for row in rows)]
@@ -130,17 +177,18 @@ def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
 def _size_lines(facts: Facts) -> list[tuple[str, str]]:
     saved, memory = facts["checkpoints"], facts["memory_per_rank"]
     clock = f" and one every {saved['every_minutes']:g} minutes" if saved["every_minutes"] is not None else ""
-    size = ""
+    size = f"; size {saved['source']}"
     if saved["bytes_each"] is not None:
         size = f", {_bytes(saved['bytes_each'])} each, at most {_bytes(saved['bytes_at_most'])} on the disk"
-    parts = ", ".join(f"{name} {_bytes(value)}" for name, value in memory["bytes"].items() if value)
-    total = _bytes(sum(memory["bytes"].values()))
-    parameters = "" if memory["parameters"] is None else f"{memory['parameters']:,} "
-    return [
-        ("checkpoints", f"{saved['count']:,}{clock}, {saved['kept']} kept{size}"),
-        ("parameters", f"{parameters}({memory['source']})"),
-        ("memory per rank", f"{total} and activations: {parts}"),
-    ]
+    lines = [("checkpoints", f"{saved['count']:,}{clock}, {saved['kept']} kept{size}")]
+    if memory["parameters"] is not None:
+        parts = ", ".join(f"{name} {_bytes(value)}" for name, value in memory["bytes"].items() if value)
+        total = _bytes(sum(memory["bytes"].values()))
+        lines += [
+            ("parameters", f"{memory['parameters']:,}, of which {memory['trainable_parameters']:,} are trained"),
+            ("memory per rank", f"{total} and activations: {parts}"),
+        ]
+    return lines
 
 
 def _time_line(time: Facts) -> str:
@@ -151,7 +199,7 @@ def _time_line(time: Facts) -> str:
         return line
     if time["jobs"] == 1:
         return f"{line}; fits into {_clock(time['walltime_s'])}, {time['seconds'] / time['walltime_s']:.0%} of it"
-    return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each going on where the last stopped"
+    return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each resuming where the last stopped"
 
 
 def _range(least: int, most: int) -> str:

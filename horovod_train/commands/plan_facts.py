@@ -1,20 +1,22 @@
-"""For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow."""
+"""For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow.
+
+The sizes are those of the model, which is built elsewhere; see plan_model.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from horovod_train.commands.plan_resume import Start
-from horovod_train.commands.plan_sizes import find_size, memory, record_bytes
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
 from horovod_train.data.sampler import Plan
-from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
 Facts = dict[str, Any]
@@ -22,20 +24,41 @@ Facts = dict[str, Any]
 _RATE_ROWS = 10
 
 
-def collect(
-    config: Config,
-    ranks: int,
-    start: Start | None,
-    *,
-    parameters: str | None,
-    examples_per_s: float | None,
-    time_s: float | None,
-) -> tuple[Facts, list[str]]:
-    """Return the facts by section, in JSON types, and a sentence for each that may be unintended. Raises UserError.
+@dataclass(frozen=True)
+class Outlook:
+    """A run that has not begun, as its config and its records determine it. `asked`: the config before `resolve`."""
 
-    start: the checkpoint to resume from. parameters: as `--parameters` was given. examples_per_s: over all ranks.
-    time_s: until the scheduler ends the job.
-    """
+    asked: Config
+    config: Config
+    ranks: int
+    start: Start | None
+    records: Records
+    eval_records: Records | None
+    plan: Plan
+    horizon: Horizon
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that the run needs, by what uses them. source: where the figures come from, in words."""
+
+    source: str
+    checkpoint_bytes: int | None = None
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Records per second over all ranks, and the seconds until the scheduler ends the job; None if not given."""
+
+    examples_per_s: float | None
+    time_s: float | None
+
+
+def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
+    """Open the records and lay out the epochs. Raises UserError. start: the checkpoint to resume from."""
     asked, config = config, resolve(config, ranks, start.global_batch_size if start else None)
     records = open_records(config.data, "train")
     eval_records = open_records(config.data, "eval") if config.data.eval else None
@@ -44,13 +67,21 @@ def collect(
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
     check_room_to_shuffle(plan, records, config.data, ranks)
     horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
+    return Outlook(asked, config, ranks, start, records, eval_records, plan, horizon)
+
+
+def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str]]:
+    """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
+    config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
+    batch = plan.global_batch_size
     steps = save_steps(config, horizon)
-    size = find_size(config, parameters, start)
     at_once = min(len(steps), config.checkpoint.keep + (config.checkpoint.best is not None))
-    in_memory = memory(config, size, record_bytes(config, plan, records, eval_records, ranks))
     facts: Facts = {
         "ranks": ranks,
-        "records": {"train": _records(records), "eval": _records(eval_records) if eval_records else None},
+        "records": {
+            "train": _records(outlook.records),
+            "eval": _records(outlook.eval_records) if outlook.eval_records else None,
+        },
         "batch": {"global": batch, "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items()))},
         "steps": {
             "per_epoch": horizon.steps_per_epoch,
@@ -64,16 +95,20 @@ def collect(
             "count": len(steps),
             "every_minutes": config.checkpoint.every_minutes,
             "kept": at_once,
-            "bytes_each": size.checkpoint_bytes,
+            "bytes_each": sizes.checkpoint_bytes,
             # One more exists while it is being written.
-            "bytes_at_most": None if size.checkpoint_bytes is None else (at_once + 1) * size.checkpoint_bytes,
-            "source": size.source,
+            "bytes_at_most": None if sizes.checkpoint_bytes is None else (at_once + 1) * sizes.checkpoint_bytes,
+            "source": sizes.source,
         },
-        "memory_per_rank": {"parameters": size.parameters, "source": size.source, "bytes": in_memory},
-        "resume": _resume(start, horizon),
-        "time": _time(config, plan, horizon, eval_records, examples_per_s, time_s),
+        "memory_per_rank": {
+            "parameters": sizes.parameters,
+            "trainable_parameters": sizes.trainable_parameters,
+            "bytes": dict(sizes.memory),
+        },
+        "resume": _resume(outlook.start, horizon),
+        "time": _time(outlook, pace),
     }
-    return facts, [*_kept_batch(asked, batch, ranks), *_second_look(config, facts)]
+    return facts, [*_kept_batch(outlook.asked, batch, ranks), *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
@@ -109,7 +144,7 @@ def save_steps(config: Config, horizon: Horizon) -> list[int]:
 def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
     """Return epoch, step and rate at about a dozen steps: first, last, end of warm-up, jumps of the rate.
 
-    For a user's own decay returns its name, because its rates need TensorFlow.
+    For a user's own decay returns its name.
     """
     decay = config.lr_schedule.decay
     if ":" in decay.name:
@@ -150,29 +185,23 @@ def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
     return {"path": str(start.folder), "step": start.step, "ranks": start.ranks, "steps_left": left}
 
 
-def _time(
-    config: Config,
-    plan: Plan,
-    horizon: Horizon,
-    eval_records: Records | None,
-    examples_per_s: float | None,
-    time_s: float | None,
-) -> Facts | None:
+def _time(outlook: Outlook, pace: Pace) -> Facts | None:
     """Return the seconds of the whole run at a throughput, which also counts for evaluation.
 
     If a time is given instead, return the throughput that it needs.
     """
+    horizon, eval_records = outlook.horizon, outlook.eval_records
     whole, rest = divmod(horizon.total_steps, horizon.steps_per_epoch)
-    per_epoch = min(plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
+    per_epoch = min(outlook.plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
     trained = whole * per_epoch + rest * horizon.global_batch_size
-    evaluations = _evaluations(config, horizon) if eval_records else 0
-    work = trained + evaluations * (eval_records.num_records if eval_records else 0)
-    if examples_per_s is not None:
-        seconds = work / examples_per_s
-        jobs = None if time_s is None else math.ceil(seconds / time_s)
-        return {"records": work, "seconds": seconds, "walltime_s": time_s, "jobs": jobs}
-    if time_s is not None:
-        return {"records": work, "walltime_s": time_s, "needs_examples_per_s": work / time_s}
+    evaluated = _evaluations(outlook.config, horizon) * eval_records.num_records if eval_records else 0
+    work = trained + evaluated
+    if pace.examples_per_s is not None:
+        seconds = work / pace.examples_per_s
+        jobs = None if pace.time_s is None else math.ceil(seconds / pace.time_s)
+        return {"records": work, "seconds": seconds, "walltime_s": pace.time_s, "jobs": jobs}
+    if pace.time_s is not None:
+        return {"records": work, "walltime_s": pace.time_s, "needs_examples_per_s": work / pace.time_s}
     return None
 
 
@@ -208,8 +237,3 @@ def _second_look(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{config.output_dir} holds this run's last step already: there is nothing left to train"
     if data.stage_dir:
         yield f"data.stage_dir: {data.stage_dir} is a folder of the nodes and was not looked at from here"
-
-
-def check_positive(value: float | None, option: str) -> None:
-    if value is not None and not value > 0:
-        raise UserError(f"{option}: must be above 0; received {value:g}.")

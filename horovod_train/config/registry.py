@@ -32,6 +32,8 @@ def load_function(name: str, where: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
+    except SyntaxError as error:
+        raise UserError(f"{where}: {error.filename}:{error.lineno}: {error.msg}.") from error
     if not hasattr(module, attribute):
         raise UserError(
             f"{where}: {module_name} has no {attribute!r}; it has {nearest(attribute, public_names(module))}."

@@ -63,16 +63,15 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
         tf.config.set_visible_devices(mine, "GPU")
         for gpu in mine:
             tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
-    elif config.per_rank > 1:
-        parts = [tf.config.LogicalDeviceConfiguration()] * config.per_rank
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+    else:
+        _split_cpu(config.per_rank)
     threads = share_of_cores(host_cores, local_size)
     tf.config.threading.set_intra_op_parallelism_threads(config.intra_op_threads or threads)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
     found = f"{len(gpus)} GPU, {host_cores} cores for {local_size} ranks of this host"
-    logical = tuple(f"{'GPU' if mine else 'CPU'}:{index}" for index in range(config.per_rank))
+    logical = _names("GPU" if mine else "CPU", config.per_rank)
     if not mine:
         as_devices = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
         return Device(f"CPU{as_devices}, {config.intra_op_threads or threads} threads", found, (), logical)
@@ -80,6 +79,23 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
     return Device(f"GPU {', '.join(map(str, indices))}", found, keys, logical)
+
+
+def pin_to_cpu(per_rank: int) -> Device:
+    """Hide the GPUs, and make the CPU as many devices as a rank has: to build a run where it is not to train."""
+    tf.config.set_visible_devices([], "GPU")
+    _split_cpu(per_rank)
+    return Device("CPU", "", (), _names("CPU", per_rank))
+
+
+def _split_cpu(parts: int) -> None:
+    if parts > 1:
+        each = [tf.config.LogicalDeviceConfiguration()] * parts
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], each)
+
+
+def _names(kind: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{kind}:{index}" for index in range(count))
 
 
 def traced_memory_environment() -> dict[str, str]:

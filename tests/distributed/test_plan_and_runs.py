@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 from conftest import PROJECT, WarmProcess, metrics_of, summary_of, train
@@ -26,11 +25,11 @@ def planned_and_done(
     words = ["--config", PROJECT / "configs/digits_convnet.yaml", f"data.train={digits}/train", "train.max_steps=30"]
     words += [f"data.eval={digits}/eval", "checkpoint.every_steps=8", "checkpoint.keep=100", "train.epochs=2"]
     words += ["checkpoint.every_epochs=1", "eval.every_epochs=2", "--output-dir", run_dir]
-    before = train(["plan", *words, "--json"])
+    before = warm(["plan", *words, "--json"])
     assert before.returncode == 0, before.text
     finished = warm(words)
     assert finished.returncode == 0, finished.text
-    after = train(["plan", *words, "--json"])
+    after = train(["plan", *words, "--json", "--fast"])
     return json.loads(before.stdout), json.loads(after.stdout), run_dir
 
 
@@ -50,17 +49,13 @@ def test_learning_rate_is_as_planned(planned_and_done: tuple[dict, dict, Path]) 
     assert plan["learning_rate"][-1] == {"step": 29, "epoch": 29 / 23, "rate": pytest.approx(float(rate(29.0, np)))}
 
 
-def test_sizes_are_read_off_a_checkpoint(planned_and_done: tuple[dict, dict, Path]) -> None:
+def test_sizes_are_as_planned(planned_and_done: tuple[dict, dict, Path]) -> None:
     before, after, run_dir = planned_and_done
-    assert before["checkpoints"]["bytes_each"] is None
-    assert "give --parameters" in before["checkpoints"]["source"]
     (folder,) = (run_dir / "checkpoints").glob("step-*30")
-    assert after["checkpoints"]["bytes_each"] == sum(
-        path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"
-    )
-    keras.utils.set_random_seed(0)
-    parameters = build_model(Spec("convnet")).count_params()
-    assert after["memory_per_rank"]["parameters"] == pytest.approx(parameters, rel=0.01)
+    written = sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json")
+    assert before["checkpoints"]["bytes_each"] == pytest.approx(written, rel=1e-3)
+    assert after["checkpoints"]["bytes_each"] == written  # --fast: from the checkpoint
+    assert before["memory_per_rank"]["parameters"] == build_model(Spec("convnet")).count_params()
 
 
 def test_a_run_that_is_done_is_said_to_be(planned_and_done: tuple[dict, dict, Path]) -> None:

@@ -1,0 +1,127 @@
+"""For `plan`: builds the parts of a run on the CPU, with the functions that training uses, as its rank 0 would.
+
+Neither starts Horovod nor reads records, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from horovod_train.commands.plan_facts import Outlook, Sizes
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
+from horovod_train.data.augment import build_augmentations
+from horovod_train.distributed.device import Device, pin_to_cpu
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import UserError
+from horovod_train.models import build_model
+from horovod_train.optim.optimizers import build_optimizer, build_schedule
+from horovod_train.optim.schedules import Horizon
+from horovod_train.training.build import Components, build_components
+from horovod_train.training.losses import PER_OUTPUT, build_loss
+from horovod_train.training.metrics import build_metrics
+
+ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
+
+
+def build(config: Config, outlook: Outlook | None) -> tuple[Sizes | None, list[str]]:
+    """Build what the run trains with; return its sizes, or a sentence for each part that cannot be built.
+
+    outlook: None if the records cannot be read; then each part is built alone.
+    """
+    device = pin_to_cpu(config.device.per_rank)
+    whole: list[str] = []
+    if outlook is not None:
+        components = _attempt(lambda: _build_as_rank_0(outlook, device), whole, "")
+        if components is not None:
+            return _measure(components, outlook), []
+    faults: list[str] = []
+    for where, make in _parts(config, outlook.horizon if outlook else ANY_HORIZON):
+        _attempt(make, faults, f"{where}: ")
+    # The whole fails with the first fault of a part, or because the parts do not fit together.
+    return None, [*(fault for fault in whole if not any(part.endswith(fault) for part in faults)), *faults]
+
+
+def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
+    config, size = outlook.config, outlook.ranks
+    group = WorkerGroup(
+        rank=0,
+        size=size,
+        local_rank=0,
+        local_size=1,
+        launcher="none",
+        exchange="none",
+        hosts=("",) * size,
+        devices=(device,) * size,
+    )
+    if config.horovod.op == "adasum" and size & (size - 1):
+        raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {size}.")
+    # What depends on the nodes of the run, not on its config: how much memory and disk they have, and their MPI.
+    data = dataclasses.replace(config.data, stage_dir=None, cache="none")
+    exchange = HorovodConfig() if config.horovod.op == "adasum" else config.horovod
+    here = dataclasses.replace(config, data=data, horovod=exchange)
+    return build_components(here, group, outlook.records, outlook.eval_records)
+
+
+def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield keys of the config, each with a function that builds what it names without the others and the records."""
+    yield "model", partial(build_model, config.model)
+    if config.loss.name == PER_OUTPUT and config.loss.options:
+        for output, term in config.loss.options.items():
+            yield f"loss.options.{output}", partial(build_loss, Spec(PER_OUTPUT, {output: term}))
+    else:
+        yield "loss", partial(build_loss, config.loss)
+    yield from (("metrics", partial(build_metrics, [metric])) for metric in config.metrics)
+    yield "lr_schedule", partial(build_schedule, config.lr_schedule, horizon)
+    yield (
+        "optimizer",
+        partial(build_optimizer, dataclasses.replace(config, lr_schedule=LrScheduleConfig()), horizon),
+    )
+    yield "data.augment", partial(build_augmentations, config.data.augment, (32, 32, 3), "bilinear")
+    if config.data.parse:
+        yield "data.parse", partial(load_function, config.data.parse, "data.parse")
+
+
+def _attempt(make: Callable[[], Any], faults: list[str], where: str) -> Any:
+    """Return what `make` returns; if it fails, add a sentence to `faults` and return None.
+
+    where: begins the sentence if the error does not name a key of the config.
+    """
+    try:
+        return make()
+    except UserError as error:
+        faults.append(str(error))
+    except Exception as error:
+        # A user's function may raise anything; a run would end with its traceback.
+        text = " ".join(str(error).split())
+        faults.append(f"{where}{type(error).__name__}: {text}{raised_at(error)}")
+    return None
+
+
+def _measure(made: Components, outlook: Outlook) -> Sizes:
+    state, model = made.state, made.state.model
+    variables = state.variables()
+    weights = _bytes(variable for name, variable in variables.items() if name.startswith("model/"))
+    optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
+    total = _bytes(variables.values())
+    memory = {
+        "weights": weights,
+        "gradients": _bytes(model.trainable_variables),
+        "optimizer": optimizer,
+        "averages and the like": total - weights - optimizer,
+        "cached records": made.train.bytes_to_cache if outlook.config.data.cache == "memory" else 0,
+    }
+    return Sizes(
+        source="of the model as built",
+        checkpoint_bytes=total + outlook.ranks * _bytes(state.statistics),  # statistics: the mean, and each rank's own
+        parameters=model.count_params(),
+        trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
+        memory=memory,
+    )
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+    return sum(variable.numpy().nbytes for variable in variables)
