@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,6 +18,21 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         # For every argument without another type, so that no path escapes the check.
         self.register("type", None, _local)
+        self._take_options: set[str] = set()
+
+    def takes_options(self, name: str) -> None:
+        """Let the value of this argument be another program's option, such as --qos=long."""
+        self._take_options.add(name)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Do as argparse does, which would take such a value for an option of ours unless it is joined by `=`."""
+        words = iter(sys.argv[1:] if args is None else args)
+        joined = []
+        for word in words:
+            value = next(words, None) if word in self._take_options else None
+            joined.append(word if value is None else f"{word}={value}")
+        return super().parse_known_args(joined, namespace)
+
     def error(self, message: str) -> NoReturn:
         command = self.prog.partition(" ")[2]
         raise UserError(f"{command}: " * bool(command) + f"{message.rstrip('.')}. See --help.")

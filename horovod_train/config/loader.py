@@ -104,6 +104,15 @@ def parse_seconds(text: str, where: str) -> float:
         raise UserError(f"{where}: {error}") from error
 
 
+def parse_clock(text: str) -> float | None:
+    """Return the seconds of [D-]HH:MM:SS; None if the text has another form."""
+    clock = _CLOCK.fullmatch(text)
+    if clock is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
 class _Located(dict[str, tuple[Any, str]]):
     """A mapping whose values carry the place where they were read."""
 
@@ -266,9 +275,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
 
 
 def _seconds(value: Any) -> float:
-    if isinstance(value, str) and (clock := _CLOCK.fullmatch(value.strip())):
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    if isinstance(value, str) and (seconds := parse_clock(value.strip())) is not None:
+        return seconds
     if not _is_number(value):
         raise ValueError(f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
     return float(value)

@@ -44,7 +44,7 @@ def config(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def table(cluster_tables: list[object]) -> Iterator[Table]:
     columns = ["job", "disturbed by", "asked to stop → ranks gone, s", "starts", "weights_sha256"]
-    table = Table("Jobs of scripts/slurm/cpu_nodes.sbatch on two hosts", columns)
+    table = Table("Jobs of scripts/slurm/train.sbatch on two hosts", columns)
     yield table
     cluster_tables.append(table)
 
@@ -53,7 +53,7 @@ def submit_shipped(
     cluster: VirtualCluster, config: Path, folder: Path, words: Sequence[str] = (), launch: str = "srun"
 ) -> Job:
     script = folder / "job.sbatch"
-    text = (PROJECT / "scripts" / "slurm" / "cpu_nodes.sbatch").read_text()
+    text = (PROJECT / "scripts" / "slurm" / "train.sbatch").read_text()
     script.write_text(text.replace("\nLAUNCH=srun\n", f"\nLAUNCH={launch}\n"))
     rest = ["--config", str(config), "--output-dir", str(folder / "run")]
     return submit(cluster, [*TWO_HOSTS, *words, str(script), *rest], folder / "out", export=EXPORT)
@@ -100,7 +100,7 @@ def test_a_job_whose_time_runs_out_saves_and_goes_on_to_the_same_weights(
     table.add(launch, "USR1 before its time is over", gone_s, starts, sha[:12])
     assert starts == 2
     assert "(SIGUSR1); saved, start it again to go on" in job.said()
-    assert "put in the queue again: exit code 75" in job.said()
+    assert "requeued: exit code 75" in job.said()
     assert sha == undisturbed
 
 
@@ -146,7 +146,7 @@ def test_a_stop_file_does_not_send_a_job_round_in_circles(
     (tmp_path / "run" / "STOP").touch()
     job = submit_shipped(cluster, config, tmp_path, launch=launch)
     assert job.wait() == ("FAILED", 75), job.said()
-    assert "in the queue again" not in job.said()
+    assert "requeued: " not in job.said()
 
 
 @pytest.mark.long
@@ -154,7 +154,7 @@ def test_tasks_of_a_job_array_have_run_directories_and_restarts_of_their_own(
     cluster: VirtualCluster, config: Path, tmp_path: Path
 ) -> None:
     words = ["--array=1-2", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", f"--output={tmp_path}/out-%a"]
-    script = str(PROJECT / "scripts" / "slurm" / "cpu_node.sbatch")
+    script = str(PROJECT / "scripts" / "slurm" / "train.sbatch")
     rest = ["--config", str(config), "seed=%a", "--output-dir", f"{tmp_path}/sweep-%a"]
     array = submit(cluster, [*words, script, *rest], tmp_path / "unused", export=EXPORT)
     # The last task to start has the number of the whole array as its job's.

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.slurm import shipped
+from horovod_train.commands.slurm.command import SHIPPED, shipped
+from horovod_train.commands.slurm.script import TEMPLATE
 from horovod_train.main import main
 
 PROJECT = Path(__file__).parent.parent.parent
 CONFIG = PROJECT / "configs" / "digits_convnet.yaml"
-SHIPPED = [(0, 1), (0, 2), (4, 1), (4, 2)]
+HOUR = ("--time", "01:00:00")
+
+
+@pytest.fixture(autouse=True)
+def site(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the site's options would be: there are none, whatever this machine has."""
+    folder = tmp_path_factory.mktemp("xdg")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    (folder / "horovod_train").mkdir()
+    return folder / "horovod_train" / "slurm.yaml"
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
@@ -23,12 +34,14 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     return said.out, said.err
 
 
-@pytest.mark.parametrize(("gpus", "nodes"), SHIPPED)
-def test_shipped_scripts_are_the_commands_own(gpus: int, nodes: int) -> None:
-    """To make them anew after a change: write shipped(…) to its file."""
-    name = f"{'gpu' if gpus else 'cpu'}_node{'s' if nodes > 1 else ''}.sbatch"
-    assert (PROJECT / "scripts" / "slurm" / name).read_text() == shipped(gpus, nodes)
-    checked = subprocess.run(["bash", "-n"], input=shipped(gpus, nodes), text=True, capture_output=True, check=False)
+def test_the_shipped_script_is_the_commands_own() -> None:
+    """To renew it: python -c 'from horovod_train.commands.slurm.command import *; print(shipped(), end="")' > …"""
+    assert (PROJECT / SHIPPED).read_text() == shipped()
+
+
+@pytest.mark.parametrize("text", [shipped(), TEMPLATE.read_text()], ids=["script", "template"])
+def test_bash_can_parse_the_script_and_its_template(text: str) -> None:
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -58,7 +71,7 @@ def test_under_horovodrun_the_code_that_rank_0_left_counts(
         (tmp_path / name).chmod(0o755)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").write_text(f"PATH={tmp_path}:{Path(sys.executable).parent}:$PATH\n")
-    script = shipped(0, 2).replace("\nLAUNCH=srun\n", "\nLAUNCH=horovodrun\n")
+    script = shipped().replace("\nLAUNCH=srun\n", "\nLAUNCH=horovodrun\n")
     given = {"SLURM_SUBMIT_DIR": str(PROJECT), "SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_ID": "1"}
     finished = subprocess.run(
         ["bash", "-s", "--", "--config", str(CONFIG), "--output-dir", str(end.parent.parent)],
@@ -69,8 +82,9 @@ def test_under_horovodrun_the_code_that_rank_0_left_counts(
         check=False,
     )
     assert finished.returncode == expected, finished.stderr
-    assert ("put in the queue again" in finished.stdout) == is_requeued
-    assert "requeue" in (tmp_path / "asked").read_text() if is_requeued else True
+    assert ("requeued: " in finished.stdout) == is_requeued
+    asked = (tmp_path / "asked").read_text() if is_requeued else ""
+    assert ("requeue" in asked) == is_requeued
 
 
 @pytest.mark.parametrize(("task", "output_dir"), [(None, "runs/50%a @VENV@"), ("7", "runs/507 @VENV@")])
@@ -107,6 +121,12 @@ def test_words_and_paths_reach_the_ranks_as_they_are(
         ("--account", "mine --exclusive"),
         ("--account", ""),
         ("--container", "apptainer exec\na.sif"),
+        ("--modules", "cuda/12; touch made"),
+        ("--gres", "gpu:4 --exclusive"),
+        ("--mem", "64 G"),
+        ("--sbatch", "--qos=x\n#SBATCH --exclusive"),
+        ("--sbatch", "--qos x"),
+        ("--sbatch", "qos=x"),
     ],
 )
 def test_what_would_become_another_line_of_the_script_is_refused(
@@ -115,7 +135,7 @@ def test_what_would_become_another_line_of_the_script_is_refused(
     assert main(["slurm", "--config", str(CONFIG), "--time", "01:00:00", option, value]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"argument {option}: expected a " in said.err
+    assert f"argument {option}: expected " in said.err
 
 
 def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,21 +158,13 @@ def test_a_rank_on_several_gpus_gets_them_and_their_cpus(capsys: pytest.CaptureF
 
 
 def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--tasks-per-node",
-        "4",
-        "--time",
-        "00:20:00",
-        "--partition",
-        "short",
-        "--container",
-        "apptainer exec a.sif",
-    ]
+    words = ["--tasks-per-node", "4", "--time", "00:20:00", "--partition", "short"]
+    words += ["--container", "apptainer exec a.sif"]
     script, _ = printed(capsys, *words, "train.epochs=3", "--launch", "mpirun")
-    assert "gpus" not in script
+    assert "#SBATCH --gpus" not in script
     assert "#SBATCH --partition=short\n" in script
     assert "#SBATCH --signal=B:USR1@120\n" in script
-    assert "RUN='apptainer exec a.sif python'\n" in script
+    assert "\nRUN=(apptainer exec a.sif python)\n" in script
     assert "LAUNCH=mpirun\n" in script
     assert " train.epochs=3 " in script
 
@@ -160,7 +172,15 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--time", "4h"], "--time must be [D-]HH:MM:SS; received '4h'."),
+        (["--time", "4h"], "slurm: argument --time: expected [D-]HH:MM:SS; received '4h'."),
+        ([], "slurm: --time [D-]HH:MM:SS is required"),
+        ([*HOUR, "epochs"], "argument 'epochs': expected section.key=value."),
+        ([*HOUR, "--launch", "ssh"], "slurm: argument --launch: expected one of srun, srun-pmix, "),
+        ([*HOUR, "--image", "nowhere.sif"], "slurm: argument --image: expected a container's image; there is no file"),
+        ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),
+        ([*HOUR, "--gpus-per-node", "2", "--gres", "gpu:2"], "--gpus-per-node 2 and --gres gpu:2: both ask for GPUs"),
+        ([*HOUR, "--sbatch", "--nodes=3"], "slurm: argument --sbatch: give --nodes=3 to this command itself"),
+        ([*HOUR, "--sbatch", "--export=ALL"], "slurm: argument --sbatch: must not set --export, because"),
         (["--time", "01:00:00", "--nodes", "100"], "data.global_batch_size must be at least the number of ranks (100)"),
         (
             ["--time", "01:00:00", "--gpus-per-node", "2", "--tasks-per-node", "4"],
@@ -172,7 +192,7 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (
             ["--time", "01:00:00", "--gpus-per-node", "3", "device.per_rank=2"],
-            "--gpus-per-node must be a multiple of device.per_rank (2); received 3.",
+            "--gpus-per-node: GPUs of a host must be a multiple of device.per_rank (2); received 3.",
         ),
         (
             ["--time", "01:00:00", "--gpus-per-node", "4", "--tasks-per-node", "4", "device.per_rank=2"],
@@ -189,6 +209,89 @@ def test_mistakes_are_named_before_a_job_waits_for_hours(
     said = capsys.readouterr()
     assert said.err.startswith(f"error: {expected}")
     assert said.out == ""
+
+
+def options_of(script: str) -> list[str]:
+    """What sbatch would take from a script's #SBATCH lines, which it splits as a shell does."""
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    return [word for line in lines for word in shlex.split(line)]
+
+
+def test_further_options_of_sbatch_reach_it_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    comment = """--comment=it's $(date) "a" \\ #b"""
+    words = ["--sbatch", "--qos=x", "--sbatch=--exclusive", "--sbatch", comment, "--mem", "64G", "--gres", "gpu:a100:4"]
+    script, said = printed(capsys, *HOUR, *words, "device.per_rank=2")
+    assert {"--qos=x", "--exclusive", comment, "--mem=64G", "--gres=gpu:a100:4"} < set(options_of(script))
+    assert "--ntasks-per-node=2" in options_of(script)
+    assert "#SBATCH --gpus-per-node" not in script
+    assert "each with 2 GPUs" in said
+
+
+def test_an_image_is_run_by_apptainer_with_the_gpus_and_modules_are_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    image = tmp_path / "my image.sif"
+    image.touch()
+    words = ["--image", str(image), "--gpus-per-node", "2", "--modules", "cuda/12", "--modules", "nccl/2"]
+    script, _ = printed(capsys, *HOUR, *words)
+    assert f"\nRUN=(apptainer exec --nv '{image}' python)\n" in script
+    assert "\nmodule load cuda/12 nccl/2 || exit 2\n" in script
+    assert "module" not in printed(capsys, *HOUR)[0]
+
+
+SITE = """
+partition: short
+time: 12:00:00            # YAML would take it for a number
+sbatch: [--qos=long, --constraint=ib]
+modules: cuda/12
+gres: gpu:a100:4
+"""
+
+
+def test_the_sites_options_are_defaults_and_the_script_says_which(
+    capsys: pytest.CaptureFixture[str], site: Path
+) -> None:
+    site.write_text(SITE)
+    script, said = printed(capsys)
+    assert {"--partition=short", "--time=12:00:00", "--qos=long", "--constraint=ib", "--gres=gpu:a100:4"} < set(
+        options_of(script)
+    )
+    for text in (script, said):
+        assert f"rom {site}: partition=short, time=12:00:00, modules=cuda/12, gres=gpu:a100:4, sbatch=" in text
+
+
+def test_the_command_line_wins_over_the_site(capsys: pytest.CaptureFixture[str], site: Path) -> None:
+    site.write_text(SITE)
+    words = ["--partition", "long", "--sbatch", "--qos=short", "--gpus-per-node", "2", "--modules", "rocm/6"]
+    script, said = printed(capsys, *HOUR, *words)
+    found = options_of(script)
+    assert {"--partition=long", "--time=01:00:00", "--qos=short", "--constraint=ib", "--gpus-per-node=2"} < set(found)
+    assert not {"--partition=short", "--qos=long", "--gres=gpu:a100:4"} & set(found)
+    assert "module load rocm/6 " in script
+    assert f"from {site}: sbatch=--constraint=ib\n" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("time: 01:00:00\npartion: a", ":2: partion: unknown option; near it: partition"),
+        ("nodes: many", ":1: nodes: expected a whole number of at least 1; received 'many'."),
+        ("nodes: [1, 2]", ":1: nodes: expected one value."),
+        ("nodes: 1\nnodes: 2", ":2: nodes is given twice."),
+        ("[nodes]", ":1: expected `option: value` lines; received ['nodes']."),
+        ("sbatch: --export=ALL", ":1: sbatch: must not set --export, because the script depends on its own."),
+        ("nodes: {", ": not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_sites_file_name_it_and_the_line(
+    capsys: pytest.CaptureFixture[str], site: Path, text: str, expected: str
+) -> None:
+    site.write_text(text)
+    assert main(["slurm", "--config", str(CONFIG), *HOUR]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: {site}")
+    assert expected in said.err
+    assert (said.out, said.err.count("\n")) == ("", 1)
 
 
 def test_a_login_node_needs_no_tensorflow() -> None:

@@ -1,0 +1,130 @@
+"""What the command `slurm` requests and how it says so: the numbers, and the text on standard error."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
+from horovod_train.commands.slurm.options import CPUS_PER_GPU, add_options, gpus_in, merge_site_options, site_file
+from horovod_train.commands.slurm.script import Job, render
+from horovod_train.config.loader import load, parse_clock
+from horovod_train.config.settings import Config, resolve
+from horovod_train.errors import UserError
+
+NOTICE_S = 300
+"""A checkpoint of some GB to a busy file server takes minutes."""
+
+SHIPPED = "scripts/slurm/train.sbatch"
+
+
+def add_arguments(parser: Parser) -> None:
+    add_config_arguments(parser)
+    add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script on standard output and the choices on standard error."""
+    files, overrides = config_words(arguments)
+    config, _ = load(files, overrides)
+    output_dir = arguments.output_dir or config.output_dir
+    if output_dir is None:
+        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
+    of_site = merge_site_options(arguments, site_file())
+    job = _choose(arguments, output_dir, config.device.per_rank)
+    config = resolve(config, job.nodes * job.tasks_per_node)
+    head = [
+        f"{job.nodes * job.tasks_per_node} ranks of horovod_train on {job.nodes} host(s); submit it with sbatch.",
+        "SLURM tells it to save before its time is over, and it requeues itself until the run is done.",
+        *([f"From {site_file()}: {', '.join(of_site)}"] if of_site else []),
+    ]
+    # Use an environment by its absolute path, so that the script can be submitted from any folder.
+    venv = sys.prefix if sys.prefix != sys.base_prefix else ".venv"
+    words = ["--config", *files, *overrides, "--output-dir", output_dir]
+    print(render(job, head=head, words=words, folder=str(Path.cwd()), venv=venv), end="")
+    for line in [*_explain(job, config, output_dir), *_defaults(arguments, job, of_site)]:
+        print(line, file=sys.stderr)
+    return 0
+
+
+def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
+    if options.time is None:
+        raise UserError("slurm: --time [D-]HH:MM:SS is required: how long the job may take.")
+    if options.gpus_per_node and gpus_in(options.gres):
+        raise UserError(
+            f"--gpus-per-node {options.gpus_per_node} and --gres {options.gres}: both ask for GPUs; give one."
+        )
+    if options.image and options.container:
+        raise UserError("--image and --container: both name a container; give one.")
+    gpus = options.gpus_per_node or gpus_in(options.gres)
+    asked = "--gpus-per-node" if options.gpus_per_node else "--gres"
+    if gpus % per_rank:
+        raise UserError(f"{asked}: GPUs of a host must be a multiple of device.per_rank ({per_rank}); received {gpus}.")
+    tasks = options.tasks_per_node or gpus // per_rank or 1
+    if gpus and tasks * per_rank != gpus:
+        raise UserError(
+            f"--tasks-per-node must be {asked} / device.per_rank ({gpus} / {per_rank} = {gpus // per_rank}), "
+            f"since each rank takes {per_rank} GPU(s); received {tasks}. Leave it out, or ask for other GPUs."
+        )
+    container = list(options.container or [])
+    if options.image:
+        container = ["apptainer", "exec", *["--nv"] * bool(gpus), options.image]
+    return Job(
+        name=re.sub(r"[^\w.-]", "_", Path(output_dir).name) or "horovod_train",
+        nodes=options.nodes or 1,
+        tasks_per_node=tasks,
+        cpus_per_task=options.cpus_per_task or (CPUS_PER_GPU * per_rank if gpus else 1),
+        time=options.time,
+        notice_s=max(60, min(NOTICE_S, int(parse_clock(options.time) or 0) // 10)),
+        gpus_per_node=options.gpus_per_node or None,
+        gres=options.gres,
+        mem=options.mem,
+        partition=options.partition,
+        account=options.account,
+        sbatch=options.sbatch or (),
+        launch=options.launch or "srun",
+        run=[*container, "python"],
+        modules=options.modules or (),
+    )
+
+
+def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
+    ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
+    assert batch is not None
+    own = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
+    device = own if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
+    return [
+        f"ranks: {job.nodes} host(s) × {job.tasks_per_node} = {ranks}, each with {device}",
+        f"batch: {batch} records over all ranks, {batch / ranks:g} on each",
+        f"start: {job.launch}" + (" (neither ssh nor MPI)" if job.launch == "srun" else ""),
+        f"time: {job.time}; asked to save {job.notice_s} s before, then requeued",
+        f"output: {output_dir}; what ranks print: slurm-{job.name}-JOB.out in {Path.cwd()}",
+    ]
+
+
+def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list[str]:
+    """Return a line for each value that neither the command line nor the config has chosen."""
+    lines = [f"from {site_file()}: {', '.join(of_site)}"] if of_site else []
+    if options.cpus_per_task is None:
+        lines.append(f"cpus-per-task: {job.cpus_per_task}, not asked for; hosts with more to spare: --cpus-per-task")
+    return lines
+
+
+def shipped() -> str:
+    """Return the script of SHIPPED, for any config."""
+    job = Job(name="train", nodes=1, tasks_per_node=4, cpus_per_task=4, time="04:00:00", notice_s=NOTICE_S)
+    head = [
+        "horovod_train on CPUs of one host. From the project's folder:",
+        "",
+        f"  sbatch {SHIPPED} --config configs/a.yaml [section.key=value …] [--output-dir DIR]",
+        f"  sbatch --array=1-3 {SHIPPED} --config configs/a.yaml seed=%a --output-dir runs/sweep-%a",
+        "",
+        "Options before the script's name win over the lines below. On GPUs of two hosts, a rank for each:",
+        "",
+        f"  sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 {SHIPPED} --config …",
+        "",
+        "Also --time=1-00:00:00, --export=VENV=/path, … `horovod-train slurm` prints a script for a config of yours.",
+    ]
+    return render(job, head=head, words=None, folder=None, venv=".venv")
