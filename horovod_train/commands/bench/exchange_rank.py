@@ -52,7 +52,7 @@ class System(NamedTuple):
 def systems() -> dict[str, System]:
     from_logits = {"from_logits": True}
     return {
-        "s6": System(
+        "convnet": System(
             Spec("convnet"),
             Spec("sparse_categorical_crossentropy", from_logits),
             keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
@@ -60,7 +60,9 @@ def systems() -> dict[str, System]:
             64,
             10,
         ),
-        "s1": System(Spec("mlp"), Spec("binary_crossentropy", from_logits), keras.optimizers.SGD(0.001), (5,), 100, 50),
+        "mlp": System(
+            Spec("mlp"), Spec("binary_crossentropy", from_logits), keras.optimizers.SGD(0.001), (5,), 100, 50
+        ),
     }
 
 

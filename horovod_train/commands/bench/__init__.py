@@ -9,9 +9,8 @@ import argparse
 import importlib
 
 KINDS = {
-    "input": ("horovod_train.commands.bench_input", "reading, parsing and batching, on one rank"),
-    "synchronization": ("horovod_train.commands.bench_synchronization", "ways of when to exchange: speed and result"),
-    "exchange": ("horovod_train.commands.bench_exchange", "ways for the ranks of this host to exchange gradients"),
+    "input": ("horovod_train.commands.bench.input", "reading, parsing and batching, on one rank"),
+    "exchange": ("horovod_train.commands.bench.exchange", "ways for the ranks of this host to exchange gradients"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 

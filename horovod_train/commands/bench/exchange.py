@@ -18,17 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.distributed.launch.local import Way, mpi_problem, run_ranks
 from horovod_train.errors import RunError, UserError
 
 CEILING = "no exchange"
 SYSTEMS = {
-    "s6": "S6's convnet, 3.3 million weights, 64 images a rank",
-    "s1": "S1's MLP, 71 weights, 100 records a rank",
+    "convnet": "convnet: 3.3 million weights, 64 images a rank",
+    "mlp": "mlp: 71 weights, 100 records a rank",
 }
+OLD_NAMES = {"s6": "convnet", "s1": "mlp"}
 
 
 class Contender(NamedTuple):
@@ -65,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=int, default=2, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="launches of each; default %(default)s")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured in each launch; default %(default)s")
-    parser.add_argument("--system", choices=SYSTEMS, action="append", help="one of them alone; default: all")
+    parser.add_argument(
+        "--system",
+        type=lambda name: OLD_NAMES.get(name, name),
+        choices=SYSTEMS,
+        action="append",
+        help="one of them alone; default: all",
+    )
     parser.add_argument("--only", metavar="TEXT", action="append", help="contenders whose names hold this")
     parser.add_argument("--json", action="store_true", help="print the figures of every launch as one JSON object")
 
@@ -107,7 +112,7 @@ def _measure(name: str, contender: Contender, ranks: int, systems: list[str], se
     """Return records per second over all ranks, by system."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
-        words = [sys.executable, "-m", "horovod_train.commands.bench_exchange_rank", str(out), "--systems", *systems]
+        words = [sys.executable, "-m", "horovod_train.commands.bench.exchange_rank", str(out), "--systems", *systems]
         words += ["--seconds", str(seconds), *(["--alone"] if contender.alone else [])]
         limit_s = 120 + 4 * seconds * len(systems)
         try:
@@ -123,12 +128,10 @@ def _measure(name: str, contender: Contender, ranks: int, systems: list[str], se
 def _show(system: str, ranks: int, rates: dict[str, list[float]]) -> None:
     console = open_screen()
     console.print(f"{SYSTEMS[system]}; {ranks} ranks", markup=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("", "records/s", "slowest", "fastest", "of the ceiling"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
     ceiling = statistics.median(rates[CEILING])
+    rows = []
     for name, found in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
         median = statistics.median(found)
         figures = [f"{value:,.0f}" for value in (median, min(found), max(found))]
-        table.add_row(name, *figures, f"{median / ceiling:.2f}")
-    console.print(table)
+        rows.append((name, *figures, f"{median / ceiling:.2f}"))
+    console.print(build_table(("", "records/s", "slowest", "fastest", "of the ceiling"), rows, left=("",)))

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.arguments import split_words
+from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.dataset import Records, open_records
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"
 PARSE_CALLS = 10
-"""Number of parse calls in parallel in the contender that parses records one by one, as S1 does."""
+"""Number of parse calls in parallel in the contender that parses records one by one, a usual choice."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("bench input: give either the path of records or --config.")
     if min(arguments.batch_size, arguments.rounds, arguments.passes) < 1:
         raise UserError("bench input: --batch-size, --rounds and --passes must be at least 1.")
-    config = _load(arguments.config) if arguments.config else Config(data=DataConfig(train=(arguments.path,)))
+    config = Config(data=DataConfig(train=(arguments.path,)))
+    if arguments.config:
+        config, _ = load(*split_words(arguments.config))
     if config.data.parse:
         raise UserError("bench input: needs features; data.parse cannot be taken apart.")
     records = open_records(config.data, "train")
@@ -50,18 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _load(words: list[str]) -> Config:
-    return load([word for word in words if "=" not in word], [word for word in words if "=" in word])[0]
-
-
 def _measure(records: Records, config: Config, arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Return seconds per pass, for each turn of each contender. The first turn is a warm-up and is not counted."""
-    from horovod_train.commands import bench_contenders
+    from horovod_train.commands.bench import contenders
 
-    contenders = bench_contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    ways = contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.rounds + 1):
-        for name, build in contenders.items():
+        for name, build in ways.items():
             drained = _drain(build, arguments.passes, records.num_records, arguments.batch_size)
             seconds[name].append(drained / arguments.passes)
     return {name: times[1:] for name, times in seconds.items()}
@@ -77,9 +74,9 @@ def _drain(build: Callable[[int], tf.data.Dataset], passes: int, num_records: in
 
 def _starts(records: Records, config: Config, batch_size: int) -> dict[str, float]:
     """Return seconds until the first batch, at the beginning of an epoch and near its end."""
-    from horovod_train.commands import bench_contenders
+    from horovod_train.commands.bench import contenders
 
-    pipeline = bench_contenders.build_ours(records, config, batch_size)
+    pipeline = contenders.build_ours(records, config, batch_size)
     found = {}
     for percent in (0, 90):
         times = []
@@ -93,14 +90,12 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
 
 def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
     console = open_screen()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("", "records/s", "slowest", "fastest", "MB/s", "ratio"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    rows = []
     size = sum(part.size for part in records.source.parts)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
         rates = [f"{records.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
         ratio = f"{median[name] / median[PLAN]:.2f}"
-        table.add_row(name, *rates, f"{size / median[name] / 1e6:.1f}", ratio)
-    console.print(table)
+        rows.append((name, *rates, f"{size / median[name] / 1e6:.1f}", ratio))
+    console.print(build_table(("", "records/s", "slowest", "fastest", "MB/s", "ratio"), rows, left=("",)))
     print("the plan's first batch: " + ", ".join(f"at {at} of an epoch {value:.2f} s" for at, value in starts.items()))
