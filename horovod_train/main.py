@@ -44,6 +44,7 @@ COMMANDS = {
     "export": ("horovod_train.commands.export", "a .keras file or SavedModel that needs none of this to load"),
     "explain": ("horovod_train.commands.explain", "what happened to a run, and what to do next"),
     "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
+    "build-horovod": ("horovod_train.commands.build_horovod", "compile Horovod for this TensorFlow, and install it"),
     "bench": ("horovod_train.commands.bench", "measure how fast records are read and gradients exchanged"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""

