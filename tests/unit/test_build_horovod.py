@@ -1,0 +1,97 @@
+"""The command `build-horovod`: which compiled wheel serves, and what is missing to compile one. Compiles nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from horovod_train.commands import build_horovod
+from horovod_train.main import main
+
+
+@pytest.fixture(autouse=True)
+def other_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks for a build that neither this environment nor any cache has."""
+    monkeypatch.setenv("CFLAGS", "-DNO_SUCH_BUILD")
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which the command refuses."""
+    assert main(["build-horovod", *words]) == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        (
+            "CXX",
+            "no-such-compiler",
+            "error: build-horovod: no-such-compiler is no C++17 compiler: apt-get install g++.",
+        ),
+        ("PATH", "/nowhere", "error: build-horovod: make is not on PATH: apt-get install make."),
+        ("HOROVOD_GPU_OPERATIONS", "NCCL", "error: build-horovod: nvcc is neither on PATH nor in HOROVOD_CUDA_HOME"),
+    ],
+)
+def test_a_missing_tool_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    expected: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert said(capsys, "--mpi", "wheel", "--cache", str(tmp_path)).startswith(expected)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_mpi_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "--mpi system: mpicc is not on PATH" in said(capsys, "--mpi", "system", "--cache", str(tmp_path))
+
+
+def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert "Give --cache DIR." in said(capsys, "--cache", str(tmp_path / "file" / "cache"))
+
+
+def test_a_folder_of_another_content_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "horovod-cp311-of-somebody"
+    folder.mkdir()
+    (folder / "thesis.tex").touch()
+    with pytest.raises(build_horovod.UserError, match=r"holds thesis\.tex"):
+        build_horovod._make_room(folder)
+    assert (folder / "thesis.tex").exists()
+
+
+def test_a_wheel_serves_if_all_that_shaped_it_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dict(os.environ)
+    name = build_horovod._name("wheel", here)
+    assert build_horovod._name("wheel", here | {"LANG": "C", "HOME": "/nowhere"}) == name
+    for other in ({"CXX": "clang++"}, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, {"HOROVOD_CUDA_HOME": "/opt/cuda"}):
+        assert build_horovod._name("wheel", here | other) != name
+    assert build_horovod._name("none", here) != name
+
+
+def test_comments_of_the_script_do_not_shape_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = build_horovod.SCRIPT.read_text()
+    before = build_horovod._shape({})
+    monkeypatch.setattr(build_horovod, "SCRIPT", tmp_path / "script.sh")
+    build_horovod.SCRIPT.write_text(text.replace("\nset -euo pipefail\n", "\n# another comment\nset -euo pipefail\n"))
+    assert build_horovod._shape({}) == before
+    build_horovod.SCRIPT.write_text(text.replace("version=0.28.1", "version=0.28.2"))
+    assert build_horovod._shape({}) != before
+
+
+def test_help_says_what_it_needs_and_where_it_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["build-horovod", "--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("C++17", "cmake", "MPI is optional", "$XDG_CACHE_HOME/horovod_train"))
