@@ -76,18 +76,16 @@ def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | N
         notes = [*notes, NOT_CHECKED]
         if ":" not in config.lr_schedule.decay.name:
             _attempt(lambda: build_formula(config.lr_schedule, Horizon(1, 1, 1)), faults)
-        sizes: Sizes | None = _sizes_of_checkpoint(start)
+        sizes: Sizes | None = None
     else:
         tensorflow_noise.load_tensorflow()
         from horovod_train.commands import plan_model
 
         sizes, more = plan_model.build(config, outlook)
         faults += more
-    faults = list(dict.fromkeys(faults))
-    if outlook is None:
-        return None, notes, faults
-    facts, more_notes = collect(outlook, sizes or _sizes_of_checkpoint(start), pace)
-    return facts, [*notes, *more_notes], faults
+    known = sizes or _sizes_of_checkpoint(start)
+    facts, more_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
+    return facts, [*notes, *more_notes], list(dict.fromkeys(faults))
 
 
 def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
