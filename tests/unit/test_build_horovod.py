@@ -34,7 +34,6 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "error: build-horovod: no-such-compiler is no C++17 compiler: apt-get install g++.",
         ),
         ("PATH", "/nowhere", "error: build-horovod: make is not on PATH: apt-get install make."),
-        ("HOROVOD_GPU_OPERATIONS", "NCCL", "error: build-horovod: nvcc is neither on PATH nor in HOROVOD_CUDA_HOME"),
     ],
 )
 def test_a_missing_tool_is_one_line(
@@ -55,6 +54,12 @@ def test_a_missing_mpi_is_one_line(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert "--mpi system: mpicc is not on PATH" in said(capsys, "--mpi", "system", "--cache", str(tmp_path))
+
+
+def test_a_missing_nccl_is_named_with_what_brings_it() -> None:
+    environment = {"HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CUDA_HOME": "/nowhere"}
+    *_, problem = build_horovod._missing_gpu_tools(environment, "no-such-compiler")
+    assert problem.startswith("NCCL is missing: pip install 'tensorflow[and-cuda]' brings it")
 
 
 def test_a_cache_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,9 +24,9 @@ ALL = {0, 1, 2, 3}
         ([("a", ("GPU-aa",), 1, 1), ("b", ("GPU-bb",), 1, 1)], "ok", "each with its own GPU"),
         ([("a", ("GPU-aa",), 2, 2), ("a", ("GPU-aa",), 2, 2)], "fail", "ranks 0 and 1 on a share GPU GPU-aa"),
         ([("a", ("GPU-aa",), 4, 4)], "warning", "idle: {'a': 3}"),
-        ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-cc", "GPU-dd"), 4, 4)], "ok", "of its own"),
+        ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-cc", "GPU-dd"), 4, 4)], "ok", "with its own GPU"),
         ([("a", ("GPU-aa", "GPU-bb"), 4, 4), ("a", ("GPU-bb", "GPU-cc"), 4, 4)], "fail", "share GPU GPU-bb"),
-        ([("a", ("0",), 0, 2), ("b", ("0",), 0, 2)], "ok", "of its own"),  # no UUIDs; another host has another GPU 0
+        ([("a", ("0",), 0, 2), ("b", ("0",), 0, 2)], "ok", "with its own GPU"),  # no UUIDs: two GPUs 0
         ([("a", (), 4, 0)], "fail", "TensorFlow sees none of the 4 GPUs"),
         ([("a", ("GPU-aa",), 1, 1), ("b", (), 0, 0)], "fail", "1 ranks compute on GPUs, 1 on CPU, rank 1 (b)"),
     ],

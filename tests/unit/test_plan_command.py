@@ -155,8 +155,11 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["optimizer.options={nesterof: true}"], "nesterof"),
         (["loss=no_such_package.losses:mine"], "loss.name: cannot import 'no_such_package.losses:mine'"),
         (["loss=user_models:mine"], "loss.name: user_models has no 'mine'; it has"),
-        (["early_stopping.metric=acc"], "early_stopping.metric: the evaluation has no 'acc'; it has loss"),
-        (["log.activations=[layer9]"], "log.activations"),
+        (
+            ["early_stopping={metric: acc, patience: 3}"],
+            "early_stopping.metric: the evaluation has no 'acc'; it has loss",
+        ),
+        (["log={activations: {a: layer9}, histograms_every_steps: 5}"], "log.activations"),
         (["horovod.op=adasum", "--np", "3"], "horovod.op: adasum needs a power of two of ranks; received 3"),
         (["data.inputs=[pixels]"], "pixels"),
         (["lr_schedule.decay=cosin"], "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
