@@ -194,7 +194,7 @@ def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-0.end.json").write_text('{"rank"')
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("disappeared", [0])
-    assert found.what.endswith("the last line in its logs: phase train after step 0")
+    assert found.what.endswith("the last line in the logs: phase train after step 0")
 
 
 def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
