@@ -31,7 +31,7 @@ def test_options_and_the_sites_defaults_reach_a_real_sbatch_as_they_are(
     shown = cluster.run(HEAD, ["scontrol", "show", "job", job.number]).stdout
     cluster.run(HEAD, ["scancel", job.number])
     for expected in (
-        f"Comment={COMMENT}\n",
+        f"Comment={COMMENT} ",
         "TimeLimit=12:00:00 ",
         "MinMemoryNode=100M",
         "Nice=7 ",
