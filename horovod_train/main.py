@@ -66,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         to_stderr(f"error: {error}")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "horovod":
+            raise
+        to_stderr("error: Horovod is not installed here, and pip cannot compile it: horovod-train build-horovod.")
+        return UserError.exit_code
 
 
 def _run_command(name: str, words: Sequence[str]) -> int:

@@ -91,6 +91,17 @@ def test_a_missing_extra_is_one_line_with_the_command_that_installs_it() -> None
         import_extra("nowhere.datasets", "digits", "prepare digits")
 
 
+@pytest.mark.long
+def test_without_horovod_one_line_says_how_to_install_it() -> None:
+    script = (
+        "import sys; sys.modules['horovod'] = None; from horovod_train.main import main; sys.exit(main(['doctor']))"
+    )
+    finished = run_process([sys.executable, "-c", script])
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith("error: Horovod is not installed here")
+    assert finished.stderr.count("\n") == 1
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")

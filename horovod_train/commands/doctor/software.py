@@ -54,7 +54,7 @@ def check_build(group: WorkerGroup) -> CheckResult:
     facts = {"built": list(build.built), "controller": build.controller, "exchange": build.exchange}
     computes_on_gpu = any(device.gpu_keys for device in group.devices)
     if computes_on_gpu and build.exchange != "NCCL":
-        fix = "HOROVOD_GPU_OPERATIONS=NCCL make install builds it to exchange between GPUs."
+        fix = "`horovod-train build-horovod --gpu-operations NCCL` builds it to exchange between GPUs."
         return warning("horovod", f"{text}, although ranks compute on GPUs", fix, facts)
     return ok("horovod", text, facts)
 
