@@ -213,7 +213,7 @@ def lost_metrics(here: Path, plain: Path) -> list[str]:
 
 FILE_SCENARIOS = [
     Scenario(
-        "careless",
+        "careless (to be found)",
         careless,
         lost=lost_metrics,
         broken=lambda here, plain: broken_checkpoints(here / "run/checkpoints", plain / "run/checkpoints"),

@@ -7,6 +7,7 @@ import errno
 import itertools
 import random
 import re
+from collections import Counter
 from typing import Any
 
 FILE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
@@ -27,12 +28,16 @@ def unchanging(about: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The n-th call of a kind on a rank."""
+    """The n-th call of a kind on a rank with this `about`; the n-th of all where that changes from run to run."""
 
     rank: int
     kind: str
     n: int
     about: str
+
+    @property
+    def unchanging(self) -> str:
+        return "" if "#" in self.about else self.about
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.kind} {self.n} {self.about}"
@@ -48,14 +53,26 @@ class Fault:
         return f"{self.point}: {errno.errorcode[self.error]} {self.mode}"
 
 
+def points_of(rank: int, log: str) -> list[Point]:
+    """All calls of a run, from the shim's log."""
+    points: list[Point] = []
+    counts: Counter[tuple[str, str]] = Counter()
+    for line in log.splitlines():
+        _, kind, n, about = line.split(" ", 3)
+        place = unchanging(about)
+        counts[kind, place] += 1
+        points.append(Point(rank, kind, int(n) if "#" in place else counts[kind, place], place))
+    return points
+
+
 def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
-    """how: {"per_place": N or null for all, "faults": "all", "turns", "one" or a number, "about": regex}.
+    """how: {"per_place": N or null for all, "faults": "all", "turns" or "one", "about": regex, "at_most": N}.
 
     about: only points where it is found in what they are about.
     per_place: of the calls of one kind on one file, or the sends of one kind of message, so many, the first and the
     last among them. faults: each with every error, alone and from then on; or alone and from then on with one error
-    each, the errors taking turns; or one of both, in turns too; or so many of all, drawn at random. And every write in
-    halves.
+    each, the errors taking turns; or one of both, in turns too. And every write in halves. at_most: so many of these,
+    drawn at random.
     """
     places: dict[tuple[int, str, str], list[Point]] = {}
     for point in (point for point in points if re.search(how.get("about", ""), point.about)):
@@ -74,9 +91,8 @@ def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
     else:
         faults = [Fault(p, error, mode) for p in chosen for error in _errors(p) for mode in ("once", "on")]
     faults += [Fault(p, errno.ENOSPC, mode) for p in chosen if p.kind == "write" for mode in ("half", "full")]
-    if isinstance(how["faults"], int):
-        faults = random.Random(1).sample(faults, min(how["faults"], len(faults)))
-    return faults
+    at_most = min(len(faults), how.get("at_most", len(faults)))
+    return random.Random(1).sample(faults, at_most) if at_most < len(faults) else faults
 
 
 def _errors(point: Point) -> tuple[int, ...]:

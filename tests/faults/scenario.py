@@ -7,6 +7,8 @@ plain run holds; and a run that has not come to its end does so when it is start
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,10 @@ from typing import Any
 
 KNOWN_EXIT_CODES = frozenset({0, 1, 2, 75, 86, 87})
 START_AGAIN = 75
-"""Stopped early on request; whoever starts the run again resumes it."""
+"""Stopped early on request; the next start resumes the run."""
+SENDS = frozenset({"send"})
+ENDED = KNOWN_EXIT_CODES | {-signal.SIGTERM}
+"""By the launcher, once another rank has ended badly."""
 
 Lost = Callable[[Path, Path], list[str]]
 
@@ -25,6 +30,18 @@ def nothing() -> int:
 
 def lines(said: str, beginning: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith(beginning)]
+
+
+def own_rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as the zygote has put them into the environment."""
+    return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
+
+
+def said_nothing(fault: Any, finished: Any) -> list[str]:
+    """Of a run that has ended well. A rank that cannot send any more cannot say either that it has finished."""
+    missed = f"stopped: rank {fault.point.rank} (" if fault.mode == "on" else "nothing"
+    found = [line for line in lines(finished.said, "stopped:") if not line.startswith(missed)]
+    return [] if set(finished.exit_codes) - {0, START_AGAIN} else [f"said of a good run: {line}" for line in found]
 
 
 @dataclass

@@ -1,7 +1,8 @@
 /* Fails chosen calls that change the files below one folder, or that send on a socket of Python's.
 
    gcc -shared -fPIC -O1 -o shim.so shim.c -ldl; LD_PRELOAD=shim.so python …, then through ctypes: faults_watch(folder,
-   log) begins to count and to note every call, a line each; faults_arm(kind, n, errno, mode) chooses what fails.
+   log) begins to count and to note every call, a line each; faults_arm(kind, about, n, errno, mode) chooses what fails:
+   the n-th call of the kind on this path, the n-th send that begins so, or with an empty `about` the n-th of all.
    Sits at libc's border, where also TensorFlow's and TensorBoard's C++ come through; libc's own stdio does not, so the
    functions of stdio that write are here too. What a process writes to mapped memory is not seen.
 */
@@ -36,6 +37,9 @@ static atomic_long counts[KINDS];
 static atomic_int is_on;
 static int armed_kind = -1, armed_errno, armed_mode;
 static long armed_n;
+static char armed_about[PATH_MAX];
+static size_t armed_length;
+static atomic_long armed_seen;
 
 #define REAL(name) \
     static __typeof__(&name) real; \
@@ -48,12 +52,16 @@ void faults_watch(const char *below, const char *log) {
     for (int kind = 0; kind < KINDS; kind++) counts[kind] = 0;
     is_on = 0;
     armed_kind = -1;
+    armed_seen = 0;
     log_fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
 }
 
-void faults_arm(const char *kind, long n, int error, int mode) {
+void faults_arm(const char *kind, const char *about, long n, int error, int mode) {
     for (int k = 0; k < KINDS; k++)
         if (!strcmp(names[k], kind)) armed_kind = k;
+    armed_length = strlen(about);
+    memcpy(armed_about, about, armed_length + 1);
+    if (armed_length && armed_kind != SEND) armed_length++; /* its end too: the whole path */
     armed_n = n, armed_errno = error, armed_mode = mode;
 }
 
@@ -67,7 +75,7 @@ static void note(const char *what, enum kind kind, long n, const char *about) {
 static int due(enum kind kind, const char *about) {
     int before = errno, failure = 0;
     long n = ++counts[kind];
-    if ((int)kind == armed_kind && n == armed_n) {
+    if ((int)kind == armed_kind && !strncmp(about, armed_about, armed_length) && ++armed_seen == armed_n) {
         failure = armed_mode == HALF || armed_mode == FULL ? -1 : armed_errno;
         is_on = armed_mode == ON || armed_mode == FULL;
     } else if (is_on && kind != CLOSE && (kind == SEND) == (armed_kind == SEND) &&

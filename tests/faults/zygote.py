@@ -24,7 +24,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from points import MODES, Fault, Point, choose, unchanging
+from points import MODES, Fault, Point, choose, points_of
+from scenario import START_AGAIN
+from scenarios import SCENARIOS
 
 _PR_SET_CHILD_SUBREAPER = 36
 AFTER_DEATH_S = 15.0
@@ -67,11 +69,9 @@ class Zygote:
         """The points that a run without faults passes."""
         finished = self.run(None)
         assert set(finished.exit_codes) == {self.scenario.ends}, finished.text
-        points = []
+        points: list[Point] = []
         for rank in range(self.scenario.ranks):
-            for line in self._log(rank).read_text(errors="replace").splitlines():
-                _, kind, n, about = line.split(" ", 3)
-                points.append(Point(rank, kind, int(n), unchanging(about)))
+            points += points_of(rank, self._log(rank).read_text(errors="replace"))
         if self.scenario.resumes and any(finished.exit_codes):
             again = self.start_again()
             assert not any(again.exit_codes), again.text
@@ -102,16 +102,16 @@ class Zygote:
             os._exit(code)
 
     def _try_each(self, faults: list[Fault], plain: Finished) -> dict[str, Any]:
-        complaints, hit = [], set()
+        complaints, hit = [], 0
         for fault in faults:
             finished = self.run(fault)
-            hit |= {unchanging(line) for line in finished.hits[:1]}
+            hit += bool(finished.hits)
             found = self.scenario.judge(self, plain, fault, finished)
             said = f"{len(complaints)} complaints; {fault}, hit {finished.hits[:1]}: {finished.exit_codes} {found}"
             print(said, file=sys.stderr, flush=True)
             if found:
                 complaints.append({"fault": str(fault), "hit": finished.hits[:1], "said": found, "text": finished.text})
-        return {"complaints": complaints, "hit": sorted(hit)}
+        return {"complaints": complaints, "hit": hit}
 
     def run(self, fault: Fault | None) -> Finished:
         shutil.rmtree(self.here, ignore_errors=True)
@@ -163,7 +163,8 @@ class Zygote:
             self.shim.faults_watch(str(folder).encode(), str(self._log(rank)).encode())
             if fault is not None and fault.point.rank == rank:
                 point = fault.point
-                self.shim.faults_arm(point.kind.encode(), ctypes.c_long(point.n), fault.error, MODES[fault.mode])
+                kind, about = point.kind.encode(), point.unchanging.encode()
+                self.shim.faults_arm(kind, about, ctypes.c_long(point.n), fault.error, MODES[fault.mode])
             code = _run(action)
         except BaseException:
             traceback.print_exc()
@@ -188,7 +189,7 @@ def _run(action: Any) -> int:
 def _wait(children: list[int], limit_s: float) -> list[int]:
     """The exit codes, as subprocess gives them; children that take longer are killed.
 
-    As under `srun --wait`: once a rank has died of a signal, the others are ended AFTER_DEATH_S later.
+    As under `srun --wait`: once a rank has ended badly, the others are ended AFTER_DEATH_S later.
     """
     codes: dict[int, int] = {}
     until, ending = time.monotonic() + limit_s, signal.SIGKILL
@@ -197,7 +198,7 @@ def _wait(children: list[int], limit_s: float) -> list[int]:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 codes[child] = os.waitstatus_to_exitcode(status)
-                if codes[child] < 0 and ending is not signal.SIGTERM:
+                if codes[child] not in (0, START_AGAIN) and ending is not signal.SIGTERM:
                     until, ending = min(until, time.monotonic() + AFTER_DEATH_S), signal.SIGTERM
             elif time.monotonic() > until:
                 os.kill(child, ending)
@@ -215,7 +216,10 @@ def _wait_for_orphans() -> None:
 
 
 def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
-    """Return what was tried: points are the calls of the run without faults, places the files and kinds of messages."""
+    """Return what was tried: points are the calls of the run without faults, places the files and kinds of messages.
+
+    hit: how many of the faults came; a run need not come to the last call of another run.
+    """
     points, plain = zygote.dry_run()
     faults = choose(points, how)
     began = time.monotonic()
@@ -226,7 +230,7 @@ def try_all(zygote: Zygote, how: dict[str, Any]) -> dict[str, Any]:
         "places": sorted({f"rank {p.rank} {p.kind} {p.about}" for p in points}),
         "points_tried": len({fault.point for fault in faults}),
         "faults": len(faults),
-        "hit": len(set().union(*(report["hit"] for report in reports))),
+        "hit": sum(report["hit"] for report in reports),
         "errors": sorted({errno.errorcode[fault.error] for fault in faults}),
         "seconds": round(time.monotonic() - began, 1),
         "complaints": [complaint for report in reports for complaint in report["complaints"]],
@@ -243,8 +247,6 @@ def main() -> None:
     os.environ |= {"KERAS_BACKEND": "tensorflow", "CUDA_VISIBLE_DEVICES": "-1"}
     adopt_orphans()
     task = json.loads(sys.argv[3])
-    from scenarios import SCENARIOS
-
     reports = []
     for name in task["scenarios"]:
         SCENARIOS[name].load()
