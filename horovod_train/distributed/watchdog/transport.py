@@ -156,12 +156,16 @@ def connect(address: Address, rank: int, timeout_s: float) -> Connection:
     while True:
         left_s = max(0.1, until - time.monotonic())
         connected = socket.create_connection((address.host, address.port), timeout=left_s)
-        with contextlib.suppress(ConnectionError):
+        failure: OSError = ConnectionRefusedError("it does not admit this rank")
+        try:
             connected.sendall(HELLO.pack(address.token.encode(), rank))
             if connected.recv(1) == ADMITTED:
                 return Connection(connected, peer=0)
-        # Root drops the oldest if too many connect at the same moment.
+        except OSError as error:
+            failure = failure if isinstance(error, ConnectionError) else error
+        # Root drops the oldest if too many connect at the same moment. Without another try, this rank would not be
+        # watched in the whole run.
         connected.close()
         if time.monotonic() > until:
-            raise ConnectionRefusedError("it does not admit this rank")
+            raise failure
         time.sleep(random.uniform(0.05, 0.2))
