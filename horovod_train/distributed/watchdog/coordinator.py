@@ -87,5 +87,5 @@ class Coordinator:
             for rank, message in self._server.poll(0.1):
                 if isinstance(message, Lost) or message.get("kind") == "ready":
                     waiting.discard(rank)
-        self._server.send({"kind": "leave"})
+        self._server.send({"kind": "leave", "text": sentence})
         end_process(Stalled.exit_code)

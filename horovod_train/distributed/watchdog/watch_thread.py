@@ -8,7 +8,7 @@ What root does with a message, and what the other ranks do, is in coordinator an
     cause    root ↔ ranks   `cause`: why the run ends; root passes it on
     stop     root → ranks   `text`: the run is stalled; write log and stacks
     ready    rank → root    it has written them
-    leave    root → ranks   end now
+    leave    root → ranks   end now; `text` as in stop, for a rank that `stop` has not reached
     stalled  rank → root    `text`: root was silent for too long, and this rank ends
     bye      root ↔ ranks   the sender has finished
 """

@@ -25,6 +25,7 @@ class Worker:
             "speaker": lambda rank, message, now: state.set_speaker(message["rank"]),
             "cause": lambda rank, message, now: state.record(Cause(**message["cause"])),
             "stop": self._stop,
+            "leave": self._leave,
             "bye": self._finish,
         }
 
@@ -70,4 +71,9 @@ class Worker:
         until = time.monotonic() + ANSWER_WITHIN_S
         while time.monotonic() < until and not self._state.transport.poll(0.1):
             pass  # Any message ends the wait: root sends `leave`, or has gone.
+        end_process(Stalled.exit_code)
+
+    def _leave(self, rank: int, message: Message, now: float) -> None:
+        """End this process as `stop` would have, which did not arrive."""
+        self._state.record_stall(message["text"])
         end_process(Stalled.exit_code)
