@@ -28,7 +28,7 @@ from horovod_train.config.registry import nearest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs, tensorflow_noise
 from horovod_train.output.console import let_go, to_stderr, unfailing
 from horovod_train.output.run_dir import check_writable
 
@@ -85,7 +85,7 @@ def _run_command(name: str, words: Sequence[str]) -> int:
             arguments = parser.parse_args(words)
     if name in WITH_KERAS:
         _choose_backend()
-    with _root_speaks_first():
+    with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
         return int(module.run(arguments))
 
 
@@ -110,11 +110,19 @@ def _root_speaks_first() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        rank = launcher.detect().rank
+        rank = _rank()
         if rank == 0:
             raise
         time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
         raise UserError(f"rank {rank} ({socket.gethostname()}): {error}") from error
+
+
+def _rank() -> int:
+    """Return the rank of this process; 0 where the launcher's variables contradict each other."""
+    try:
+        return launcher.detect().rank
+    except UserError:
+        return 0
 
 
 def _choose_backend() -> None:

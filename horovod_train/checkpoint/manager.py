@@ -6,6 +6,7 @@ other ranks get everything by broadcast. tensors defines one checkpoint, folder 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, find_start
 from horovod_train.checkpoint.manifest import Damaged, reason
 from horovod_train.checkpoint.tensors import Checkpoint, Facts, verify, write
 from horovod_train.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class Store(Protocol):
@@ -80,8 +83,8 @@ class NullStore:
 class CheckpointStore:
     """The checkpoints in one folder, written by one thread at a time. See Store for the methods."""
 
-    def __init__(self, folder: Path, keep: int, say: Callable[[str], None], is_ours: Callable[[], bool]) -> None:
-        self.checkpoints, self.keep, self._say = CheckpointSet(folder, is_ours), keep, say
+    def __init__(self, folder: Path, keep: int, is_ours: Callable[[], bool]) -> None:
+        self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
         self._writer: threading.Thread | None = None
         self._step = 0
         self._began = self._write_s = 0.0
@@ -142,12 +145,12 @@ class CheckpointStore:
 
     def finish(self, timeout_s: float) -> None:
         if self._writer is not None and self.step_under_way is not None:
-            self._say(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
+            log.info(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
             self._writer.join(timeout_s)
             if self._writer.is_alive():
                 self._warn(f"the checkpoint of step {self._step} was not written within {timeout_s:g} s.")
         if self._last_whole is not None:
-            self._say(f"the last good checkpoint: {self._last_whole}")
+            log.info(f"the last good checkpoint: {self._last_whole}")
 
     def _write(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         try:
@@ -199,15 +202,12 @@ class CheckpointStore:
             self._warn(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
 
     def _warn(self, line: str) -> None:
-        self._say(f"warning: {line}")
+        log.warning(line)
 
 
-def open_store(
-    directory: Path | None, keep: int, say: Callable[[str], None] = print, is_ours: Callable[[], bool] = lambda: True
-) -> Store:
+def open_store(directory: Path | None, keep: int, is_ours: Callable[[], bool] = lambda: True) -> Store:
     """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
 
-    say: shows a line; also called from the writing thread. is_ours: whether the run still owns its directory (see
-    lease); asked before anything is renamed or removed.
+    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
     """
-    return NullStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, say, is_ours)
+    return NullStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, is_ours)

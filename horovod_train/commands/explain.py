@@ -31,7 +31,6 @@ from horovod_train.commands.explain_files import (
 from horovod_train.commands.explain_lease import WATCH_S, find_running
 from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
-from horovod_train.output.console import to_stderr
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.process import has_run_since
 from horovod_train.output.rank_log import FOLDER, log_file
@@ -104,7 +103,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         found = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(_LEFT_BY_A_RUN)}; found {found}.")
     stories = read_stories(run_dir)
-    outcome = _judge(stories, read_json(run_dir / "summary.json"), lambda: find_running(run_dir, to_stderr, watch_s))
+    outcome = _judge(stories, read_json(run_dir / "summary.json"), lambda: find_running(run_dir, watch_s))
     checkpoint, damaged = last_good_checkpoint(run_dir)
     steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)

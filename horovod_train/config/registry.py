@@ -53,15 +53,20 @@ def import_extra(module: str, extra: str, where: str) -> ModuleType:
         raise UserError(f"{where}: needs {package} ({error}): pip install 'horovod_train[{extra}]'.") from error
 
 
-def loaded_files(config: Any) -> dict[str, Path]:
-    """Map each imported module, of every `package.module:function` in a config, to its source file."""
+def users_modules(config: Any) -> set[str]:
+    """Return the module of every `package.module:function` in a config."""
     if isinstance(config, Mapping):
         config = list(config.values())
     if isinstance(config, list | tuple):
-        return {name: path for value in config for name, path in loaded_files(value).items()}
+        return {name for value in config for name in users_modules(value)}
     found = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
-    file = getattr(sys.modules.get(found[1]), "__file__", None) if found else None
-    return {found[1]: Path(file)} if found and file and Path(file).is_file() else {}
+    return {found[1]} if found else set()
+
+
+def loaded_files(config: Any) -> dict[str, Path]:
+    """Map each imported module, of every `package.module:function` in a config, to its source file."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(users_modules(config))}
+    return {name: Path(file) for name, file in files.items() if file and Path(file).is_file()}
 
 
 def public_names(module: ModuleType) -> list[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,12 +20,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from horovod_train.errors import UserError
-from horovod_train.output.console import to_stderr
 from horovod_train.output.files import Lines
 from horovod_train.output.removal import Made, remove
 
 FOLDER = "audit"
-_WRITTEN_AT_ONCE = 1 << 16
+_WRITE_FROM_BYTES = 1 << 16
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
 _FILE = Made("a rank's audit", _NAME.pattern)
 
@@ -70,6 +69,8 @@ class Audit(Protocol):
 
 
 class NullAudit:
+    """Writes nothing."""
+
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None: ...
 
     def flush(self) -> None: ...
@@ -78,12 +79,9 @@ class NullAudit:
 
 
 class AuditLog:
-    """One rank's file of one start. Raises UserError if it cannot be created.
+    """One rank's file of one start. Raises UserError if it cannot be created."""
 
-    say: shows a line, on every rank.
-    """
-
-    def __init__(self, run_dir: str, start: Start, say: Callable[[str], None] = to_stderr) -> None:
+    def __init__(self, run_dir: str, start: Start) -> None:
         folder = Path(run_dir, FOLDER)
         try:
             _prepare(folder, start)
@@ -92,7 +90,7 @@ class AuditLog:
                 f"data.audit: cannot write to {folder}: {error.strerror}. Choose another --output-dir."
             ) from error
         name = f"epoch-{start.epoch:05}-step-{start.step:08}-rank-{start.rank}.jsonl"
-        self.lines = Lines(folder / name, say, at_once=_WRITTEN_AT_ONCE)
+        self.lines = Lines(folder / name, write_from_bytes=_WRITE_FROM_BYTES)
         self._write(asdict(start))
         self.flush()
 

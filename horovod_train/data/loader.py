@@ -19,7 +19,6 @@ from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
 from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource
 from horovod_train.errors import UserError
-from horovod_train.output.console import to_stderr
 
 _CHUNK_RECORDS = 4096
 _CHUNK_BYTES = 16 << 20
@@ -86,8 +85,8 @@ class Loader:
         self._plan, self._blocks, self._parser, self._ranks = plan, source.blocks, parser, ranks
         self._skip_bad = config.on_bad_record == "skip"
         self._reader = Reader(source)
-        if ranks.rank == 0 and (room := self._reader.room_needed()):
-            to_stderr(room)
+        if ranks.rank == 0:
+            self._reader.log_room_needed()
         uses_cache = config.cache == "memory"
         self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
         self._sequences: dict[int, EpochSequence] = {}

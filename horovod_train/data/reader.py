@@ -25,9 +25,9 @@ class Reader:
         self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
         self._in_memory: dict[int, Future[Any]] = {}
 
-    def room_needed(self) -> str | None:
-        """Return a sentence on the disk space that reading will need; None if it needs none."""
-        return self._opened.room_needed()
+    def log_room_needed(self) -> None:
+        """Log the disk space that reading will need, if it needs any."""
+        self._opened.log_room_needed()
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Start loading the blocks that are not in memory yet."""

@@ -126,8 +126,8 @@ class BlockReader(Protocol[B]):
     def name_record(self, record: int, block: B, problem: str) -> str:
         """Return the sentence that tells where a record of a block is, and what is wrong with it."""
 
-    def room_needed(self) -> str | None:
-        """Return a sentence on the disk space that reading will need; None if it needs none."""
+    def log_room_needed(self) -> None:
+        """Log the disk space that reading will need, if it needs any."""
 
 
 class RecordSource(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
@@ -13,12 +14,13 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import broadcast_variables
 from horovod_train.errors import UserError
-from horovod_train.output.console import to_stderr
 
 _UNKNOWN, _NONE_MORE = -1, -2
 """These replace the number of batches in an epoch."""
 _STOPPED_WITHIN_S = 30.0
 """Ranks that stop in the same batch reach the end of their epoch within one step of each other."""
+
+log = logging.getLogger(__name__)
 
 
 class BroadcastVariables(keras.callbacks.Callback):
@@ -47,7 +49,7 @@ class BroadcastVariables(keras.callbacks.Callback):
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
             if hvd.rank() == self.root_rank:
-                to_stderr("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
+                log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
         variables, optimizer = list(self.model.weights), self.model.optimizer
         if optimizer is not None:  # a model with several optimizers stores them itself
             if not optimizer.built:

@@ -20,7 +20,6 @@ from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
-from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog
 from horovod_train.training.build import build_split
 from horovod_train.training.losses import build_loss
@@ -49,7 +48,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
     """
     with _restored(config, checkpoint, weights) as trained:
         group = trained.group
-        records = open_on_all_ranks(config.data, ["eval"], group, _say_on(group))["eval"]
+        records = open_on_all_ranks(config.data, ["eval"], group)["eval"]
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             loss = build_loss(config.loss)
@@ -75,7 +74,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         group, model = trained.group, trained.model
         data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
         asked = _with_batch(dataclasses.replace(config, data=data), group.size)
-        records = open_on_all_ranks(data, ["eval"], group, _say_on(group))["eval"]
+        records = open_on_all_ranks(data, ["eval"], group)["eval"]
         with group.raise_together():
             unlabelled = dataclasses.replace(records.schema, targets=())
             records = dataclasses.replace(records, schema=unlabelled)
@@ -99,8 +98,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
     environment = stall_environment(config.watch)
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
-    log = NullRankLog()
-    with RunEnd(group, log, open_watchdog(group, log, config.watch)) as run_end:
+    own_log = NullRankLog()
+    with RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)) as run_end:
         with group.raise_together():
             model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
@@ -111,10 +110,6 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()
         run_end.close()
-
-
-def _say_on(group: WorkerGroup) -> Callable[[str], None]:
-    return to_stderr if group.is_root else lambda line: None
 
 
 def _with_batch(config: Config, size: int) -> Config:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
 
 STOP_FILE = "STOP"
 """A file of this name in a run directory asks the run to end."""
 
-MOST_HELD = 16_000_000
-"""Bytes: tens of thousands of lines of metrics."""
+MAX_PENDING_BYTES = 16_000_000
+"""Tens of thousands of lines of metrics."""
+
+log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None:
@@ -40,62 +44,60 @@ def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None
 class Appender:
     """A file to which pieces are appended. A piece that cannot be written is kept in memory and tried with the next.
 
-    unit: plural noun for pieces, in messages. say: called when writing fails, when it works again, and at the end with
-    what is missing.
-    at_once: bytes gathered before each write. most_held: bytes kept in memory; beyond them the oldest pieces are
-    dropped.
+    unit: plural noun for pieces, in messages. write_from_bytes: write when there is more than this. max_pending_bytes:
+    kept in memory; beyond them the oldest pieces are dropped. Logs when writing fails, when it works again, and at the
+    end what is missing.
     """
 
     def __init__(
-        self,
-        path: Path,
-        say: Callable[[str], None],
-        *,
-        unit: str = "lines",
-        at_once: int = 0,
-        most_held: int = MOST_HELD,
+        self, path: Path, *, unit: str = "lines", write_from_bytes: int = 0, max_pending_bytes: int = MAX_PENDING_BYTES
     ) -> None:
-        self.path, self._say, self._unit, self._at_once, self._most_held = path, say, unit, at_once, most_held
-        self._held: deque[bytes] = deque()
+        self.path, self._unit = path, unit
+        self._write_from_bytes, self._max_pending_bytes = write_from_bytes, max_pending_bytes
+        self._pending: deque[bytes] = deque()
         self._size = self._lost = 0
         self._is_failing = False
         self._cut_at: int | None = None
         """Offset at which a failed write began, until its partial data has been cut off."""
 
     def add(self, piece: bytes) -> None:
-        self._held.append(piece)
+        self._pending.append(piece)
         self._size += len(piece)
-        if self._size > self._at_once:
+        if self._size > self._write_from_bytes:
             self.flush()
-        while self._size > self._most_held:
-            self._size -= len(self._held.popleft())
+        while self._size > self._max_pending_bytes:
+            self._size -= len(self._pending.popleft())
             self._lost += 1
 
     def flush(self, *, sync: bool = False) -> None:
         """Write the pieces in memory. sync: return only when they would survive a power cut."""
         try:
-            self._write(b"".join(self._held), sync)
+            self._write(b"".join(self._pending), sync)
         except OSError as error:
             if not self._is_failing:
-                self._say(
-                    f"warning: {self.path} cannot be written: {error.strerror}. Held in memory; training goes on."
-                )
+                kept = f"New {self._unit} are kept in memory; training continues."
+                self.report(logging.WARNING, f"{self.path} cannot be written: {error.strerror}. {kept}")
             self._is_failing = True
             return
         if self._is_failing:
             lost = f"; {self._lost} are lost" if self._lost else ""
-            self._say(f"{self.path} can be written again; {len(self._held)} {self._unit} caught up{lost}.")
-        self._held.clear()
+            written = f"{len(self._pending)} {self._unit} from memory are in it now{lost}."
+            self.report(logging.INFO, f"{self.path} can be written again; {written}")
+        self._pending.clear()
         self._size, self._lost, self._is_failing = 0, 0, False
 
     def close(self) -> None:
         self.flush(sync=True)
-        self.say_what_is_missing()
+        self.report_missing()
 
-    def say_what_is_missing(self) -> None:
+    def report_missing(self) -> None:
         if self._is_failing:
-            missing = self._lost + len(self._held)
-            self._say(f"warning: {self.path} lacks its last {missing} {self._unit}: it cannot be written.")
+            missing = self._lost + len(self._pending)
+            text = f"{self.path} lacks its last {missing} {self._unit}: it cannot be written."
+            self.report(logging.WARNING, text)
+
+    def report(self, level: int, text: str) -> None:
+        log.log(level, text, extra=ANY_RANK)
 
     def _write(self, data: bytes, sync: bool) -> None:
         if self._cut_at is not None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,8 @@ of a stall, because ranks wait for root to take the lease.
 """
 POLL_S = 0.1
 SETTLE_S = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class NullLease:
@@ -88,7 +91,6 @@ class Lease(NullLease):
 
 def open_lease(
     directory: Path | None,
-    say: Callable[[str], None] = print,
     *,
     job: str = "",
     refresh_s: float = REFRESH_S,
@@ -108,7 +110,7 @@ def open_lease(
     probe = directory / f".{NAME}.{mine.token}"
     try:
         try:
-            _acquire(path, probe, mine, say, stale_s, refresh_s)
+            _acquire(path, probe, mine, stale_s, refresh_s)
         finally:
             remove(probe, _PROBE)
     except NotOurs as error:
@@ -134,9 +136,7 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     return holder, refreshed, holder.is_running() if holder and is_here else None
 
 
-def _acquire(
-    path: Path, probe: Path, mine: Holder, say: Callable[[str], None], stale_s: float, refresh_s: float
-) -> None:
+def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> None:
     """Wait until the lease is free or stale, then write ours. Raises UserError if another run keeps it.
 
     probe: a file of our own, stamped like the lease: by one clock under NFS, by each client's under Lustre or FUSE. So
@@ -162,7 +162,7 @@ def _acquire(
             if is_stale and _replace(path, lease, sign_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
                 how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
-                return say(f"warning: {path} was held by {name}, which {how}. This run takes over.")
+                return log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
             if ((is_here or has_changed) and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise UserError(
                     f"output_dir: {path.parent} is in use by another run: {name}. Stop that run, or choose another "
@@ -170,7 +170,7 @@ def _acquire(
                 )
             if watched is None and not is_stale:
                 wait_s = max(stale_s - silent_s, 2 * refresh_s)
-                say(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it is refreshed.")
+                log.info(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it is refreshed.")
             watched = (other, sign_ns)
         time.sleep(POLL_S)
 

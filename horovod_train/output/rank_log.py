@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import sys
 import threading
 import traceback
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
 from horovod_train.output.console import to_stderr
 from horovod_train.output.files import Lines, write_whole
@@ -25,25 +26,22 @@ FOLDER = "logs"
 _END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
-class NullRankLog:
-    """For a rank without a run directory: drops all lines, but writes stacks to standard error."""
+class RankLog(Protocol):
+    """The log of one rank: a FileRankLog, or a NullRankLog where there is no run directory."""
 
-    name = ""
+    name: str
     """Path of the file in the run directory; empty without one."""
 
     def write(self, kind: str, text: str) -> None:
-        """Add a line immediately. kind: start, phase, warning, slow, stall, cause, lost, failed, stacks, end."""
+        """Add a line immediately. kind: start, watch, stall, cause, lost, failed, stacks, end, and those of logs."""
 
     def write_stacks(self, why: str) -> None:
         """Add the stacks of all threads of this process."""
-        faulthandler.dump_traceback(file=self._stacks_file(), all_threads=True)
 
     def end_process_after(self, seconds: float) -> None:
         """End this process after `seconds`, with exit code 1 and its stacks here, even while Python shuts down."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks_file())
 
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
-        self.write(kind, "".join(traceback.format_exception(error)).rstrip())
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         """Write for programs how this rank ended; a later call replaces the earlier result.
@@ -51,11 +49,26 @@ class NullRankLog:
         ended: done, failed, followed (another rank's end), stalled, stopped. facts: JSON values.
         """
 
-    def _stacks_file(self) -> TextIO:
-        return sys.stderr
+
+class NullRankLog:
+    """Drops all lines, and writes stacks to standard error."""
+
+    name = ""
+
+    def write(self, kind: str, text: str) -> None: ...
+
+    def write_stacks(self, why: str) -> None:
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+
+    def end_process_after(self, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
+
+    def end(self, ended: str, exit_code: int, **facts: Any) -> None: ...
 
 
-class RankLog(NullRankLog):
+class FileRankLog:
     """Appends to the rank's file in `folder`; safe to use from several threads."""
 
     def __init__(self, folder: Path, rank: int, host: str) -> None:
@@ -64,7 +77,7 @@ class RankLog(NullRankLog):
         self._end = end_file(folder, rank)
         self._lock = threading.Lock()
         remove(self._end, _END)
-        self._lines = Lines(log_file(folder, rank), to_stderr)
+        self._lines = _LogLines(log_file(folder, rank))
         # C code writes stacks, when there may be no time left to open a file.
         self._stacks = self._lines.path.open("a", encoding="utf-8")
 
@@ -76,20 +89,29 @@ class RankLog(NullRankLog):
     def write_stacks(self, why: str) -> None:
         self.write("stacks", f"of all threads: {why}")
         with self._lock:
-            super().write_stacks(why)
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
 
-    def _stacks_file(self) -> TextIO:
-        return self._stacks
+    def end_process_after(self, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
+
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
+        self.write(kind, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
         self.write("end", f"{ended}, exit code {exit_code}")
         with self._lock:
-            self._lines.say_what_is_missing()
+            self._lines.report_missing()
             try:
                 write_whole(self._end, json.dumps(content) + "\n", _END, sync=False)
             except OSError as error:
                 to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
+
+
+class _LogLines(Lines):
+    def report(self, level: int, text: str) -> None:
+        # Not logged, because it would be written here.
+        to_stderr(f"warning: {text}" if level == logging.WARNING else text)
 
 
 def make_folder(run_dir: Path | None) -> None:
@@ -102,13 +124,13 @@ def make_folder(run_dir: Path | None) -> None:
             remove(old, _END)
 
 
-def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> NullRankLog:
+def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> RankLog:
     """Open the log of a rank; call after root's make_folder. said: see `introduction`.
 
     Does not create the folder: on a host that does not see root's, another folder would only mislead.
     """
     try:
-        log = RankLog(Path(run_dir) / FOLDER, rank, host)
+        log = FileRankLog(Path(run_dir) / FOLDER, rank, host)
     except OSError as error:
         reason = error.strerror or str(error)
         to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")

@@ -6,6 +6,7 @@ Decides once, when opened, who writes. Does not decide when, and does not write 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import statistics
@@ -21,10 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from horovod_train.errors import RunError, UserError
-from horovod_train.output.console import to_stdout, unfailing
+from horovod_train.output.console import unfailing
 from horovod_train.output.files import Lines, write_whole
 from horovod_train.output.removal import Made, NotOurs, check
 from horovod_train.output.tensorboard import TensorBoardWriter
+
+log = logging.getLogger(__name__)
 
 _CONFIG_HEAD = "# Written by horovod_train: the config that this run trains with\n"
 _SETTINGS_IN_ORDER = re.compile(rb"output_dir: [^\n]+\nseed: \d+\nprecision: \w+\njit_compile: \w+\ndeterministic: ")
@@ -92,8 +95,6 @@ class NullOutput:
 
     def write_config(self, text: str) -> None: ...
 
-    def say(self, line: str) -> None: ...
-
     def rewind(self, step: int) -> None: ...
 
     def start_progress(self, step: int, last_step: int) -> None: ...
@@ -124,7 +125,7 @@ class NullOutput:
 class RunOutput(NullOutput):
     """Writes config.yaml, metrics.jsonl, summary.json, tensorboard/ and, if there are values, parameters.jsonl.
 
-    Shows lines and a progress bar.
+    Shows a progress bar.
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
@@ -133,21 +134,14 @@ class RunOutput(NullOutput):
         self._last: dict[str, Mapping[str, float]] = {}
         self._metrics = self._lines("metrics.jsonl")
         self._parameters: Lines | None = None
-        self._tensorboard = TensorBoardWriter(directory / "tensorboard", self.say) if tensorboard else None
-        self._console = Console(file=unfailing(sys.stdout), force_terminal=bar or None, highlight=False, soft_wrap=True)
-        self._bar = _build_bar(self._console) if bar else None
+        self._tensorboard = TensorBoardWriter(directory / "tensorboard") if tensorboard else None
+        self._bar = _build_bar() if bar else None
         self._task: Any = None
 
     def write_config(self, text: str) -> None:
         """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
         with _needed(self._path("config.yaml")) as path:
             write_whole(path, _CONFIG_HEAD + text, _CONFIG)
-
-    def say(self, line: str) -> None:
-        if self._bar is None:
-            to_stdout(line)
-        else:
-            self._console.print(line, markup=False)
 
     def rewind(self, step: int) -> None:
         """Remove the metrics after `step`: the run resumes there and will write them again."""
@@ -172,7 +166,7 @@ class RunOutput(NullOutput):
             self._bar.update(self._task, completed=step)
 
     def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Add one line of metrics, a point to each TensorBoard curve and a line on the screen."""
+        """Add one line of metrics, a point to each TensorBoard curve and a line to the log."""
         seconds = round(time.time() - self.started, 3)
         row = {"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values}
         self._metrics.append(_json(row))
@@ -180,7 +174,7 @@ class RunOutput(NullOutput):
         self.show_progress(step)
         if self._tensorboard is not None:
             self._tensorboard.add_scalars(split, step, values)
-        self.say(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
+        log.info(f"{_clock(seconds)}  {split:<5} step {step}  epoch {epoch}  {_readable(values)}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
@@ -226,7 +220,7 @@ class RunOutput(NullOutput):
             self._tensorboard.close()
 
     def _lines(self, name: str) -> Lines:
-        return Lines(self._path(name), self.say)
+        return Lines(self._path(name))
 
     def _path(self, name: str) -> Path:
         assert self.directory is not None
@@ -252,7 +246,9 @@ def open_output(
     return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
 
 
-def _build_bar(console: Console) -> Progress:
+def _build_bar() -> Progress:
+    """Build a bar that stays below what is printed meanwhile, because it redirects sys.stdout."""
+    console = Console(file=unfailing(sys.stdout), force_terminal=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
 

@@ -6,10 +6,11 @@ A disk that is full or gone costs charts, not the run: one warning, and training
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from horovod_train.output.files import Appender
 from horovod_train.output.removal import rename
 from horovod_train.tfrecord_framing import frame
 
-_GATHERED = 1 << 20
+_WRITE_FROM_BYTES = 1 << 20
 BUCKETS = 30
 """As in tf.summary.histogram, whose many small operations take ten times as long."""
+
+log = logging.getLogger(__name__)
 
 
 class Events(Appender):
@@ -30,10 +33,10 @@ class Events(Appender):
     TensorFlow's own writer ignores records that cannot be written, and leaves half of one in the file.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         # TensorBoard looks for names of this form; each start has a separate file.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.v2"
-        super().__init__(folder / name, say, unit="events", at_once=_GATHERED)
+        super().__init__(folder / name, unit="events", write_from_bytes=_WRITE_FROM_BYTES)
         self._add(file_version="brain.Event:2")
 
     def add_summary(self, step: int, summary: Any) -> None:
@@ -56,13 +59,10 @@ class Events(Appender):
 
 
 class TensorBoardWriter:
-    """Writes an event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks.
+    """Writes an event folder for each split, so that train and eval share a chart; profiles where TensorBoard looks."""
 
-    say: shows a line.
-    """
-
-    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        self._directory, self._say = directory, say
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._events: dict[str, Events] = {}
         self._profiled: Any = None
         """The current step, while it is profiled."""
@@ -99,7 +99,7 @@ class TensorBoardWriter:
         from tensorflow.profiler import experimental as profiler
 
         # Level 2 also records the ops on the host, and what they allocate.
-        with self._failure_is_said():
+        with self._failure_is_logged():
             profiler.start(str(self._directory), profiler.ProfilerOptions(host_tracer_level=2))
             self._profiled = profiler.Trace("train", step_num=step, _r=1)
             self._profiled.__enter__()
@@ -113,7 +113,7 @@ class TensorBoardWriter:
         self._profiled.__exit__(None, None, None)
         self._profiled = None
         folder = self._directory / "plugins" / "profile"
-        with self._failure_is_said():
+        with self._failure_is_logged():
             before = set(folder.glob("*"))
             profiler.stop()
             for made in set(folder.glob("*")) - before:
@@ -134,17 +134,17 @@ class TensorBoardWriter:
 
     def _of(self, split: str) -> Events:
         if split not in self._events:
-            self._events[split] = Events(self._directory / split, self._say)
+            self._events[split] = Events(self._directory / split)
         return self._events[split]
 
     @contextlib.contextmanager
-    def _failure_is_said(self) -> Iterator[None]:
+    def _failure_is_logged(self) -> Iterator[None]:
         from tensorflow.errors import OpError
 
         try:
             yield
         except (OSError, OpError) as error:
-            self._say(f"warning: {self._directory}: a profile was not written: {str(error)[:200]}. Training goes on.")
+            log.warning(f"{self._directory}: a profile was not written: {str(error)[:200]}. Training continues.")
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ Root reads; the caller broadcasts. Does not write checkpoints.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from horovod_train.checkpoint.tensors import Checkpoint, load
@@ -15,9 +16,10 @@ from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.output.run_dir import NullOutput
 from horovod_train.training import loop
 from horovod_train.training.build import Components
+
+log = logging.getLogger(__name__)
 
 
 def batch_of(found: Checkpoint | None) -> int | None:
@@ -25,7 +27,7 @@ def batch_of(found: Checkpoint | None) -> int | None:
     return found.facts.setting("data.global_batch_size") if found else None
 
 
-def resolve_as_before(config: Config, size: int, batch_before: int | None, output: NullOutput) -> Config:
+def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:
     """Resolve the config for `size` ranks; keep the previous global batch size if the config sets none.
 
     So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
@@ -34,29 +36,28 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None, outpu
     alone = config.data.global_batch(size)
     if resolved.data.global_batch_size != alone:
         per_rank = config.data.batch_size_per_rank
-        output.say(
+        log.info(
             f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
         )
     return resolved
 
 
-def restore(config: Config, found: Checkpoint | None, components: Components, output: NullOutput) -> dict[str, Any]:
+def restore(config: Config, found: Checkpoint | None, components: Components) -> dict[str, Any]:
     """On root, load the checkpoint into the state; return the statistics of each rank in it."""
     if found is None:
-        output.say("starting from initial weights")
         return {}
     arrays = load(components.state.variables(), found)
-    check_position(components.train, found, output)
+    check_position(components.train, found)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         components.best.forget()  # belongs to another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
         components.early_stopping.best.forget()
-    output.say(f"resumed from {found.folder} at step {int(components.state.step)}")
+    log.info(f"resumed from {found.folder} at step {int(components.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
-def check_position(train: Pipeline, found: Checkpoint, output: NullOutput) -> None:
+def check_position(train: Pipeline, found: Checkpoint) -> None:
     """Check that a saved place inside an epoch is reached by the same order of the same records.
 
     Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
@@ -76,7 +77,7 @@ def check_position(train: Pipeline, found: Checkpoint, output: NullOutput) -> No
             f"{batch} and the same data.shuffle… settings; or from the end of an epoch."
         )
     if changed:
-        output.say(f"warning: the training data are not those of {found.folder}: data.train now {changed}")
+        log.warning(f"the training data are not those of {found.folder}: data.train now {changed}")
     steps, epochs = found.facts.step, found.facts.epoch
     if not found.facts.records and steps != epochs * train.steps_per_epoch:
         raise UserError(

@@ -5,6 +5,7 @@ Read it top to bottom. Every rank runs every line; `output`, `lease` and `store`
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import tensorflow as tf
 import horovod_train
 from horovod_train.checkpoint.manager import Store, open_store
 from horovod_train.config.loader import as_dict, dump
-from horovod_train.config.registry import loaded_files
+from horovod_train.config.registry import loaded_files, users_modules
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Split
 from horovod_train.distributed import consistency
@@ -29,7 +30,7 @@ from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
-from horovod_train.output import rank_log
+from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import NullLease, open_lease
 from horovod_train.output.run_dir import NullOutput, open_output
 from horovod_train.training import loop
@@ -43,6 +44,8 @@ from horovod_train.training.stopping import STOP_FILE_REASON, StopCoordinator
 
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved: the scheduler may restart it (EX_TEMPFAIL)."""
+
+log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> int:
@@ -58,18 +61,21 @@ def run(config: Config) -> int:
         deterministic=config.deterministic,
         environment=_environment(config),
     )
-    with group.raise_together():
-        resolve(config, group.size)  # reports config errors before any file is written
-        output = _open_output(config, group)
-        lease = open_lease(output.directory, output.say, job=launcher.detect().job)
-        rank_log.make_folder(output.directory)
-    own_log = _open_rank_log(config, group)
-    run_end = RunEnd(group, own_log, open_watchdog(group, own_log, config.watch, output.say))
-    stopping = StopCoordinator(group, deadline=_deadline(config, started), run_dir=output.directory, lease=lease)
-    with run_end, stopping.listening(), closing(lease):
-        exit_code = _train(config, group, output, lease, stopping, started)
-        group.close()
-        run_end.close("stopped" if exit_code else "done", exit_code)
+    with logs.to_console(group.is_root, users=users_modules(as_dict(config))):
+        with group.raise_together():
+            resolve(config, group.size)  # reports config errors before any file is written
+            output = _open_output(config, group)
+            lease = open_lease(output.directory, job=launcher.detect().job)
+            rank_log.make_folder(output.directory)
+        own_log = _open_rank_log(config, group)
+        with logs.to_file(own_log.write):
+            run_end = RunEnd(group, own_log, open_watchdog(group, own_log, config.watch))
+            deadline = _deadline(config, started)
+            stopping = StopCoordinator(group, deadline=deadline, run_dir=output.directory, lease=lease)
+            with run_end, stopping.listening(), closing(lease):
+                exit_code = _train(config, group, output, lease, stopping, started)
+                group.close()
+                run_end.close("stopped" if exit_code else "done", exit_code)
     return exit_code
 
 
@@ -79,28 +85,30 @@ def _train(
     """Train and write the summary, once the group, the output and the watchdog are open."""
     consistency.check(group, _facts(config), "at the start", RanksStartApart)
     with group.raise_together():
-        store = open_store(output.directory, config.checkpoint.keep, output.say, lease.is_ours)
+        store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
         found = store.find(config.checkpoint.resume)
     batch_before = group.broadcast_object(batch_of(found))
     with group.raise_together():
-        config = resolve_as_before(config, group.size, batch_before, output)
-    _introduce(group, output, config)
+        config = resolve_as_before(config, group.size, batch_before)
+    _introduce(group, config)
     splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
-    records = open_on_all_ranks(config.data, splits, group, output.say)
+    records = open_on_all_ranks(config.data, splits, group)
     with group.raise_together():
         components = build_components(config, group, records["train"], records.get("eval"))
-        statistics = restore(config, found, components, output)
+        statistics = restore(config, found, components)
     consistency.check(group, _users_code(config), "at the start", RanksStartApart)
     for line in stage_lines(components.state.model) if config.device.per_rank > 1 else ():
-        output.say(line)
+        log.info(line)
     for line in components.warnings:
-        output.say(f"warning: {line}")
+        log.warning(line)
     # On a fresh start and on a resume alike: slots and counters exist by now.
     group.broadcast(list(components.state.variables().values()))
     components.state.restore_statistics(group, statistics)
     consistency.check(group, components.state.settle(group).digests(), "after the broadcast")
 
     first_step = int(components.state.step)
+    if first_step == 0:
+        log.info("starting from initial weights")
     with group.raise_together():
         output.rewind(first_step)
         store.rewind(first_step)
@@ -141,7 +149,7 @@ def _train(
         output.write_summary(summary)
     why = "" if ended == loop.DONE else f" ({ended})"
     again = f"; saved, start it again{_and_go_on(config, ended)} to go on" if asked else ""
-    output.say(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
+    log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     output.close()
     return START_AGAIN if asked else 0
 
@@ -176,14 +184,12 @@ def _draw_graph(config: Config, group: WorkerGroup, components: Components, outp
             output.write_graph(lambda: draw_step(components.train_step, spec, rank=group.rank, names=names))
 
 
-def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.NullRankLog:
+def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
     """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
     said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
     assert config.output_dir is not None
-    log = rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
-    group.heartbeat.log_to(log.write)
-    return log
+    return rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -209,13 +215,13 @@ def _deadline(config: Config, started: float) -> float | None:
     return min(given, default=None)
 
 
-def _introduce(group: WorkerGroup, output: NullOutput, config: Config) -> None:
-    output.say(
+def _introduce(group: WorkerGroup, config: Config) -> None:
+    log.info(
         f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, exchange over "
         f"{group.exchange}; global batch {config.data.global_batch_size}; output in {config.output_dir}"
     )
     for rank, device in enumerate(group.devices):
-        output.say(f"{group.name(rank)} uses {device.name}; found {device.found}")
+        log.info(f"{group.name(rank)} uses {device.name}; found {device.found}")
 
 
 def _facts(config: Config) -> dict[str, str]:

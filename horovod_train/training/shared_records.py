@@ -6,7 +6,8 @@ for each other, or train on records that other ranks use too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, scan_records
@@ -17,14 +18,14 @@ from horovod_train.errors import RanksStartApart
 
 _SHOWN = 3
 
+log = logging.getLogger(__name__)
 
-def open_on_all_ranks(
-    config: DataConfig, splits: Sequence[Split], group: WorkerGroup, say: Callable[[str], None]
-) -> dict[Split, Records]:
+
+def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: WorkerGroup) -> dict[Split, Records]:
     """Collective: return the records of each split, the same on every rank.
 
     Root scans files without a fresh index while the others wait; then one rank of each host that still finds none does.
-    This works even where files cannot be locked. say: shows a line, on root.
+    This works even where files cannot be locked.
 
     Raises UserError for any problem with the data, RanksStartApart where ranks see different records.
     """
@@ -39,7 +40,7 @@ def open_on_all_ranks(
         for split, records in opened.items():
             check_counts(records, getattr(config, split))
     for records in opened.values():
-        _warn(records, say)
+        _warn(records)
     return opened
 
 
@@ -69,9 +70,9 @@ def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
     )
 
 
-def _warn(records: Records, say: Callable[[str], None]) -> None:
+def _warn(records: Records) -> None:
     problems = records.problems
     for problem in problems[:_SHOWN]:
-        say(f"warning: {problem} What comes after is left out, as data.on_bad_record says.")
+        log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
     if len(problems) > _SHOWN:
-        say(f"warning: {records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")
+        log.warning(f"{records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")

@@ -135,9 +135,8 @@ def test_what_is_flushed_is_on_disk_before_close(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST), said.append)
+def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path, said: list[str]) -> None:
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST))
     with no_room(log):
         for step in range(3):
             log.append(0, step, PLAN.rows(PLAN.sequence(0), 0, 1, step, step + 1).ids)
@@ -150,20 +149,19 @@ def test_a_full_disk_ends_nothing_and_is_caught_up_with(tmp_path: Path) -> None:
 
 def test_what_never_came_to_the_disk_is_a_hole_and_no_end(tmp_path: Path) -> None:
     for rank in range(2):
-        log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST), lambda line: None)
+        log = AuditLog(str(tmp_path), Start(0, 0, rank, 2, 210, 32, LAST))
         for step in range(LAST):
             log.append(0, step, PLAN.rows(PLAN.sequence(0), rank, 2, step, step + 1).ids)
             if (rank, step) == (1, 3):
-                log.lines = Lines(log.lines.path, print)  # as if what was held had become too much
+                log.lines = Lines(log.lines.path)  # as if what was held had become too much
             log.flush()
         log.close()
     with pytest.raises(UserError, match=r"a hole at epoch 0, step 3: ranks \[1\] could not write what they consumed"):
         audit(str(tmp_path))
 
 
-def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST), said.append)
+def test_an_audit_that_could_not_be_closed_ends_nothing(tmp_path: Path, said: list[str]) -> None:
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, LAST))
     log.append(0, 0, PLAN.rows(PLAN.sequence(0), 0, 1, 0, 2).ids)
     with no_room(log):
         log.close()

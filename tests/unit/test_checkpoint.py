@@ -27,6 +27,7 @@ from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_st
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
 from horovod_train.checkpoint.tensors import Best, Facts, load, verify
 from horovod_train.errors import UserError
+from horovod_train.output import logs
 
 FILES = ["state.index", "state.data-00000-of-00001", MANIFEST]
 
@@ -47,15 +48,29 @@ def arrays(step: int) -> dict[str, np.ndarray]:
     }
 
 
+_SAID: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def listening() -> Iterator[None]:
+    _SAID.clear()
+    with logs.to_console(is_root=True, show=_SAID.append):
+        yield
+
+
 class Run:
-    """A run directory with a store, and what the store has said."""
+    """A run directory with a store, and what has been said since it was opened."""
 
     def __init__(self, directory: Path, keep: int = 3, is_ours: Callable[[], bool] = lambda: True) -> None:
         directory.mkdir(exist_ok=True)
-        self.directory, self.said = directory, list[str]()
-        store = open_store(directory, keep, self.said.append, is_ours)
+        self.directory, self._first_line = directory, len(_SAID)
+        store = open_store(directory, keep, is_ours)
         assert isinstance(store, CheckpointStore)
         self.store, self.folder = store, directory / "checkpoints"
+
+    @property
+    def said(self) -> list[str]:
+        return _SAID[self._first_line :]
 
     def save(self, *steps: int, best: Best | None = None) -> Run:
         for step in steps:

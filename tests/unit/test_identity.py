@@ -19,7 +19,6 @@ from horovod_train.data.identity import digest_of
 from horovod_train.data.source import Part
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
-from horovod_train.output.run_dir import NullOutput
 from horovod_train.training.resume import check_position
 
 Change = Callable[[Path], Any]
@@ -126,14 +125,6 @@ def test_what_was_not_packed_is_unknown(text: str) -> None:
 # --- resuming ---------------------------------------------------------------------------------------------------
 
 
-class Said(NullOutput):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def saved(folder: Path, *, step: int, epoch: int, records: int) -> Checkpoint:
     """What a run on the folder has saved there."""
     train = pipeline(config(folder))
@@ -146,19 +137,19 @@ def test_a_resume_inside_an_epoch_with_other_data_of_the_same_counts_names_the_f
     tmp_path: Path, change: Change, said: str
 ) -> None:
     found = saved(make_images(tmp_path / "train", shards=(7, 7, 23)), step=2, epoch=0, records=16)
-    check_position(pipeline(config(tmp_path / "train")), found, Said())
+    check_position(pipeline(config(tmp_path / "train")), found)
     change(tmp_path / "train")
     with pytest.raises(UserError, match=f"stands after record 16 of an epoch of other data: data.train now.* {said}"):
-        check_position(pipeline(config(tmp_path / "train")), found, Said())
+        check_position(pipeline(config(tmp_path / "train")), found)
 
 
-def test_a_resume_at_the_end_of_an_epoch_takes_other_data_and_says_so(tmp_path: Path) -> None:
-    found, output = saved(make_images(tmp_path / "train"), step=9, epoch=1, records=0), Said()
-    check_position(pipeline(config(tmp_path / "train")), found, output)
-    assert output.lines == []
+def test_a_resume_at_the_end_of_an_epoch_takes_other_data_and_says_so(tmp_path: Path, said: list[str]) -> None:
+    found = saved(make_images(tmp_path / "train"), step=9, epoch=1, records=0)
+    check_position(pipeline(config(tmp_path / "train")), found)
+    assert said == []
     other_content(tmp_path / "train")
-    check_position(pipeline(config(tmp_path / "train")), found, output)
-    assert output.lines == [
+    check_position(pipeline(config(tmp_path / "train")), found)
+    assert said == [
         "warning: the training data are not those of step-5: data.train now has other content in 1.tfrecord than the "
         "checkpoint"
     ]

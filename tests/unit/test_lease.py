@@ -99,7 +99,9 @@ def hold(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("is_reaped", [True, False], ids=["gone", "a zombie"])
-def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Path, is_reaped: bool) -> None:
+def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(
+    tmp_path: Path, is_reaped: bool, said: list[str]
+) -> None:
     holder = SPAWN.Process(target=hold, args=(tmp_path,), daemon=True)
     holder.start()
     assert wait_for((tmp_path / "lease.json").exists)
@@ -110,8 +112,7 @@ def test_the_lease_of_a_killed_process_on_this_host_is_free_at_once(tmp_path: Pa
         holder.join()
     assert holder.pid is not None
     assert wait_for(lambda: is_reaped or start_ticks(holder.pid or 0) is None)
-    said: list[str] = []
-    open_lease(tmp_path, said.append).close()
+    open_lease(tmp_path).close()
     (line,) = said
     assert line.startswith(f"warning: {tmp_path / 'lease.json'} was held by pid {holder.pid} on ")
     assert line.endswith("which has ended. This run takes over.")
@@ -127,21 +128,19 @@ def test_another_process_with_the_pid_of_the_dead_one_is_not_taken_for_it(tmp_pa
         open_lease(tmp_path)
 
 
-def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path) -> None:
+def test_a_silent_lease_of_another_host_is_watched_then_taken(tmp_path: Path, said: list[str]) -> None:
     leave(tmp_path)
-    said: list[str] = []
-    open_lease(tmp_path, said.append, stale_s=1, refresh_s=0.1).close()
+    open_lease(tmp_path, stale_s=1, refresh_s=0.1).close()
     assert "is held by pid" in said[0]
     assert "on node12, job 33" in said[0]
     assert "Waiting up to 1 s to see whether it is refreshed." in said[0]
     assert "has not refreshed it for 1 s. This run takes over." in said[1]
 
 
-def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Path) -> None:
+def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Path, said: list[str]) -> None:
     """Not after the whole stale_s, which would be ten minutes here."""
     leave(tmp_path, age_s=3600)
-    said: list[str] = []
-    open_lease(tmp_path, said.append, stale_s=600, refresh_s=0.5).close()
+    open_lease(tmp_path, stale_s=600, refresh_s=0.5).close()
     assert "Waiting up to 1 s" in said[0]
     assert "has not refreshed it for 36" in said[1]
 
@@ -208,11 +207,10 @@ def test_the_clock_of_this_host_does_not_matter(
     held.close()
 
 
-def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path) -> None:
+def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path, said: list[str]) -> None:
     """A process that died just after it had made the file."""
     (tmp_path / "lease.json").touch()
-    said: list[str] = []
-    open_lease(tmp_path, said.append, stale_s=0.5, refresh_s=0.1).close()
+    open_lease(tmp_path, stale_s=0.5, refresh_s=0.1).close()
     assert "held by an unnamed process" in said[0]
 
 
@@ -356,7 +354,7 @@ def race(directories: list[Path], guard: str, barrier: Barrier, won: Any) -> Non
         turn = barrier.wait(300)
         held = None
         try:
-            held = open_lease(directory, lambda line: None, refresh_s=0.1)
+            held = open_lease(directory, refresh_s=0.1)
             won.put((number, os.getpid()))
         except UserError:
             pass

@@ -62,9 +62,8 @@ def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_metrics_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path) -> None:
-    said: list[str] = []
-    lines = Lines(Path("/dev/full"), said.append)
+def test_metrics_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path, said: list[str]) -> None:
+    lines = Lines(Path("/dev/full"))
     lines.append("1")
     lines.append("2")
     assert len(said) == 1
@@ -72,7 +71,7 @@ def test_metrics_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path) -
     lines.path = tmp_path / "metrics.jsonl"
     lines.append("3")
     assert lines.path.read_text() == "1\n2\n3\n"
-    assert "3 lines caught up" in said[1]
+    assert "3 lines from memory are in it now" in said[1]
 
 
 def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ def test_a_line_that_does_not_fit_leaves_no_part_of_itself(tmp_path: Path) -> No
 import resource
 from pathlib import Path
 from horovod_train.output.files import Lines
-lines = Lines(Path({str(path)!r}), print)
+lines = Lines(Path({str(path)!r}))
 lines.append("a" * 99)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 lines.append("b" * 5999)
@@ -95,15 +94,14 @@ lines.append("c" * 9)
     assert path.read_text().split() == ["a" * 99, "b" * 5999, "c" * 9]
 
 
-def test_of_too_many_lines_the_oldest_go_and_it_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    lines = Lines(Path("/dev/full"), said.append, most_held=4)
+def test_of_too_many_lines_the_oldest_go_and_it_is_said(tmp_path: Path, said: list[str]) -> None:
+    lines = Lines(Path("/dev/full"), max_pending_bytes=4)
     for line in "123":
         lines.append(line)
     lines.path = tmp_path / "metrics.jsonl"
     lines.flush()
     assert lines.path.read_text() == "2\n3\n"
-    assert said[1].endswith("2 lines caught up; 1 are lost.")
+    assert said[1].endswith("2 lines from memory are in it now; 1 are lost.")
 
 
 def test_a_folder_that_cannot_be_written_is_refused() -> None:

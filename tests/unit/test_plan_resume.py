@@ -72,7 +72,7 @@ def step_or_words(find: Callable[[], Any]) -> str:
 def test_plan_takes_the_checkpoint_that_the_run_takes(runs: Path, run_dir: str, resume: str, expected: str) -> None:
     config = Config(output_dir=run_dir, checkpoint=CheckpointConfig(resume=resume))
     planned = step_or_words(lambda: find_resume(config)[0])
-    taken = step_or_words(lambda: open_store(Path(run_dir), 3, lambda line: None).find(resume))
+    taken = step_or_words(lambda: open_store(Path(run_dir), 3).find(resume))
     assert planned == taken
     assert planned.startswith(expected)
 

@@ -49,8 +49,7 @@ class Serialized:
     def parser(self, features: dict[str, Feature]) -> Parser:
         return SchemaParser(features)
 
-    def room_needed(self) -> str | None:
-        return None
+    def log_room_needed(self) -> None: ...
 
     def load(self, block: int) -> Sequence[Row]:
         first, last = self.blocks.first_record[block : block + 2]

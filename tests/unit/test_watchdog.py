@@ -63,7 +63,7 @@ class Root:
 def root() -> Iterator[Root]:
     server = Server("127.0.0.1", SIZE)
     state = WatchState(Group(), NullRankLog(), LIMITS, server, watched=range(SIZE))  # type: ignore[arg-type]
-    role = Counting(state, server, print)
+    role = Counting(state, server)
     WatchThread(state, role).start()
     yield Root(server, role)
     state.close()

@@ -33,8 +33,8 @@ class TFRecordBlocks:
         self._index, self._staged = index, StagedFiles(stage_dir, index.files, _unpacked_bytes(index))
         self._header = tfrecord_framing.Header()
 
-    def room_needed(self) -> str | None:
-        return self._staged.room_needed()
+    def log_room_needed(self) -> None:
+        self._staged.log_room_needed()
 
     def load(self, block: int) -> _Block:
         data = self._read_bytes(block)

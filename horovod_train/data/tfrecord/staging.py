@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
-from horovod_train.output.console import to_stderr
+from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.process import boot_id
 from horovod_train.output.removal import Made, remove, rename
 
@@ -28,6 +29,8 @@ _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _NAME = r"[0-9a-f]{24}"
 _OTHER_BOOT = Made("a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|lock|partial)",))
 _PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
+
+log = logging.getLogger(__name__)
 
 
 class StagedFiles:
@@ -90,10 +93,10 @@ class StagedFiles:
                     return _read(path, offset, length)
         return self._unpacked.read(file, offset, length)
 
-    def room_needed(self) -> str | None:
-        """Return a sentence on the disk space that packed files will need; None if there are none."""
+    def log_room_needed(self) -> None:
+        """Log the disk space that packed files will need, if there are any."""
         each = "on each rank" if self._where is None else "once for all ranks of a node"
-        return self._unpacked.room_needed(self._where, each)
+        self._unpacked.log_room_needed(self._where, each)
 
     def _unpack(self, file: ScannedFile, path: Path) -> bool:
         """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
@@ -130,7 +133,7 @@ class StagedFiles:
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
             self._is_full = True
             what = f"What is not there yet of {self._of} is not copied."
-            to_stderr(f"warning: data.stage_dir: {self._where}: {error.strerror}. {what}")
+            log.warning(f"data.stage_dir: {self._where}: {error.strerror}. {what}", extra=ANY_RANK)
 
 
 def _open_folder(folder: str) -> Path:

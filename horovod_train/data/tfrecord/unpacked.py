@@ -5,6 +5,7 @@ For runs without a folder that all ranks of a node share; see staging.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from typing import BinaryIO
 from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class UnpackedFiles:
@@ -41,17 +44,20 @@ class UnpackedFiles:
         length = min(length, self._sizes[file] - offset)
         return os.pread(self._descriptor(), length, self._places[file] + offset)
 
-    def room_needed(self, folder: str | None, each: str) -> str | None:
-        """Return a sentence on the space that unpacking needs; None if no file is packed. `each` says how often."""
+    def log_room_needed(self, folder: str | None, each: str) -> None:
+        """Log the space that unpacking needs, if a file is packed. `each` says how often."""
         if not self._sizes:
-            return None
+            return
         place = folder or tempfile.gettempdir()
         free = shutil.disk_usage(place).free
         text = (
             f"{len(self._sizes)} packed files take up to {_gb(self._total)} in {place} once unpacked, {each}; "
             f"{_gb(free)} are free"
         )
-        return f"warning: {text}. Make room, or choose a larger disk: data.stage_dir." if free < self._total else text
+        if free < self._total:
+            log.warning(f"{text}. Make room, or choose a larger disk: data.stage_dir.")
+        else:
+            log.info(text)
 
     def _unpack(self, file: ScannedFile) -> None:
         at, end = self._places[file], self._places[file] + self._sizes[file]

@@ -6,8 +6,9 @@ A launcher kills all ranks when the first has ended, so no rank ends before all 
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from horovod_train.distributed.watchdog.state import (
     ANSWER_WITHIN_S,
@@ -21,13 +22,16 @@ from horovod_train.distributed.watchdog.transport import Lost, Message, Server
 from horovod_train.distributed.watchdog.watch_thread import Handler
 from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
+from horovod_train.output.logs import SLOW
+
+log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """server: the transport of `state`. say: shows a warning to the user."""
+    """server: the transport of `state`."""
 
-    def __init__(self, state: WatchState, server: Server, say: Callable[[str], None]) -> None:
-        self._state, self._server, self._say = state, server, say
+    def __init__(self, state: WatchState, server: Server) -> None:
+        self._state, self._server = state, server
         self._finished: set[int] = set()
         self._slow_since: float | None = None
         self.handlers: Mapping[str, Handler] = {
@@ -73,8 +77,7 @@ class Coordinator:
         end_process(Stalled.exit_code)
 
     def _warn(self, text: str) -> None:
-        self._say(f"warning: {text}")
-        in_background(lambda: self._state.log.write("slow", text))
+        in_background(lambda: log.warning(text, extra=SLOW))
 
     def _stop(self, sentence: str, now: float) -> None:
         self._server.send({"kind": "stop", "text": sentence})

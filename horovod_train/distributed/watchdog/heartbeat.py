@@ -7,6 +7,7 @@ itself records its phase.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from horovod_train.output.logs import ANY_RANK, PHASE
 
 TRAIN = "train"
 """The phase of the compiled training call. The probe's phase is shown instead: input, compute, exchange."""
@@ -23,6 +26,8 @@ FINE_PHASES = ("input", "compute", "exchange")
 
 LONG_PHASES = ("start", "compile")
 """Phases in which a rank may take watch.first_step_after_s."""
+
+log = logging.getLogger(__name__)
 
 Probe = Callable[[], tuple[int, str | None, str]]
 """() → (step, phase inside the compiled call or None, detail). Called about once a second, from a thread."""
@@ -46,12 +51,11 @@ class Beat:
 class Heartbeat:
     """Written by the main thread, read by the watchdog. Setting a phase costs a microsecond.
 
-    It exists before the parts that it serves: `set_probe` and `log_to` connect them.
+    Logs each new coarse phase, and a probe that fails.
     """
 
     def __init__(self) -> None:
         self._probe: Probe | None = None
-        self._log: Callable[[str, str], None] = lambda kind, text: None
         self._coarse = "start"
         self._phase = ("start", "", 0)
         self._beat = Beat("start", None, "", 0, 0.0)
@@ -61,10 +65,6 @@ class Heartbeat:
     def set_probe(self, probe: Probe) -> None:
         """Read steps and the phases inside compiled calls from `probe` from now on."""
         self._probe = probe
-
-    def log_to(self, log: Callable[[str, str], None]) -> None:
-        """Call log(kind, text) for each new coarse phase, and for a probe that fails."""
-        self._log = log
 
     def phase(self, name: str, detail: str = "") -> _Phase:
         """Enter a phase immediately. As a context manager it returns to the previous phase at the end.
@@ -102,7 +102,7 @@ class Heartbeat:
         if name != self._coarse and name not in FINE_PHASES:
             self._coarse = name
             step = self.look().step
-            self._log("phase", name if step is None else f"{name} after step {step}")
+            log.debug(name if step is None else f"{name} after step {step}", extra=PHASE)
 
     def _ask_probe(self) -> tuple[int | None, str | None, str]:
         if self._probe is None:
@@ -112,7 +112,7 @@ class Heartbeat:
         except Exception as error:
             # Phases that the main thread enters still count as progress.
             self._probe = None
-            self._log("warning", f"cannot read the step and its phases any more: {error}")
+            log.warning(f"cannot read the step and its phases any more: {error}", extra=ANY_RANK)
             return None, None, ""
 
 

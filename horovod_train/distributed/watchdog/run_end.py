@@ -13,7 +13,7 @@ from horovod_train.distributed.watchdog.state import Cause
 from horovod_train.distributed.watchdog.watchdog import Watchdog
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
 from horovod_train.output.console import to_stderr, unfailing
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 _AROUND_THE_MESSAGE = re.compile(
     r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node'
@@ -23,7 +23,7 @@ _AROUND_THE_MESSAGE = re.compile(
 class RunEnd:
     """As a context manager around the run: shows the exception that ends it, then raises AlreadySaid instead."""
 
-    def __init__(self, group: WorkerGroup, log: NullRankLog, watchdog: Watchdog) -> None:
+    def __init__(self, group: WorkerGroup, log: RankLog, watchdog: Watchdog) -> None:
         self._group, self._log, self._watchdog = group, log, watchdog
         self._is_closed = False
 

@@ -15,7 +15,7 @@ from horovod_train.distributed.watchdog.stall_detector import StallDetector, int
 from horovod_train.distributed.watchdog.transport import Message, Transport
 from horovod_train.errors import Stalled
 from horovod_train.output.console import let_go, to_stderr
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
@@ -40,7 +40,7 @@ class WatchState:
     """`changed` guards all of it, and what is sent. watched: the ranks whose heartbeats arrive here."""
 
     def __init__(
-        self, group: WorkerGroup, log: NullRankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
+        self, group: WorkerGroup, log: RankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
     ) -> None:
         self.group, self.log, self.limits, self.transport = group, log, limits, transport
         self.intervals = intervals(limits, group.size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,7 @@ from horovod_train.distributed.watchdog.transport import Server, connect
 from horovod_train.distributed.watchdog.watch_thread import LEAVE_WITHIN_S, Role, WatchThread
 from horovod_train.distributed.watchdog.worker import Worker
 from horovod_train.output.console import to_stderr
-from horovod_train.output.rank_log import NullRankLog
+from horovod_train.output.rank_log import RankLog
 
 if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
@@ -121,12 +121,10 @@ class RankWatchdog:
             self._state.close()
 
 
-def open_watchdog(
-    group: WorkerGroup, log: NullRankLog, limits: WatchConfig, say: Callable[[str], None] = to_stderr
-) -> Watchdog:
+def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watchdog:
     """Collective: start watching the ranks, unless `limits.enabled` is false.
 
-    say: shows a line to the user, on root. A rank that cannot reach root reports this and continues unwatched.
+    A rank that cannot reach root reports this and continues unwatched.
     """
     if not limits.enabled:
         return NullWatchdog()
@@ -140,7 +138,7 @@ def open_watchdog(
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
         state = WatchState(group, log, limits, server, watched=range(group.size))
-        role = Coordinator(state, server, say)
+        role = Coordinator(state, server)
     else:
         try:
             connection = connect(address, group.rank, _CONNECT_WITHIN_S)
@@ -178,7 +176,7 @@ def _open_server(group: WorkerGroup) -> Server | None:
         return None
 
 
-def _end_process_in_time(log: NullRankLog) -> None:
+def _end_process_in_time(log: RankLog) -> None:
     """End the process later even if the watchdog's thread cannot.
 
     Python's own exit, in which no Python thread runs, may hang in TensorFlow, Horovod or, last of all, MPI.

@@ -19,7 +19,7 @@ from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Server, connect
 from horovod_train.distributed.watchdog.watch_thread import Role, WatchThread
 from horovod_train.distributed.watchdog.worker import Worker
-from horovod_train.output import rank_log
+from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr
 
 
@@ -53,7 +53,7 @@ if rank == 0:
     server = Server("127.0.0.1", size)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
     state = WatchState(group, log, limits, server, watched=range(size))
-    role = Coordinator(state, server, to_stderr)
+    role = Coordinator(state, server)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
     meeting_point.with_suffix(".new").rename(meeting_point)
 else:
@@ -64,7 +64,8 @@ else:
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
     state = WatchState(group, log, limits, connection, watched=[0])
     role = Worker(state)
-WatchThread(state, role).start()
-group.heartbeat.phase("exchange")
-(out / f"pid-{rank}").write_text(str(os.getpid()))
-time.sleep(600)
+with logs.to_console(rank == 0, show=to_stderr), logs.to_file(log.write):
+    WatchThread(state, role).start()
+    group.heartbeat.phase("exchange")
+    (out / f"pid-{rank}").write_text(str(os.getpid()))
+    time.sleep(600)

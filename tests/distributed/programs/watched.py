@@ -24,7 +24,8 @@ from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog
 from horovod_train.errors import AlreadySaid
-from horovod_train.output import rank_log
+from horovod_train.output import logs, rank_log
+from horovod_train.output.console import to_stderr
 
 OUT, VICTIM, TROUBLE = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 LIMITS = WatchConfig(
@@ -42,7 +43,6 @@ group.barrier()
 host = group.hosts[group.rank]
 said = rank_log.introduction(group.rank, group.size, group.launcher, host)
 log = rank_log.open_rank_log(OUT, group.rank, host, said=said)
-group.heartbeat.log_to(log.write)
 run_end = RunEnd(group, log, open_watchdog(group, log, LIMITS))
 
 step = tf.Variable(0, dtype=tf.int64)
@@ -96,7 +96,7 @@ def run() -> None:
 
 
 try:
-    with run_end:
+    with logs.to_console(group.is_root, show=to_stderr), logs.to_file(log.write), run_end:
         run()
 except AlreadySaid as error:
     sys.exit(error.exit_code)

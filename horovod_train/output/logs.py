@@ -1,0 +1,121 @@
+"""Standard logging during a run: to root's console and to a file of each rank. Modules use logging.getLogger(__name__).
+
+Adds handlers and removes them at the end. Those of a program that calls us stay, and print what they did before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from horovod_train.output.console import to_stderr, to_stdout
+
+ANY_RANK = {"any_rank": True}
+"""`extra` of a line about the host or disk of one rank: ranks other than root show it too, on standard error."""
+
+PHASE, SLOW = {"kind": "phase"}, {"kind": "slow"}
+"""`extra` of lines that have these words, in place of their level, in a rank's file."""
+
+_OURS = logging.getLogger("horovod_train")
+_FORMATTER = logging.Formatter()
+_PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
+
+
+@contextmanager
+def to_console(
+    is_root: bool, *, users: Collection[str] = (), show: Callable[[str], None] = to_stdout
+) -> Iterator[None]:
+    """Show what is logged inside the block: on root, all; on other ranks, errors and lines for ANY_RANK.
+
+    users: modules of the user. Of their packages root shows lines from level INFO, as of ours; of others from WARNING.
+    show: called with each line on root.
+    """
+    above, tensorflow = logging.getLogger(), logging.getLogger("tensorflow")
+    levels = {logger: logger.level for logger in (_OURS, above, tensorflow)}
+    shown = (_OURS.name, *(name.partition(".")[0] for name in users))
+    is_set_up = bool(above.handlers)
+    """The program around the run shows what others log, and has chosen from which level."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        if not _is_of(record, _OURS.name) and (is_set_up or _is_handled_below_root(record)):
+            return False
+        if is_root:
+            return record.levelno >= logging.WARNING or _is_of(record, *shown)
+        return record.levelno >= logging.ERROR or hasattr(record, "any_rank")
+
+    def write(record: logging.LogRecord) -> None:
+        (show if is_root else to_stderr)(_PREFIXES.get(record.levelno, "") + _text(record))
+
+    _OURS.setLevel(logging.DEBUG)
+    if not is_set_up:
+        above.setLevel(logging.INFO)
+        # TensorFlow's logger has a handler, which must not print more than before.
+        tensorflow.setLevel(tensorflow.level or logging.WARNING)
+    try:
+        with _attached(_Handler(write, logging.INFO, is_shown)):
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+@contextmanager
+def to_file(write: Callable[[str, str], None]) -> Iterator[None]:
+    """Call write(kind, text) for what is logged inside the block. kind: the level in small letters, or see PHASE."""
+    with _attached(
+        _Handler(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record)), logging.DEBUG)
+    ):
+        yield
+
+
+class _Handler(logging.Handler):
+    def __init__(
+        self,
+        write: Callable[[logging.LogRecord], None],
+        level: int,
+        is_wanted: Callable[[logging.LogRecord], bool] = lambda record: True,
+    ) -> None:
+        super().__init__(level)
+        self._write = write
+        self.addFilter(is_wanted)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._write(record)
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def _attached(handler: logging.Handler) -> Iterator[None]:
+    above, propagated = logging.getLogger(), _OURS.propagate
+    # Ours do not go to the root logger: a caller's handlers would show them again.
+    _OURS.propagate = False
+    _OURS.addHandler(handler)
+    above.addHandler(handler)
+    try:
+        yield
+    finally:
+        _OURS.removeHandler(handler)
+        above.removeHandler(handler)
+        _OURS.propagate = propagated
+
+
+def _text(record: logging.LogRecord) -> str:
+    """Return the message and, if there is one, the traceback; for a logger that is not ours, after its name."""
+    text = _FORMATTER.format(record)
+    return text if _is_of(record, _OURS.name) else f"{record.name}: {text}"
+
+
+def _is_of(record: logging.LogRecord, *packages: str) -> bool:
+    return any(f"{record.name}.".startswith(f"{package}.") for package in packages)
+
+
+def _is_handled_below_root(record: logging.LogRecord) -> bool:
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None and logger.parent is not None:
+        if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent
+    return False
