@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
 
@@ -39,6 +43,28 @@ def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None
         with contextlib.suppress(OSError):
             remove(draft, DRAFT)
         raise
+
+
+@contextlib.contextmanager
+def must_be_writable(path: Path) -> Iterator[None]:
+    """Run a block that writes this file of a run directory. Raises UserError if it cannot."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return JSON text; NaN and infinity, which JSON lacks, become null."""
+
+    def known(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {name: known(each) for name, each in part.items()}
+        if isinstance(part, list | tuple):
+            return [known(each) for each in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(known(value), indent=indent, allow_nan=False)
 
 
 class Appender:
@@ -100,6 +126,8 @@ class Appender:
         log.log(level, text, extra=ANY_RANK)
 
     def _write(self, data: bytes, sync: bool) -> None:
+        if not data and not self.path.exists():
+            return
         if self._cut_at is not None:
             self._cut(self._cut_at)
         try:

@@ -37,6 +37,13 @@ class Made:
 DRAFT = Made("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
 
 
+def begins(path: Path, head: str) -> bool:
+    """Return whether a file begins like this. So does a shorter file that a kill has left."""
+    with path.open("rb") as file:
+        found = file.read(len(head))
+    return head.encode().startswith(found)
+
+
 def draft_of(path: Path) -> Path:
     """Return a free, hidden path next to `path`, for a file or folder that is renamed to `path` once it is whole."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

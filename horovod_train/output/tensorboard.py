@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,12 @@ class TensorBoardWriter:
         self._profiled: Any = None
         """The current step, while it is profiled."""
 
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        self.add_scalars(split, step, values)
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: each start writes new files, and those of earlier starts stay as they are."""
+
     def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
@@ -88,10 +94,10 @@ class TensorBoardWriter:
             events.add_summary(step, Summary(value=[row]))
         events.flush()
 
-    def add_graph(self, graph: Any) -> None:
-        """graph: a GraphDef."""
+    def add_graph(self, draw: Callable[[], Any]) -> None:
+        """draw: builds the GraphDef."""
         events = self._of("train")
-        events.add_graph(graph)
+        events.add_graph(draw())
         events.flush()
 
     def start_profile(self, step: int) -> None:
@@ -145,6 +151,29 @@ class TensorBoardWriter:
             yield
         except (OSError, OpError) as error:
             log.warning(f"{self._directory}: a profile was not written: {str(error)[:200]}. Training continues.")
+
+
+class NullTensorBoard:
+    """Writes nothing."""
+
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def add_scalars(self, split: str, step: int, values: Mapping[str, float]) -> None: ...
+
+    def add_histograms(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def add_graph(self, draw: Callable[[], Any]) -> None: ...
+
+    def start_profile(self, step: int) -> None: ...
+
+    def stop_profile(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+TensorBoard = TensorBoardWriter | NullTensorBoard
 
 
 def _buckets(numbers: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.output.run_dir import NullOutput
+from horovod_train.output.run_dir import Output
 from horovod_train.training.hooks import Action, Stopwatch
 from horovod_train.training.state import TrainState
 from horovod_train.training.step import EvalStep, TrainStep
@@ -29,7 +29,7 @@ class LogTraining:
     """Logs mean training loss and metrics since the last log, the learning rate and the speed."""
 
     group: WorkerGroup
-    output: NullOutput
+    output: Output
     state: TrainState
     pipeline: Pipeline
     train_step: TrainStep
@@ -83,7 +83,7 @@ class Evaluate:
     """Computes loss and metrics over the whole evaluation set: each record once, at any number of ranks."""
 
     group: WorkerGroup
-    output: NullOutput
+    output: Output
     state: TrainState
     pipeline: Pipeline
     eval_step: EvalStep

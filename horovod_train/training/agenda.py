@@ -11,7 +11,7 @@ from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.output.run_dir import NullOutput
+from horovod_train.output.run_dir import Output
 from horovod_train.training.actions import CheckAgreement, Evaluate, EveryMinutes, LogTraining, Save
 from horovod_train.training.build import Components
 from horovod_train.training.histograms import Summaries
@@ -41,7 +41,7 @@ class Actions:
 def build_actions(
     config: Config,
     group: WorkerGroup,
-    output: NullOutput,
+    output: Output,
     store: Store,
     components: Components,
     clock: Stopwatch,
@@ -87,7 +87,7 @@ def build_actions(
 
 
 def _build_show(
-    config: Config, group: WorkerGroup, output: NullOutput, components: Components, clock: Stopwatch, pace: PeriodicSync
+    config: Config, group: WorkerGroup, output: Output, components: Components, clock: Stopwatch, pace: PeriodicSync
 ) -> Show:
     def first_batch() -> Batch:
         batch: Batch = next(iter(components.train.batches(epoch=0, epochs=1)))
@@ -97,15 +97,15 @@ def _build_show(
 
     def histograms(step: int) -> None:
         with clock.stopped(), pace.other_calls(), group.heartbeat.phase("histograms"):
-            output.append_histograms(step, summaries.compute())
+            output.tensorboard.add_histograms(step, summaries.compute())
 
     def start_profile(step: int) -> None:
         with clock.stopped(), pace.other_calls():
-            output.start_profile(step + 1)
+            output.tensorboard.start_profile(step + 1)
 
     def stop_profile(step: int) -> None:
         with clock.stopped(), pace.other_calls(), group.heartbeat.phase("profile"):
-            output.stop_profile(step)
+            output.tensorboard.stop_profile(step)
 
     return Show(histograms, start_profile, stop_profile)
 
@@ -114,7 +114,7 @@ def build_hooks(
     config: Config,
     group: WorkerGroup,
     components: Components,
-    output: NullOutput,
+    output: Output,
     actions: Actions,
 ) -> list[Hook]:
     """Build the hooks, in the order in which they run at a step where several are due: evaluate, then save."""

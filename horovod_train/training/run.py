@@ -32,7 +32,7 @@ from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, 
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import NullLease, open_lease
-from horovod_train.output.run_dir import NullOutput, open_output
+from horovod_train.output.run_dir import Output, open_output
 from horovod_train.training import loop
 from horovod_train.training.agenda import build_actions, build_hooks
 from horovod_train.training.build import Components, build_components
@@ -80,7 +80,7 @@ def run(config: Config) -> int:
 
 
 def _train(
-    config: Config, group: WorkerGroup, output: NullOutput, lease: NullLease, stopping: StopCoordinator, started: float
+    config: Config, group: WorkerGroup, output: Output, lease: NullLease, stopping: StopCoordinator, started: float
 ) -> int:
     """Train and write the summary, once the group, the output and the watchdog are open."""
     consistency.check(group, _facts(config), "at the start", RanksStartApart)
@@ -177,11 +177,11 @@ def _and_go_on(config: Config, ended: str) -> str:
     return f"{never} without that file" if ended == STOP_FILE_REASON else never
 
 
-def _draw_graph(config: Config, group: WorkerGroup, components: Components, output: NullOutput) -> None:
+def _draw_graph(config: Config, group: WorkerGroup, components: Components, output: Output) -> None:
     if config.log.graph:
         spec, names = components.train.element_spec, config.log.graph_names
         with group.heartbeat.phase("compile"):
-            output.write_graph(lambda: draw_step(components.train_step, spec, rank=group.rank, names=names))
+            output.tensorboard.add_graph(lambda: draw_step(components.train_step, spec, rank=group.rank, names=names))
 
 
 def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
@@ -197,7 +197,7 @@ def _environment(config: Config) -> dict[str, str]:
     return stall_environment(config.watch) | (traced_memory_environment() if config.log.profile_at_steps else {})
 
 
-def _open_output(config: Config, group: WorkerGroup) -> NullOutput:
+def _open_output(config: Config, group: WorkerGroup) -> Output:
     assert config.output_dir is not None
     return open_output(
         config.output_dir,

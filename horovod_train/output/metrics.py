@@ -1,0 +1,84 @@
+"""Metrics in files of the run directory: what a writer must do, and metrics.jsonl. For TensorBoard see tensorboard."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from horovod_train.output.files import Lines, json_text, must_be_writable
+from horovod_train.output.removal import Made, begins
+
+METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
+PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
+
+
+class MetricsWriter(Protocol):
+    """A form in which root writes metrics. RunOutput has the list of those in use."""
+
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        """Add the metrics of a split ("train", "eval") at a step. Must not raise because of a full or failing disk."""
+
+    def rewind(self, step: int) -> None:
+        """Remove what comes after `step`, before the first write: the run resumes there. Raises UserError."""
+
+    def close(self) -> None:
+        """Return when all is on disk, if the disk accepts it."""
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with the `step` that it is of. Exists once it has a line."""
+
+    def __init__(self, path: Path, made: Made) -> None:
+        self._lines, self._made = Lines(path), made
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        self._lines.append(json_text(row))
+
+    def rewind(self, step: int) -> None:
+        """Remove the rows after `step`. Raises UserError."""
+        with must_be_writable(self._lines.path):
+            self._lines.keep(lambda line: _step_of(line) <= step, self._made)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the rows. Raises UserError."""
+        with must_be_writable(self._lines.path):
+            return [json.loads(line) for line in self._lines.read()]
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class MetricsFile:
+    """metrics.jsonl in a run directory: step, epoch, split, seconds since this start, and the values."""
+
+    _ABOUT = ("step", "epoch", "split", "seconds")
+
+    def __init__(self, directory: Path) -> None:
+        self._rows = JsonLines(directory / "metrics.jsonl", METRICS)
+        self._started = time.time()
+        self.last: dict[str, Mapping[str, float]] = {}
+        """The last values of each split, also from before a resume."""
+
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        about = (step, epoch, split, round(time.time() - self._started, 3))
+        self._rows.append({**dict(zip(self._ABOUT, about, strict=True)), **values})
+        self.last[split] = values
+
+    def rewind(self, step: int) -> None:
+        self._rows.rewind(step)
+        for row in self._rows.read():
+            self.last[row["split"]] = {name: value for name, value in row.items() if name not in self._ABOUT}
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a row; a line cut short by a kill counts as later than any step."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
