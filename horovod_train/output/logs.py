@@ -83,8 +83,9 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._write(record)
-        except Exception:
-            self.handleError(record)
+        except Exception as error:  # as for a message whose arguments do not fit; no line may end a run
+            where = f"{record.pathname}:{record.lineno}"
+            to_stderr(f"warning: {where}: this line cannot be logged: {type(error).__name__}: {error}")
 
 
 @contextmanager
