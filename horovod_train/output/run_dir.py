@@ -69,8 +69,11 @@ def check_writable(directory: str) -> Path:
 class Output(Protocol):
     """What a run writes and shows: a RunOutput on root, a NullOutput on the other ranks, which does nothing."""
 
-    directory: Path | None
-    tensorboard: TensorBoard
+    @property
+    def directory(self) -> Path | None: ...
+
+    @property
+    def tensorboard(self) -> TensorBoard: ...
 
     def write_config(self, text: str) -> None:
         """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
