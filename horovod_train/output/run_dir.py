@@ -183,8 +183,9 @@ class RunOutput:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        for part in (*self._writers, self._parameters):
-            part.close()
+        for writer in self._writers:
+            writer.close()
+        self._parameters.close()
 
 
 def open_output(

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ from horovod_train.output.rank_log import make_folder, open_rank_log
 OURS, USERS, OTHERS = (logging.getLogger(name) for name in ("horovod_train.part", "mine.model", "library"))
 
 
-@pytest.fixture
-def above(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    """The root logger as in a process of its own, without pytest's handlers."""
+@contextmanager
+def nothing_set_up() -> Iterator[logging.Logger]:
+    """The root logger without pytest's handlers; what a run changes, it puts back."""
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    yield root
-    assert (root.handlers, root.level) == ([], logging.WARNING)
+    root.handlers, handlers = [], root.handlers
+    try:
+        yield root
+        assert (root.handlers, root.level) == ([], logging.WARNING)
+    finally:
+        root.handlers = handlers
 
 
 def log_at_all_levels(logger: logging.Logger) -> None:
@@ -32,9 +36,9 @@ def log_at_all_levels(logger: logging.Logger) -> None:
         getattr(logger, level)("%s 100%%", level)
 
 
-def test_root_shows_ours_and_the_users_from_info_and_others_from_warning(above: logging.Logger) -> None:
+def test_root_shows_ours_and_the_users_from_info_and_others_from_warning() -> None:
     lines: list[str] = []
-    with logs.to_console(True, users={"mine.other"}, show=lines.append):
+    with nothing_set_up(), logs.to_console(True, users={"mine.other"}, show=lines.append):
         for logger in (OURS, USERS, OTHERS):
             log_at_all_levels(logger)
     assert lines == [
@@ -44,10 +48,8 @@ def test_root_shows_ours_and_the_users_from_info_and_others_from_warning(above: 
     ]  # fmt: skip
 
 
-def test_other_ranks_show_errors_and_what_may_differ_by_rank(
-    above: logging.Logger, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with logs.to_console(False):
+def test_other_ranks_show_errors_and_what_may_differ_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with nothing_set_up(), logs.to_console(False):
         for logger in (OURS, OTHERS):
             log_at_all_levels(logger)
         OURS.warning("no room", extra=logs.ANY_RANK)
@@ -55,10 +57,10 @@ def test_other_ranks_show_errors_and_what_may_differ_by_rank(
     assert (shown.out, shown.err) == ("", "error: error 100%\nerror: library: error 100%\nwarning: no room\n")
 
 
-def test_each_ranks_file_has_all_lines_with_their_tracebacks(above: logging.Logger, tmp_path: Path) -> None:
+def test_each_ranks_file_has_all_lines_with_their_tracebacks(tmp_path: Path) -> None:
     make_folder(tmp_path)
     rank_log = open_rank_log(tmp_path, 3, "here", said="begins")
-    with logs.to_console(False), logs.to_file(rank_log.write):
+    with nothing_set_up(), logs.to_console(False), logs.to_file(rank_log.write):
         OURS.debug("train after step 7", extra=logs.PHASE)
         OTHERS.info("two\nlines")
         try:
@@ -73,13 +75,13 @@ def test_each_ranks_file_has_all_lines_with_their_tracebacks(above: logging.Logg
     assert lines[-1].strip() == "ZeroDivisionError: of mine"
 
 
-def test_a_caller_that_has_set_logging_up_sees_what_it_saw_and_nothing_twice(above: logging.Logger) -> None:
+def test_a_caller_that_has_set_logging_up_sees_what_it_saw_and_nothing_twice() -> None:
     theirs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: theirs.append(record.getMessage())  # type: ignore[method-assign]
-    above.addHandler(handler)
     shown: list[str] = []
-    try:
+    with nothing_set_up() as above:
+        above.addHandler(handler)
         for _ in range(2):  # one run after the other
             with logs.to_console(True, users={"mine"}, show=shown.append), logs.to_file(lambda kind, text: None):
                 OURS.info("ours")
@@ -87,28 +89,27 @@ def test_a_caller_that_has_set_logging_up_sees_what_it_saw_and_nothing_twice(abo
                 OTHERS.warning("others")
         OURS.warning("after the runs")
         assert above.handlers == [handler]
-    finally:
         above.removeHandler(handler)
     assert shown == ["ours", "ours"]
     assert theirs == ["others", "others", "after the runs"]
 
 
 def test_a_logger_with_a_handler_of_its_own_prints_what_it_printed(
-    above: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As TensorFlow's does."""
     tensorflow = logging.getLogger("tensorflow")
     monkeypatch.setattr(tensorflow, "handlers", [logging.StreamHandler(sys.stdout)])
     kept: list[str] = []
-    with logs.to_console(True), logs.to_file(lambda kind, text: kept.append(text)):
+    with nothing_set_up(), logs.to_console(True), logs.to_file(lambda kind, text: kept.append(text)):
         log_at_all_levels(tensorflow)
     assert capsys.readouterr().out == "warning 100%\nerror 100%\n"
     assert kept == ["tensorflow: warning 100%", "tensorflow: error 100%"]
     assert tensorflow.level == logging.NOTSET
 
 
-def test_a_line_that_cannot_be_made_ends_nothing(above: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
-    with logs.to_console(True):
+def test_a_line_that_cannot_be_made_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with nothing_set_up(), logs.to_console(True):
         OTHERS.warning("%d", "no number")
         OURS.info("next")
     shown = capsys.readouterr()
