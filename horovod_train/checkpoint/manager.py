@@ -95,7 +95,7 @@ class CheckpointStore:
         try:
             self.checkpoints.clear_leftovers()
         except OSError as error:
-            self._warn(f"cannot remove what an interrupted save left: {reason(error)}.")
+            log.warning(f"cannot remove what an interrupted save left: {reason(error)}.")
 
     @property
     def write_s(self) -> float:
@@ -119,7 +119,7 @@ class CheckpointStore:
             for other in [other for other in self.checkpoints.steps() if other > step]:
                 place = self.checkpoints.place(other)
                 aside = self.checkpoints.set_aside(other, "abandoned").name
-                self._warn(f"{place} belongs to a run that restarted from step {step}. It is now called {aside}.")
+                log.warning(f"{place} belongs to a run that restarted from step {step}. It is now called {aside}.")
         except OSError as error:
             raise UserError(
                 f"{place}: belongs to a run that restarted from step {step}, and cannot be renamed: {reason(error)}. "
@@ -148,7 +148,7 @@ class CheckpointStore:
             log.info(f"the run has failed; waiting for the checkpoint of step {self._step}, which is being written")
             self._writer.join(timeout_s)
             if self._writer.is_alive():
-                self._warn(f"the checkpoint of step {self._step} was not written within {timeout_s:g} s.")
+                log.warning(f"the checkpoint of step {self._step} was not written within {timeout_s:g} s.")
         if self._last_whole is not None:
             log.info(f"the last good checkpoint: {self._last_whole}")
 
@@ -166,7 +166,7 @@ class CheckpointStore:
             where = self.checkpoints.folder
             self._failure = f"the checkpoint of step {facts.step} was not written to {where}: {reason(error)}"
             last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
-            self._warn(f"{self._failure}. The last good one: {last}. The next save tries again.")
+            log.warning(f"{self._failure}. The last good one: {last}. The next save tries again.")
         except Exception as error:
             self._bug = error  # the thread has no caller: wait() raises it
         else:
@@ -182,14 +182,16 @@ class CheckpointStore:
                 kept.add(self._mark_best(facts.best.step))
             self.checkpoints.remove(step for step in steps if step not in kept)
         except OSError as error:
-            self._warn(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
+            log.warning(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
 
     def _mark_best(self, step: int) -> int:
         try:
             return self.checkpoints.mark_best(step)
         except OSError as error:
             if not self._has_no_links:
-                self._warn(f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}.")
+                log.warning(
+                    f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}."
+                )
             self._has_no_links = True  # warn once: some file systems have no links
             return step
 
@@ -197,12 +199,9 @@ class CheckpointStore:
         place = self.checkpoints.place(step)
         try:
             aside = self.checkpoints.set_aside(step, "damaged").name
-            self._warn(f"{place} is damaged: {what}. It is now called {aside}.")
+            log.warning(f"{place} is damaged: {what}. It is now called {aside}.")
         except OSError as error:
-            self._warn(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
-
-    def _warn(self, line: str) -> None:
-        log.warning(line)
+            log.warning(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
 
 
 def open_store(directory: Path | None, keep: int, is_ours: Callable[[], bool] = lambda: True) -> Store:

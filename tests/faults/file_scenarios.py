@@ -18,27 +18,29 @@ from scenario import Lost, Scenario, nothing
 def keep_files() -> int:
     """All that root writes beside checkpoints and TensorBoard's files, from the lease to the summary."""
     from horovod_train.data.audit import AuditLog, Start
-    from horovod_train.output import rank_log
+    from horovod_train.output import logs, rank_log
     from horovod_train.output.lease import open_lease
     from horovod_train.output.run_dir import open_output
 
-    output = open_output("run", is_root=True, tensorboard=False, progress="plain", launched=False)
-    lease = open_lease(output.directory, output.say, refresh_s=0.005)
-    rank_log.make_folder(output.directory)
-    log = rank_log.open_rank_log("run", 0, "here", said="begins")
-    output.rewind(2)
-    output.write_config("seed: 1\n")
-    audit = AuditLog("run", Start(0, 0, 0, 1, num_records=8, global_batch_size=2, steps_per_epoch=4))
-    for step in range(4):
-        audit.append(0, step, np.arange(2 * step, 2 * step + 2)[None])
-        output.append_metrics("train", step + 3, 0, {"loss": 1.0})
-        log.write("phase", f"step {step}")
-        assert lease.is_ours()
-    audit.close()
-    output.write_summary({"steps": 4, "weights_sha256": ""})
-    output.close()
-    lease.close()
-    log.end("done", 0)
+    with logs.to_console(is_root=True):
+        output = open_output("run", is_root=True, tensorboard=False, progress="plain", launched=False)
+        lease = open_lease(output.directory, refresh_s=0.005)
+        rank_log.make_folder(output.directory)
+        log = rank_log.open_rank_log("run", 0, "here", said="begins")
+        with logs.to_file(log.write):
+            output.rewind(2)
+            output.write_config("seed: 1\n")
+            audit = AuditLog("run", Start(0, 0, 0, 1, num_records=8, global_batch_size=2, steps_per_epoch=4))
+            for step in range(4):
+                audit.append(0, step, np.arange(2 * step, 2 * step + 2)[None])
+                output.append_metrics("train", step + 3, 0, {"loss": 1.0})
+                log.write("phase", f"step {step}")
+                assert lease.is_ours()
+            audit.close()
+            output.write_summary({"steps": 4, "weights_sha256": ""})
+            output.close()
+            lease.close()
+        log.end("done", 0)
     return 0
 
 
@@ -74,13 +76,20 @@ def repeated_files(here: Path, plain: Path) -> list[str]:
 
 def save_checkpoints(resume: str = "auto", course: float = 0.0) -> int:
     """Finds where to start, saves three times, and keeps two and the best. What is saved tells the course."""
+    from horovod_train.output import logs
+
+    with logs.to_console(is_root=True):
+        return save_three_times(resume, course)
+
+
+def save_three_times(resume: str, course: float) -> int:
     from horovod_train.checkpoint.manager import open_store
     from horovod_train.checkpoint.tensors import Best, Facts
     from horovod_train.errors import RunError
 
     run = Path("run")
     run.mkdir(exist_ok=True)
-    store = open_store(run, keep=2, say=print)
+    store = open_store(run, keep=2)
     found = store.find(resume)
     first = found.facts.step if found else 0
     store.rewind(first)
