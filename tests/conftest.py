@@ -275,6 +275,16 @@ def cluster_tables() -> Iterator[list[object]]:
 
 
 @pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What root's console has shown so far, in lines."""
+    from horovod_train.output import logs
+
+    lines: list[str] = []
+    with logs.to_console(is_root=True, show=lines.append):
+        yield lines
+
+
+@pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 kB; the test fills it."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
