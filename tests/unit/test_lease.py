@@ -168,11 +168,10 @@ def test_a_live_lease_that_looks_stale_because_clocks_differ_is_respected(tmp_pa
     assert told(tmp_path)["host"] == "node12"
 
 
-def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path) -> None:
+def test_a_last_sign_in_the_future_is_watched_for_no_longer(tmp_path: Path, said: list[str]) -> None:
     """As where the clock ran ahead when the other run died."""
     leave(tmp_path, age_s=-3600)
-    said: list[str] = []
-    held = open_lease(tmp_path, said.append, stale_s=1, refresh_s=0.1)
+    held = open_lease(tmp_path, stale_s=1, refresh_s=0.1)
     assert "Waiting up to 1 s" in said[0]
     assert told(tmp_path)["host"] == os.uname().nodename
     held.close()
