@@ -54,7 +54,7 @@ def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     (facts,) = meet(tmp_path / "out", ["0"], HOROVOD_START_TIMEOUT="1")
-    assert "1 of 2 ranks have not come to localhost in time: 1." in facts["error"]
+    assert "1 of 2 ranks have not reached localhost in time: 1." in facts["error"]
 
 
 def test_a_root_that_does_not_answer_is_named(tmp_path: Path) -> None:

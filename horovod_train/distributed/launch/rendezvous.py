@@ -110,7 +110,7 @@ def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
         if awaited and time.monotonic() > until:
             names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
             raise RunError(
-                f"{len(awaited)} of {step.size} ranks have not come to {step.nodes[0]} in time: {names}. Their output "
+                f"{len(awaited)} of {step.size} ranks have not reached {step.nodes[0]} in time: {names}. Their output "
                 "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
             )
         time.sleep(key_value_store.POLL_S / 5 if awaited else 0)
@@ -135,7 +135,7 @@ def _find_root(host: str, step: Step, until: float) -> tuple[str, int]:
             f"{ports[0]}. Its output may say why; otherwise see whether a firewall stands between these hosts, and "
             f"whether {TOKEN} is the same for all tasks."
         )
-    raise FailedElsewhere("rank 0 says which ranks have not come, or rank 1 that rank 0 has not")
+    raise FailedElsewhere("rank 0 reports which ranks are missing, or rank 1 that rank 0 does not answer")
 
 
 def _is_root(host: str, port: int, step: Step) -> bool:
