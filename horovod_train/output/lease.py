@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from horovod_train.errors import UserError
 from horovod_train.output.lease_holder import UNNAMED, Holder, describe_me, parse
@@ -35,11 +36,21 @@ SETTLE_S = 1.0
 log = logging.getLogger(__name__)
 
 
+class Lease(Protocol):
+    lost: str | None
+    """Which run has taken the directory from this run; None if none has."""
+
+    def is_ours(self) -> bool:
+        """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
+
+    def close(self) -> None:
+        """End the lease; remove the file, unless another run owns it by now."""
+
+
 class NullLease:
     """The lease of every rank except root: nothing to keep, nothing to lose."""
 
     lost: str | None = None
-    """Which run has taken the directory from this run; None if none has."""
 
     def is_ours(self) -> bool:
         return True
@@ -47,28 +58,27 @@ class NullLease:
     def close(self) -> None: ...
 
 
-class Lease(NullLease):
-    """A lease that this process has. A thread updates the file's modification time every REFRESH_S."""
+class FileLease:
+    """The lease of root. A thread updates the file's modification time every REFRESH_S."""
 
     def __init__(self, path: Path, holder: Holder, refresh_s: float) -> None:
+        self.lost: str | None = None
         self._path, self._holder, self._refresh_s = path, holder, refresh_s
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
         self._thread.start()
 
     def is_ours(self) -> bool:
-        """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
         with suppress(OSError):
             self._check(refresh=False)
         return self.lost is None
 
     def close(self) -> None:
-        """End the lease; remove the file, unless another run owns it by now."""
         self._released.set()
         self._thread.join(self._refresh_s)
-        with suppress(OSError), _opened(self._path) as descriptor, _alone(self._path, descriptor) as is_alone:
+        with suppress(OSError), _opened(self._path) as descriptor, _locked(self._path, descriptor) as is_current:
             holder = _read(descriptor)
-            if is_alone and holder is not None and holder.token == self._holder.token:
+            if is_current and holder is not None and holder.token == self._holder.token:
                 remove(self._path, _LEASE)
 
     def _keep_fresh(self) -> None:
@@ -95,7 +105,7 @@ def open_lease(
     job: str = "",
     refresh_s: float = REFRESH_S,
     stale_s: float = STALE_S,
-) -> NullLease:
+) -> Lease:
     """Take the lease of a run directory, which must exist; without one (not root) return a lease of nothing.
 
     A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host may be of
@@ -119,7 +129,7 @@ def open_lease(
         ) from error
     except OSError as error:
         raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
-    return Lease(path, mine, refresh_s)
+    return FileLease(path, mine, refresh_s)
 
 
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
@@ -149,17 +159,17 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
         with suppress(FileExistsError):
             return _create(path, mine)
         with suppress(FileNotFoundError), _opened(path) as lease:  # may be released at any moment
-            other, sign_ns = _read(lease), os.fstat(lease).st_mtime_ns
+            other, refreshed_ns = _read(lease), os.fstat(lease).st_mtime_ns
             waited_s = time.monotonic() - began
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
-            silent_s = max((probe.stat().st_mtime_ns - sign_ns) / 1e9, waited_s if watched else 0)
+            silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s if watched else 0)
             name = str(other or UNNAMED)
             is_here = other is not None and other.machine == mine.machine
             has_died = other is not None and is_here and not other.is_running()
-            has_changed = watched not in (None, (other, sign_ns))
+            has_changed = watched not in (None, (other, refreshed_ns))
             is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
             is_stale = has_died or is_silent
-            if is_stale and _replace(path, lease, sign_ns, probe, mine):
+            if is_stale and _replace(path, lease, refreshed_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
                 how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
                 return log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
@@ -171,14 +181,14 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             if watched is None and not is_stale:
                 wait_s = max(stale_s - silent_s, 2 * refresh_s)
                 log.info(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it is refreshed.")
-            watched = (other, sign_ns)
+            watched = (other, refreshed_ns)
         time.sleep(POLL_S)
 
 
-def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) -> bool:
+def _replace(path: Path, lease: int, refreshed_ns: int, probe: Path, mine: Holder) -> bool:
     """Replace the open stale lease by ours, unless it has changed or gone; return whether it was replaced."""
-    with _alone(path, lease) as is_alone:
-        if is_alone and os.fstat(lease).st_mtime_ns == sign_ns:
+    with _locked(path, lease) as is_current:
+        if is_current and os.fstat(lease).st_mtime_ns == refreshed_ns:
             remove(probe, _PROBE)
             _create(probe, mine)
             replace(probe, path, _LEASE)
@@ -188,8 +198,8 @@ def _replace(path: Path, lease: int, sign_ns: int, probe: Path, mine: Holder) ->
 
 
 @contextmanager
-def _alone(path: Path, lease: int) -> Iterator[bool]:
-    """Lock the open lease; yield whether it is still at `path` and no other process is replacing or removing it.
+def _locked(path: Path, lease: int) -> Iterator[bool]:
+    """Lock the open lease; yield whether it is still at `path`, and no other process is replacing or removing it.
 
     The lock is on the file itself; the kernel drops it when the process dies. On file systems without locks, the last
     of several concurrent replacers wins, and the others see that after a while.

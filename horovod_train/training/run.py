@@ -31,7 +31,7 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_env
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output import logs, rank_log
-from horovod_train.output.lease import NullLease, open_lease
+from horovod_train.output.lease import Lease, open_lease
 from horovod_train.output.run_dir import Output, open_output
 from horovod_train.training import loop
 from horovod_train.training.agenda import build_actions, build_hooks
@@ -80,7 +80,7 @@ def run(config: Config) -> int:
 
 
 def _train(
-    config: Config, group: WorkerGroup, output: Output, lease: NullLease, stopping: StopCoordinator, started: float
+    config: Config, group: WorkerGroup, output: Output, lease: Lease, stopping: StopCoordinator, started: float
 ) -> int:
     """Train and write the summary, once the group, the output and the watchdog are open."""
     consistency.check(group, _facts(config), "at the start", RanksStartApart)

@@ -21,7 +21,7 @@ import numpy as np
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.lease import NullLease
+from horovod_train.output.lease import Lease
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE_REASON = f"{STOP_FILE} file"
@@ -108,7 +108,7 @@ class StopCoordinator:
     run_dir: on root, the folder in which a file named STOP asks the run to end; None on other ranks.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: NullLease) -> None:
+    def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: Lease) -> None:
         self.deadline, self.lease = deadline, lease
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
