@@ -1,6 +1,9 @@
 """One run per directory: `lease.json`, kept fresh while a run writes there.
 
 Only root has a lease. It does not stop a run that loses its lease, but reports that in `lost`.
+
+filelock's SoftFileLease (4.2.11) keeps less: on a file system that cannot exchange two names, such as NFS, it never
+takes over a stale lease, and on any it replaces a file of this name that is no lease.
 """
 
 from __future__ import annotations

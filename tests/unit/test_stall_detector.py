@@ -1,4 +1,4 @@
-"""Who is named when no rank makes progress, and when; by beats made up, on a clock made up."""
+"""Which rank is named when none makes progress, and when; with invented heartbeats on an invented clock."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LIMITS = WatchConfig(warn_after_s=60, stop_after_s=600, first_step_after_s=1800)
 NOW = 1000.0
 
 
-def judge_of(*places: str, heard: dict[int, float] | None = None) -> StallDetector:
-    """Each place: "phase step" or "phase step detail", as told 1 s before NOW unless `heard` says when."""
-    judge = StallDetector([f"rank {rank} (node{rank})" for rank in range(len(places))], range(len(places)), LIMITS)
-    for rank, place in enumerate(places):
-        phase, step, *detail = place.split(" ", 2)
-        judge.hear(rank, Beat(phase, int(step), "".join(detail), 1, 73.0), (heard or {}).get(rank, NOW - 1))
-    return judge
+def detector_of(*doing: str, heard: dict[int, float] | None = None) -> StallDetector:
+    """doing: of each rank, "phase step" or "phase step detail", as told 1 s before NOW unless `heard` says when."""
+    detector = StallDetector([f"rank {rank} (node{rank})" for rank in range(len(doing))], range(len(doing)), LIMITS)
+    for rank, text in enumerate(doing):
+        phase, step, *detail = text.split(" ", 2)
+        detector.hear(rank, Beat(phase, int(step), "".join(detail), 1, 73.0), (heard or {}).get(rank, NOW - 1))
+    return detector
 
 
 @pytest.mark.parametrize(
-    ("places", "sentence"),
+    ("doing", "sentence"),
     [
         (
             ["exchange 812", "input 812 reading train-00031", "exchange 812"],
@@ -46,17 +46,17 @@ def judge_of(*places: str, heard: dict[int, float] | None = None) -> StallDetect
         (["input 7"], "rank 0 (node0) has been in input for 74 s at step 7"),
     ],
 )
-def test_the_one_that_is_waited_for_is_named(places: list[str], sentence: str) -> None:
-    assert judge_of(*places).sentence(NOW) == sentence
+def test_the_one_that_is_waited_for_is_named(doing: list[str], sentence: str) -> None:
+    assert detector_of(*doing).sentence(NOW) == sentence
 
 
 def test_silence_is_named_before_slowness() -> None:
-    judge = judge_of("input 7", "exchange 8", "compute 7 reading b", "exchange 8", heard={2: NOW - 31})
-    assert judge.silent(NOW) == [2]
-    assert judge.sentence(NOW) == (
+    detector = detector_of("input 7", "exchange 8", "compute 7 reading b", "exchange 8", heard={2: NOW - 31})
+    assert detector.silent(NOW) == [2]
+    assert detector.sentence(NOW) == (
         "rank 2 (node2) has not been heard of for 31 s, last in compute at step 7, reading b; 3 ranks wait for it"
     )
-    both = judge_of("exchange 8", "compute 7", "compute 7", heard={1: NOW - 40, 2: NOW - 31})
+    both = detector_of("exchange 8", "compute 7", "compute 7", heard={1: NOW - 40, 2: NOW - 31})
     assert both.sentence(NOW) == (
         "rank 1 (node1), rank 2 (node2) have not been heard of for 40 s, "
         "last in compute at step 7; 1 rank waits for them"
@@ -64,30 +64,30 @@ def test_silence_is_named_before_slowness() -> None:
 
 
 def test_any_change_on_any_rank_is_progress() -> None:
-    judge = judge_of("exchange 7", "input 7 reading a", heard={0: 0.0, 1: 0.0})
+    detector = detector_of("exchange 7", "input 7 reading a", heard={0: 0.0, 1: 0.0})
     for detail, moves in [("reading b", 1), ("reading b", 2)]:
         now = 100.0 * moves
-        assert judge.idle_s(now) == 100
-        judge.hear(1, Beat("input", 7, detail, moves, 0.0), now)
-        assert judge.idle_s(now) == 0
-    judge.hear(1, Beat("input", 7, "reading b", 2, 30.0), 230.0)
-    assert judge.idle_s(230.0) == 30
+        assert detector.idle_s(now) == 100
+        detector.hear(1, Beat("input", 7, detail, moves, 0.0), now)
+        assert detector.idle_s(now) == 0
+    detector.hear(1, Beat("input", 7, "reading b", 2, 30.0), 230.0)
+    assert detector.idle_s(230.0) == 30
 
 
 def test_who_was_away_blames_nobody_for_it() -> None:
-    judge = judge_of("exchange 7", "exchange 7")
-    judge.discount_own_pause(500.0)
-    assert judge.silent(NOW + 500) == []
-    assert judge.idle_s(NOW + 500) == 1
+    detector = detector_of("exchange 7", "exchange 7")
+    detector.discount_own_pause(500.0)
+    assert detector.silent(NOW + 500) == []
+    assert detector.idle_s(NOW + 500) == 1
 
 
 def test_before_the_first_step_and_while_compiling_the_limits_are_long() -> None:
-    judge = judge_of("train 7", "train 7")
-    assert (judge.warn_after_s(), judge.stop_after_s()) == (180, 1800)
-    judge.hear(0, Beat("train", 8, "", 1, 0.0), NOW)
-    assert (judge.warn_after_s(), judge.stop_after_s()) == (60, 600)
-    judge.hear(1, Beat("compile", 8, "", 2, 0.0), NOW)
-    assert judge.stop_after_s() == 1800
+    detector = detector_of("train 7", "train 7")
+    assert (detector.warn_after_s(), detector.stop_after_s()) == (180, 1800)
+    detector.hear(0, Beat("train", 8, "", 1, 0.0), NOW)
+    assert (detector.warn_after_s(), detector.stop_after_s()) == (60, 600)
+    detector.hear(1, Beat("compile", 8, "", 2, 0.0), NOW)
+    assert detector.stop_after_s() == 1800
 
 
 def test_a_probe_speaks_inside_the_compiled_call_only() -> None:

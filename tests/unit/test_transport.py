@@ -66,10 +66,10 @@ def call(address: Address) -> socket.socket:
     return socket.create_connection((address.host, address.port), timeout=10)
 
 
-def is_dropped(stranger: socket.socket) -> bool:
-    """Whether root closes the connection without a word."""
+def is_dropped(pending: socket.socket) -> bool:
+    """Whether root closes the connection without an answer."""
     try:
-        return stranger.recv(1) == b""
+        return pending.recv(1) == b""
     except ConnectionResetError:
         return True
 
@@ -93,31 +93,31 @@ def test_a_message_in_pieces_is_one_message(polled: Polled) -> None:
     assert polled.wait_for(2) == [(1, {"kind": "beat"}), (1, {"kind": "bye"})]
 
 
-HELLO_OF_NOBODY = HELLO.pack(b"0" * 32, 1)
+HELLO_OF_ANOTHER_RUN = HELLO.pack(b"0" * 32, 1)
 
 
 @pytest.mark.parametrize(
-    "message", [b"[" * 60_000 + b"\n", "\ud800".encode(errors="surrogatepass") * 100, HELLO_OF_NOBODY]
+    "message", [b"[" * 60_000 + b"\n", "\ud800".encode(errors="surrogatepass") * 100, HELLO_OF_ANOTHER_RUN]
 )
-def test_a_stranger_is_dropped_after_as_many_bytes_as_a_hello_has(polled: Polled, message: bytes) -> None:
-    stranger = call(polled.address)
-    stranger.sendall(message[: HELLO.size - 1])
+def test_a_connection_is_dropped_after_as_many_wrong_bytes_as_a_hello_has(polled: Polled, message: bytes) -> None:
+    pending = call(polled.address)
+    pending.sendall(message[: HELLO.size - 1])
     polls = polled.polls
     wait_until(lambda: polled.polls > polls + 1)
-    stranger.setblocking(False)
+    pending.setblocking(False)
     with pytest.raises(BlockingIOError):
-        stranger.recv(1)  # still heard
-    stranger.settimeout(10)
-    stranger.send(message[HELLO.size - 1 :])
-    assert is_dropped(stranger)
+        pending.recv(1)  # still heard
+    pending.settimeout(10)
+    pending.send(message[HELLO.size - 1 :])
+    assert is_dropped(pending)
     assert polled.found == []
 
 
 @pytest.mark.parametrize("rank", [4, 2**32 - 1])
 def test_the_token_admits_ranks_of_this_run_only(polled: Polled, rank: int) -> None:
-    stranger = call(polled.address)
-    stranger.send(HELLO.pack(polled.address.token.encode(), rank))
-    assert is_dropped(stranger)
+    pending = call(polled.address)
+    pending.send(HELLO.pack(polled.address.token.encode(), rank))
+    assert is_dropped(pending)
 
 
 def test_a_rank_is_admitted_once(polled: Polled) -> None:
@@ -134,18 +134,18 @@ def test_a_rank_that_root_does_not_admit_is_told_so(polled: Polled) -> None:
         connect(polled.address._replace(token="0" * 32), 1, 0.3)
 
 
-def test_a_late_stranger_is_dropped(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pending_connection_that_is_late_is_dropped(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "HELLO_WITHIN_S", 0.1)
-    stranger = call(polled.address)
-    stranger.send(b"slow")
-    assert is_dropped(stranger)
+    pending = call(polled.address)
+    pending.send(b"slow")
+    assert is_dropped(pending)
 
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_idle_strangers_cost_a_bounded_number_of_descriptors(polled: Polled) -> None:
+def test_idle_connections_cost_a_bounded_number_of_descriptors(polled: Polled) -> None:
     connection = connect(polled.address, 0, 5)
     before = descriptors()
     with ExitStack() as stack:
@@ -162,24 +162,24 @@ def test_idle_strangers_cost_a_bounded_number_of_descriptors(polled: Polled) -> 
 def no_more_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-    held = []
+    opened = []
     try:
         with suppress(OSError):
             while True:
-                held.append(os.open(os.devnull, os.O_RDONLY))
+                opened.append(os.open(os.devnull, os.O_RDONLY))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in held:
+        for descriptor in opened:
             os.close(descriptor)
 
 
-def test_without_descriptors_root_rests_and_then_accepts_again(polled: Polled) -> None:
+def test_without_descriptors_root_pauses_and_then_accepts_again(polled: Polled) -> None:
     connection = connect(polled.address, 0, 5)
     late = [socket.socket() for _ in range(3)]
     with no_more_descriptors():
-        for stranger in late:
-            stranger.connect((polled.address.host, polled.address.port))
+        for pending in late:
+            pending.connect((polled.address.host, polled.address.port))
         polls = polled.polls
         connection.send({"kind": "beat"})
         polled.wait_for(1)
@@ -191,7 +191,7 @@ def test_without_descriptors_root_rests_and_then_accepts_again(polled: Polled) -
 
 
 @pytest.mark.parametrize("words", [b"[" * 60_000, b"[1]", b"\xff", b"x" * 70_000])
-def test_what_a_rank_garbles_ends_its_line_alone(polled: Polled, words: bytes) -> None:
+def test_what_a_rank_garbles_ends_only_its_connection(polled: Polled, words: bytes) -> None:
     garbling, other = connect(polled.address, 1, 5), connect(polled.address, 2, 5)
     garbling.socket.setblocking(True)
     garbling.socket.sendall(words + b"\n")
@@ -200,11 +200,11 @@ def test_what_a_rank_garbles_ends_its_line_alone(polled: Polled, words: bytes) -
     assert polled.wait_for(2)[1:] == [(2, {"kind": "beat"})]
 
 
-def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
+def test_a_connection_receives_beyond_a_thousand_open_files(polled: Polled) -> None:
     """select.select takes no descriptor above 1023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         connection = connect(polled.address, 1, 5)
         assert connection.socket.fileno() > 1023
@@ -213,30 +213,30 @@ def test_a_line_hears_beyond_a_thousand_open_files(polled: Polled) -> None:
         polled.server.send({"kind": "beat"})
         assert connection.poll(10) == [(0, {"kind": "beat"})]
     finally:
-        for descriptor in held:
+        for descriptor in opened:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_strangers_that_send_anything_change_nothing(polled: Polled) -> None:
+def test_pending_connections_that_send_anything_change_nothing(polled: Polled) -> None:
     """The whole, on a run that trains, is in tests/distributed/test_strangers.py."""
     connection = connect(polled.address, 0, 5)
     with ExitStack() as stack:
         for number, message in enumerate(messages(random.Random(7), 300, polled.address.token)):
-            stranger = stack.enter_context(call(polled.address))
+            pending = stack.enter_context(call(polled.address))
             with suppress(ConnectionError):
-                stranger.sendall(message)
+                pending.sendall(message)
             if number % 2:  # the others stay
-                stranger.close()
+                pending.close()
         connection.send({"kind": "beat"})
         assert polled.wait_for(1) == [(0, {"kind": "beat"})]
 
 
-def test_ranks_of_one_host_meet_on_loopback() -> None:
+def test_ranks_of_one_host_connect_on_loopback() -> None:
     assert choose_host(["a", "a"], "eth0") == "127.0.0.1"
 
 
-def test_ranks_of_several_hosts_meet_where_they_exchange() -> None:
+def test_ranks_of_several_hosts_connect_where_they_exchange() -> None:
     assert choose_host(["a", "b"], "lo") == "127.0.0.1"
     # Without a known interface: the address from which this host reaches another.
     assert choose_host([socket.gethostname(), "127.0.0.2"], None) == "127.0.0.1"

@@ -23,7 +23,7 @@ SIZE = 3
 
 @dataclass(frozen=True)
 class Group:
-    """What the watch asks of a WorkerGroup."""
+    """What the watchdog asks of a WorkerGroup."""
 
     rank: int = 0
     size: int = SIZE
@@ -89,7 +89,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     "message", [{"kind": "beat", "beat": {"x": 1}}, {"kind": "cause", "cause": 3}, {"kind": []}, {}]
 )
-def test_a_message_of_no_sense_is_said_and_the_watch_hears_the_next(
+def test_a_message_without_sense_is_reported_and_the_next_is_heard(
     root: Root, capfd: pytest.CaptureFixture[str], message: dict[str, Any]
 ) -> None:
     first, second = root.join(1), root.join(2)
@@ -105,7 +105,7 @@ def test_a_message_of_no_sense_is_said_and_the_watch_hears_the_next(
     assert [line[: len(expected[0])] for line in warnings] == ([] if makes_sense else expected)
 
 
-def test_a_failure_of_the_watch_itself_is_said_once_and_the_watch_continues(
+def test_an_error_in_the_watchdog_itself_is_reported_once_and_it_continues(
     root: Root, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root.role.fails = True
@@ -118,7 +118,7 @@ def test_a_failure_of_the_watch_itself_is_said_once_and_the_watch_continues(
     assert warning.endswith("continues after an error: ZeroDivisionError: in the watchdog itself")
 
 
-def test_root_judges_once_in_a_while_however_much_it_hears(root: Root) -> None:
+def test_root_decides_once_a_turn_however_much_it_hears(root: Root) -> None:
     connection, beat = root.join(1), vars(Beat("train", 1, "", 1, 0.0))
     began, before = time.monotonic(), root.role.decisions
     for moves in range(400):
@@ -129,7 +129,7 @@ def test_root_judges_once_in_a_while_however_much_it_hears(root: Root) -> None:
     assert root.role.decisions - before <= (time.monotonic() - began) / intervals(LIMITS, SIZE).turn_s + 1
 
 
-def test_hundreds_of_ranks_give_signs_of_life_less_often() -> None:
+def test_hundreds_of_ranks_send_heartbeats_less_often() -> None:
     few, many = intervals(WatchConfig(), 256), intervals(WatchConfig(), 2048)
     assert (few.beat_s, many.beat_s) == (1.0, 8.0)
     assert many.turn_s == 1.0
