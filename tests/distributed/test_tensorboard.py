@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from conftest import BIN, PROJECT, metrics_of, rank_environment, summary_of, train
+from conftest import BIN, HANGS_AFTER_S, PROJECT, metrics_of, rank_environment, summary_of, train
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 CONFIGS = PROJECT / "configs"
@@ -186,23 +186,24 @@ def address(run_dir: Path) -> Iterator[str]:
             yield _wait_for_address(server, run_dir.parent / "tensorboard.log")
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(HANGS_AFTER_S)
 
 
 def _wait_for_address(server: subprocess.Popen, log: Path) -> str:
-    for _ in range(240):
-        if found := re.search(r"at (http://127.0.0.1:\d+)", log.read_text()):
-            return found[1]
+    until = time.monotonic() + HANGS_AFTER_S
+    while not (found := re.search(r"at (http://127.0.0.1:\d+)", log.read_text())):
         assert server.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
         time.sleep(0.25)
-    raise AssertionError(log.read_text())
+    return found[1]
 
 
 def ask(address: str, path: str) -> bytes:
     """An answer of the server; it reads the files after it has started, and until then knows nothing of them."""
-    for _ in range(120):
+    until = time.monotonic() + HANGS_AFTER_S
+    while True:
         try:
-            with urllib.request.urlopen(f"{address}/data/{path}", timeout=60) as answer:
+            with urllib.request.urlopen(f"{address}/data/{path}", timeout=HANGS_AFTER_S) as answer:
                 content: bytes = answer.read()
                 if answer.headers["Content-Encoding"] == "gzip":  # xprof's answers always are
                     content = gzip.decompress(content)
@@ -210,8 +211,8 @@ def ask(address: str, path: str) -> bytes:
             content = b""
         if content not in (b"", b"{}", b"[]"):
             return content
+        assert time.monotonic() < until, path
         time.sleep(0.25)
-    raise AssertionError(path)
 
 
 def test_tensorboard_serves_scalars_and_histograms(address: str) -> None:
@@ -241,4 +242,4 @@ def test_tensorboard_serves_the_profile_page(address: str) -> None:
 
 def test_an_address_that_serves_nothing_is_noticed(address: str) -> None:
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(f"{address}/data/plugin/histograms/histograms?run=train&tag=hidden1/nothing", timeout=60)
+        urllib.request.urlopen(f"{address}/data/plugin/histograms/histograms?run=train&tag=hidden1/nothing")
