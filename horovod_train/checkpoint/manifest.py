@@ -28,7 +28,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Raises Damaged, and UserError for a format that only later versions know.
     """
     content = read_manifest(folder)
-    with _failures_are_damage():
+    with failures_are_damage():
         for name, expected in content["files"].items():
             _check_sha256(folder / name, expected["sha256"])
     return content
@@ -40,7 +40,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises as `verify` does.
     """
     content = _read(folder)
-    with _failures_are_damage():
+    with failures_are_damage():
         if content["format"] > FORMAT:
             raise UserError(
                 f"{folder}: is in format {content['format']}; this version of horovod_train reads up to {FORMAT}. "
@@ -89,7 +89,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
     # Check this first, before the format is read: manifests of every format are packed like this.
     if found != pack(content):
-        raise Damaged(f"{MANIFEST}: its entries are not those that its own sha256 was taken of")
+        raise Damaged(f"{MANIFEST}: its entries do not match its own sha256")
     return content
 
 
@@ -99,11 +99,12 @@ def _check_names(files: Mapping[str, Any]) -> None:
         raise Damaged(f"{MANIFEST}: names no files")
     for name in files:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise Damaged(f"{MANIFEST}: names {name!r}, which is no file of this folder")
+            raise Damaged(f"{MANIFEST}: names {name!r}, which is not a file of this folder")
 
 
 @contextmanager
-def _failures_are_damage() -> Iterator[None]:
+def failures_are_damage() -> Iterator[None]:
+    """Raise Damaged where reading a checkpoint fails, or its manifest has other entries than this format."""
     try:
         yield
     except OSError as error:

@@ -129,12 +129,10 @@ def verify(folder: Path) -> Checkpoint:
     for name in _NEEDED:
         if name not in content["files"]:
             raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
-    try:
+    with manifest.failures_are_damage():
         best = None if content["best"] is None else Best(**content["best"])
         facts = {field.name: content[field.name] for field in dataclasses.fields(Facts) if field.name in content}
         return Checkpoint(folder, Facts(**{**facts, "best": best}), content["written_at"])
-    except (KeyError, TypeError) as error:
-        raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 
 
 def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[str, np.ndarray]:

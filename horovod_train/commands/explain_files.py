@@ -43,7 +43,7 @@ def _read(folder: Path) -> Checkpoint:
     except UserError as error:  # Only a later version can read it.
         raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"its manifest tells no step: {error}") from error
+        raise Damaged(f"its manifest has no step: {error}") from error
 
 
 def last_step_in_metrics(run_dir: Path) -> int | None:

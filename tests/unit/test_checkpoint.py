@@ -209,11 +209,12 @@ def test_a_damaged_newest_is_set_aside_and_the_one_before_used(
     ("files", "said"),
     [
         ({}, "names no files"),
-        ({"/dev/zero": {"bytes": 0, "sha256": ""}}, "names '/dev/zero', which is no file of this folder"),
-        ({"../other": {"bytes": 0, "sha256": ""}}, "names '../other', which is no file of this folder"),
+        ({"/dev/zero": {"bytes": 0, "sha256": ""}}, "names '/dev/zero', which is not a file of this folder"),
+        ({"../other": {"bytes": 0, "sha256": ""}}, "names '../other', which is not a file of this folder"),
+        (["state.index"], "expected the entries of format 1, found others"),
         ("without index", "does not name state.index, which TensorFlow reads"),
     ],
-    ids=["none", "absolute", "outside", "not all"],
+    ids=["none", "absolute", "outside", "a list", "not all"],
 )
 def test_a_manifest_must_vouch_for_the_files_beside_it_that_are_read(run: Run, files: Any, said: str) -> None:
     path = run.save(3).place(3) / MANIFEST
