@@ -35,7 +35,7 @@ from horovod_train.output.run_dir import check_writable
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "settings": ("horovod_train.commands.settings", "every setting of a config: type, default, meaning; JSON Schema"),
-    "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; checks its paths and names"),
+    "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; builds its model to check it"),
     "doctor": ("horovod_train.commands.doctor", "is this machine, or this job, fit to train on?"),
     "index": ("horovod_train.commands.index", "find where the records of foreign files start, once"),
     "check-data": ("horovod_train.commands.check_data", "read everything and name what is wrong; audit a run"),

@@ -111,7 +111,7 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
         "weights": weights,
         "gradients": _bytes(model.trainable_variables),
         "optimizer": optimizer,
-        "averages and the like": total - weights - optimizer,
+        "averages and progress": total - weights - optimizer,
         "cached records": made.train.bytes_to_cache if outlook.config.data.cache == "memory" else 0,
     }
     return Sizes(

@@ -73,7 +73,7 @@ def test_sizes_are_those_of_the_model_as_built(config_file: Path, capsys: pytest
     assert (plain["bytes"]["weights"], plain["bytes"]["gradients"]) == (172 * 4, 172 * 4)
     assert 172 * 4 <= plain["bytes"]["optimizer"] < 172 * 4 + 20  # and its counter and rate
     averaged = facts_of(config_file, capsys, "train.ema_decay=0.9")["memory_per_rank"]
-    assert averaged["bytes"]["averages and the like"] - plain["bytes"]["averages and the like"] == 172 * 4
+    assert averaged["bytes"]["averages and progress"] - plain["bytes"]["averages and progress"] == 172 * 4
 
 
 def test_records_that_data_cache_keeps_are_in_the_memory_of_a_rank(
