@@ -141,6 +141,7 @@ class CheckpointConfig:
 class LogConfig:
     every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
     tensorboard: bool = setting(True, "write TensorBoard scalars")
+    writers: tuple[str, ...] = setting((), "package.module:class, each writes the metrics in one more form")
     progress: Literal["auto", "bar", "plain"] = setting("auto", "auto: a bar on a terminal, plain lines elsewhere")
     histograms_every_steps: int | None = setting(None, "steps between histograms of weights and gradients", minimum=1)
     activations: dict[str, Any] = setting({}, "outputs that get histograms too: {name to show: layer}")

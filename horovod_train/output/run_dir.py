@@ -14,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from horovod_train.config.registry import call, load_function
+from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import unfailing
 from horovod_train.output.files import json_text, must_be_writable, write_whole
@@ -126,13 +128,15 @@ class NullOutput:
 class RunOutput:
     """Writes config.yaml, metrics, parameters.jsonl if there are values, and summary.json; shows a progress bar."""
 
-    def __init__(self, directory: Path, *, tensorboard: bool, bar: bool) -> None:
+    def __init__(
+        self, directory: Path, *, tensorboard: bool = False, bar: bool = False, more: Sequence[MetricsWriter] = ()
+    ) -> None:
         self.directory = directory
         self.tensorboard: TensorBoard = NullTensorBoard()
         if tensorboard:
             self.tensorboard = TensorBoardWriter(directory / "tensorboard")
         self._metrics = MetricsFile(directory)
-        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard]
+        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, *more]
         self._started = time.time()
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
         self._bar = _build_bar() if bar else None
@@ -188,23 +192,20 @@ class RunOutput:
         self._parameters.close()
 
 
-def open_output(
-    directory: str,
-    *,
-    is_root: bool,
-    tensorboard: bool,
-    progress: Literal["auto", "bar", "plain"],
-    launched: bool,
-) -> Output:
+def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: bool) -> Output:
     """Open the run directory on root; do nothing elsewhere. Raises UserError if it cannot be written.
 
-    progress: "auto" draws a bar only on a terminal, and never under a launcher (`launched`), because mpirun gives its
+    launched: whether a launcher started this process. Then log.progress "auto" draws no bar, because mpirun gives its
     ranks a terminal and forwards what they print there.
     """
+    # Every rank imports them, because the ranks compare the user's modules that they have loaded.
+    writers = {name: load_function(name, "log.writers") for name in config.writers}
     if not is_root:
         return NullOutput()
-    bar = progress == "bar" or (progress == "auto" and sys.stdout.isatty() and not launched)
-    return RunOutput(check_writable(directory), tensorboard=tensorboard, bar=bar)
+    path = check_writable(directory)
+    more = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
+    bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
+    return RunOutput(path, tensorboard=config.tensorboard, bar=bar, more=more)
 
 
 def _build_bar() -> Progress:

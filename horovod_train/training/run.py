@@ -199,13 +199,7 @@ def _environment(config: Config) -> dict[str, str]:
 
 def _open_output(config: Config, group: WorkerGroup) -> Output:
     assert config.output_dir is not None
-    return open_output(
-        config.output_dir,
-        is_root=group.is_root,
-        tensorboard=config.log.tensorboard,
-        progress=config.log.progress,
-        launched=group.launcher != "none",
-    )
+    return open_output(config.output_dir, config.log, is_root=group.is_root, launched=group.launcher != "none")
 
 
 def _deadline(config: Config, started: float) -> float | None:

@@ -17,13 +17,14 @@ from scenario import Lost, Scenario, nothing
 
 def keep_files() -> int:
     """All that root writes beside checkpoints and TensorBoard's files, from the lease to the summary."""
+    from horovod_train.config.settings import LogConfig
     from horovod_train.data.audit import AuditLog, Start
     from horovod_train.output import logs, rank_log
     from horovod_train.output.lease import open_lease
     from horovod_train.output.run_dir import open_output
 
     with logs.to_console(is_root=True):
-        output = open_output("run", is_root=True, tensorboard=False, progress="plain", launched=False)
+        output = open_output("run", LogConfig(tensorboard=False), is_root=True, launched=True)
         lease = open_lease(output.directory, refresh_s=0.005)
         rank_log.make_folder(output.directory)
         log = rank_log.open_rank_log("run", 0, "here", said="begins")

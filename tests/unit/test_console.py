@@ -48,7 +48,7 @@ def test_metrics_are_written_though_the_screen_takes_nothing(
 ) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stdout", full)
-        output = RunOutput(tmp_path, tensorboard=False, bar=bar)
+        output = RunOutput(tmp_path, bar=bar)
         output.start_progress(0, 20)
         output.append_metrics("train", 10, 0, {"loss": 1.0})
         output.append_metrics("train", 20, 0, {"loss": 0.5})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.loader import dump
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, LogConfig
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
 from horovod_train.output.run_dir import NullOutput, RunOutput, check_writable, open_output
@@ -24,13 +24,13 @@ def steps(path: Path) -> list[int]:
 
 
 def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> None:
-    output = RunOutput(tmp_path, tensorboard=False, bar=False)
+    output = RunOutput(tmp_path)
     for step in (10, 20, 30):
         output.append_metrics("train", step, 0, {"loss": 1.0})
     output.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "los')  # a kill cut this line short
-    again = RunOutput(tmp_path, tensorboard=False, bar=False)
+    again = RunOutput(tmp_path)
     again.rewind(20)
     again.append_metrics("train", 30, 0, {"loss": 0.5})
     again.close()
@@ -41,7 +41,7 @@ def test_numbers_that_are_not_finite_are_null_and_the_line_is_json_to_every_read
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
 
-    output = RunOutput(tmp_path, tensorboard=False, bar=False)
+    output = RunOutput(tmp_path)
     output.append_metrics("train", 1, 0, {"loss": math.nan, "gain": -math.inf, "accuracy": 0.5})
     output.write_summary({"eval": output.last_metrics("train"), "examples_per_s": None, "list": [math.nan, 1]})
     output.close()
@@ -54,8 +54,43 @@ def test_numbers_that_are_not_finite_are_null_and_the_line_is_json_to_every_read
     }  # fmt: skip
 
 
+OWN_WRITER = """
+class Csv:
+    def __init__(self, directory):
+        self.path = directory / "metrics.csv"
+        self.rows = []
+    def write(self, step, epoch, split, values):
+        self.rows.append(f"{step},{epoch},{split},{values['loss']}")
+    def rewind(self, step):
+        self.rows.append(f"from {step}")
+    def close(self):
+        self.path.write_text("\\n".join(self.rows))
+
+def takes_two(directory, more):
+    raise AssertionError
+"""
+
+
+def test_a_writer_of_the_users_own_gets_what_metrics_jsonl_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_writer.py").write_text(OWN_WRITER)
+    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    own = LogConfig(tensorboard=False, writers=("own_writer:Csv",))
+    output = open_output(str(tmp_path / "run"), own, is_root=True, launched=True)
+    output.rewind(5)
+    output.append_metrics("train", 10, 0, {"loss": 1.0})
+    output.append_metrics("eval", 20, 1, {"loss": 0.5})
+    output.close()
+    assert steps(tmp_path / "run") == [10, 20]
+    assert (tmp_path / "run" / "metrics.csv").read_text().splitlines() == ["from 5", "10,0,train,1.0", "20,1,eval,0.5"]
+    wrong = LogConfig(writers=("own_writer:takes_two",))
+    with pytest.raises(UserError, match=r"^log\.writers\.options: own_writer:takes_two: missing a required argument"):
+        open_output(str(tmp_path / "run"), wrong, is_root=True, launched=True)
+
+
 def test_other_ranks_have_every_method_and_no_effect(tmp_path: Path) -> None:
-    output = open_output(str(tmp_path / "run"), is_root=False, tensorboard=True, progress="auto", launched=True)
+    output = open_output(str(tmp_path / "run"), LogConfig(), is_root=False, launched=True)
     assert type(output) is NullOutput
     assert not (tmp_path / "run").exists()
 
@@ -134,7 +169,7 @@ def test_files_that_no_run_wrote_are_not_replaced_by_one(tmp_path: Path, name: s
 
 def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
     for seed in (1, 2):
-        output = open_output(str(tmp_path), is_root=True, tensorboard=False, progress="plain", launched=False)
+        output = open_output(str(tmp_path), LogConfig(tensorboard=False), is_root=True, launched=True)
         output.rewind(0)
         output.write_config(f"seed: {seed}\n")
         output.append_metrics("train", 1, 0, {"loss": 1.0})
