@@ -214,7 +214,8 @@ def _introduce(group: WorkerGroup, config: Config) -> None:
         f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, exchange over "
         f"{group.exchange}; global batch {config.data.global_batch_size}; output in {config.output_dir}"
     )
-    for rank, device in enumerate(group.devices):
+    # A line for each rank, but not in the file of each rank.
+    for rank, device in enumerate(group.devices) if group.is_root else ():
         log.info(f"{group.name(rank)} uses {device.name}; found {device.found}")
 
 
