@@ -37,15 +37,14 @@ def to_console(
     is_set_up = bool(above.handlers)
     """The program around the run shows what others log, and has chosen from which level."""
 
-    def is_shown(record: logging.LogRecord) -> bool:
-        if not _is_of(record, _OURS.name) and (is_set_up or _is_handled_below_root(record)):
-            return False
-        if is_root:
-            return record.levelno >= logging.WARNING or _is_of(record, *shown)
-        return record.levelno >= logging.ERROR or hasattr(record, "any_rank")
-
     def write(record: logging.LogRecord) -> None:
-        (show if is_root else to_stderr)(_PREFIXES.get(record.levelno, "") + _text(record))
+        line = _PREFIXES.get(record.levelno, "") + _text(record)
+        if not _is_of(record, _OURS.name) and (is_set_up or _is_handled_below_root(record)):
+            return
+        if is_root and (record.levelno >= logging.WARNING or _is_of(record, *shown)):
+            show(line)
+        if not is_root and (record.levelno >= logging.ERROR or hasattr(record, "any_rank")):
+            to_stderr(line)
 
     _OURS.setLevel(logging.DEBUG)
     if not is_set_up:
@@ -53,7 +52,7 @@ def to_console(
         # TensorFlow's logger has a handler, which must not print more than before.
         tensorflow.setLevel(tensorflow.level or logging.WARNING)
     try:
-        with _attached(_Handler(write, logging.INFO, is_shown)):
+        with _passed_to(write, logging.INFO):
             yield
     finally:
         for logger, level in levels.items():
@@ -63,22 +62,14 @@ def to_console(
 @contextmanager
 def to_file(write: Callable[[str, str], None]) -> Iterator[None]:
     """Call write(kind, text) for what is logged inside the block. kind: the level in small letters, or see PHASE."""
-    with _attached(
-        _Handler(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record)), logging.DEBUG)
-    ):
+    with _passed_to(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record))):
         yield
 
 
 class _Handler(logging.Handler):
-    def __init__(
-        self,
-        write: Callable[[logging.LogRecord], None],
-        level: int,
-        is_wanted: Callable[[logging.LogRecord], bool] = lambda record: True,
-    ) -> None:
+    def __init__(self, write: Callable[[logging.LogRecord], None], level: int) -> None:
         super().__init__(level)
         self._write = write
-        self.addFilter(is_wanted)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -89,8 +80,8 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def _attached(handler: logging.Handler) -> Iterator[None]:
-    above, propagated = logging.getLogger(), _OURS.propagate
+def _passed_to(write: Callable[[logging.LogRecord], None], level: int = logging.DEBUG) -> Iterator[None]:
+    handler, above, propagated = _Handler(write, level), logging.getLogger(), _OURS.propagate
     # Ours do not go to the root logger: a caller's handlers would show them again.
     _OURS.propagate = False
     _OURS.addHandler(handler)

@@ -15,6 +15,10 @@ METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: begins
 PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
 
 
+_ABOUT = ("step", "epoch", "split", "seconds")
+"""Entries of a row of metrics that are not metrics."""
+
+
 class MetricsWriter(Protocol):
     """A form in which root writes metrics. RunOutput has the list of those in use."""
 
@@ -51,29 +55,24 @@ class JsonLines:
         self._lines.close()
 
 
-class MetricsFile:
+class MetricsFile(JsonLines):
     """metrics.jsonl in a run directory: step, epoch, split, seconds since this start, and the values."""
 
-    _ABOUT = ("step", "epoch", "split", "seconds")
-
     def __init__(self, directory: Path) -> None:
-        self._rows = JsonLines(directory / "metrics.jsonl", METRICS)
+        super().__init__(directory / "metrics.jsonl", METRICS)
         self._started = time.time()
         self.last: dict[str, Mapping[str, float]] = {}
         """The last values of each split, also from before a resume."""
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        about = (step, epoch, split, round(time.time() - self._started, 3))
-        self._rows.append({**dict(zip(self._ABOUT, about, strict=True)), **values})
+        seconds = round(time.time() - self._started, 3)
+        self.append({"step": step, "epoch": epoch, "split": split, "seconds": seconds, **values})
         self.last[split] = values
 
     def rewind(self, step: int) -> None:
-        self._rows.rewind(step)
-        for row in self._rows.read():
-            self.last[row["split"]] = {name: value for name, value in row.items() if name not in self._ABOUT}
-
-    def close(self) -> None:
-        self._rows.close()
+        super().rewind(step)
+        for row in self.read():
+            self.last[row["split"]] = {name: row[name] for name in row if name not in _ABOUT}
 
 
 def _step_of(line: str) -> float:
