@@ -28,7 +28,10 @@ class RunEnd:
         self._is_closed = False
 
     def close(self, ended: str = "done", exit_code: int = 0, **facts: Any) -> None:
-        """Record that the run is over for this rank, as it should be. A second call does nothing."""
+        """Record that the run is over for this rank, as it should be.
+
+        A second call only tells the other ranks again: a rank that ends without having told them has disappeared.
+        """
         self._watchdog.close()
         if not self._is_closed:
             self._is_closed = True
