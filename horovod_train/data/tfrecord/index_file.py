@@ -58,7 +58,7 @@ class ScannedFile(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Where the blocks of a file are, int64 arrays: first byte, bytes, records. Bytes of the unpacked file."""
+    """The blocks of one file, int64 arrays: first byte, bytes, records. In a packed file, bytes once it is unpacked."""
 
     offset: np.ndarray
     length: np.ndarray
