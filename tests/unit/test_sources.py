@@ -122,7 +122,7 @@ def read(made: Pipeline, epoch: int = 0) -> list[Batch]:
         return batches(made, epoch)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 5])
 def test_every_record_comes_once_with_its_own_values(stored: Stored, size: int) -> None:
     data, found = stored(ROWS), []
     for rank in range(size):
