@@ -71,13 +71,13 @@ def test_speed_is_measured_beside_mpi_where_mpi_runs(visit: Visit) -> None:
 
 
 def test_two_ranks_are_examined_within_seconds(visit: Visit) -> None:
-    """In 15 s; two idle cores need 6 over MPI and 8 under horovodrun.
+    """Two idle cores need 6 over MPI and 8 under horovodrun.
 
     What else the machine does must not count, so it is the seconds of computing that are bounded, of launcher and
-    ranks together: 8 and 11.
+    ranks together: 8 and 11 there, and several times as many where ranks wait, computing, for cores that others have.
     """
     _, _, _, cpu_s = visit
-    assert cpu_s < 15
+    assert cpu_s < 60
 
 
 def test_alone_it_examines_the_machine() -> None:
