@@ -41,9 +41,9 @@ def facts() -> dict[str, Any]:
 
 
 def _averages(ends: dict[str, np.ndarray]) -> dict[str, float]:
-    """By themselves, and while they are lent to the model, which has its trained weights afterwards."""
+    """By themselves, and while they are lent to the model, which holds what it would without them otherwise."""
     state, _ = train(build_momentum(), build_model(), TrainConfig(ema_decay=0.3))
-    expected, trained = _averages_alone(), weights(state.model)
+    expected, trained = _averages_alone()
     with state.averages.in_place():
         lent = weights(state.model)
     ends["every_step"] = weights(state.model)
@@ -53,7 +53,8 @@ def _averages(ends: dict[str, np.ndarray]) -> dict[str, float]:
     }
 
 
-def _averages_alone() -> np.ndarray:
+def _averages_alone() -> tuple[np.ndarray, np.ndarray]:
+    """The averages, and the weights that they are of."""
     alone = build_model()
     averages = [weights(alone)]
 
@@ -62,7 +63,7 @@ def _averages_alone() -> np.ndarray:
         averages.append(decay * averages[-1] + (1 - decay) * weights(alone))
 
     train_alone(build_momentum(), alone, follow)
-    return averages[-1]
+    return averages[-1], weights(alone)
 
 
 def _stale(ends: dict[str, np.ndarray]) -> dict[str, float]:
