@@ -160,7 +160,7 @@ class Loader:
         if unusable and not self._skip_bad:
             raise self._error(next(iter(unusable.values())))
         self.skipped.update(unusable)
-        bad = np.isin(records, list(unusable))
+        bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:
             self._cache.keep(records[~bad], arrays)
         return self._fill_rows(arrays, bad) if unusable else arrays, bad

@@ -103,9 +103,9 @@ class Parser(Protocol):
         """Return what is wrong with one record; None if nothing is."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wanted(Generic[B]):
-    """Records to take from one block that is in memory."""
+    """Records to take from one block that is in memory. Not frozen, because a batch takes hundreds of them."""
 
     block: B
     places: np.ndarray
