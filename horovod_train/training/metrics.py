@@ -97,7 +97,7 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
         output = spec.output if isinstance(spec, MetricSpec) else None
         target = spec.target if isinstance(spec, MetricSpec) else None
         if target is not None and output is None:
-            raise UserError(f"metrics: {spec.name}: target {target!r} needs an output beside it: which is compared?")
+            raise UserError(f"metrics: {spec.name}: target {target!r} needs an output to be compared with.")
         metrics.append(metric if output is None else OfOutput(metric, output, target or output))
     return metrics
 

@@ -90,7 +90,7 @@ def test_an_output_that_is_not_there_is_named() -> None:
 
 
 def test_a_target_without_an_output_is_refused() -> None:
-    with pytest.raises(UserError, match="needs an output beside it"):
+    with pytest.raises(UserError, match="needs an output to be compared with"):
         build_metrics([MetricSpec("accuracy", {}, target="label")])
 
 
