@@ -62,7 +62,7 @@ class Scenario:
     untrue: Callable[[Any, Any], list[str]] = lambda fault, finished: []
     ranks: int = 1
     kinds: frozenset[str] = frozenset()
-    limit_s: float = 60.0
+    limit_s: float = 240.0
     ends: int = 0
     exit_codes: frozenset[int] = KNOWN_EXIT_CODES
     resumes: bool = False
