@@ -6,10 +6,16 @@ Does not repair anything: ranks that disagree have already computed something wr
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections import Counter
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
+import keras
+import tensorflow as tf
+
+import horovod_train
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import RanksDisagree
 
@@ -26,6 +32,17 @@ def code_digest() -> str:
         total.update(str(path.relative_to(root)).encode())
         total.update(path.read_bytes())
     return total.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a run depends on, by name."""
+    return {
+        "horovod_train": horovod_train.__version__,
+        "python": platform.python_version(),
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "horovod": version("horovod"),
+    }
 
 
 def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[RanksDisagree] = RanksDisagree) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ from horovod_train.data.dataset import Records
 from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, check_sendable
-from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
 from horovod_train.optim.schedules import build_horizon
-from horovod_train.training.early_stopping import Best, EarlyStopping
+from horovod_train.training.early_stopping import BestTracker, EarlyStopping
 from horovod_train.training.graph import check_names
 from horovod_train.training.histograms import find_layers
-from horovod_train.training.losses import build_loss
+from horovod_train.training.losses import Loss, build_loss
 from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.state import MovingAverages, TrainState
@@ -42,7 +42,7 @@ class Components:
     state: TrainState
     train_step: TrainStep
     eval_step: EvalStep
-    best: Best
+    best: BestTracker
     early_stopping: EarlyStopping
     evaluated: tf.Variable
     """int64: the step of the last completed evaluation."""
@@ -63,12 +63,12 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
     losses = [*loss.names, "penalty"]
-    means = {"train": losses, "eval": loss.names}
-    seen = {split: Accumulator(names, build_metrics(config.metrics)) for split, names in means.items()}
-    has_own_losses = check_fits(model, loss, seen["train"], train.element_spec, "data.train")
+    train_metrics = Accumulator(losses, build_metrics(config.metrics))
+    eval_metrics = Accumulator(loss.names, build_metrics(config.metrics))
+    has_own_losses = check_fits(model, loss, train_metrics, train.element_spec, "data.train")
     if eval_ is not None:
-        check_fits(model, loss, seen["eval"], eval_.element_spec, "data.eval")
-    _check_watched(config, seen["eval"])
+        check_fits(model, loss, eval_metrics, eval_.element_spec, "data.eval")
+    _check_watched(config, eval_metrics)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
     optimizer = DistributedOptimizer(
@@ -76,46 +76,61 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     )
     limit_weight_decay(optimizer, model.trainable_variables, config)
     # Always create both, so that a checkpoint loads whether or not the option is on.
-    best = Best("best", config.checkpoint.best or Watched())
+    best = BestTracker("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    state = _build_state(config, group, model, optimizer, followed, losses)
+    return Components(
+        train=train,
+        eval=eval_,
+        state=state,
+        train_step=_build_train_step(config, group, state, loss, train_metrics),
+        eval_step=EvalStep(model, loss, eval_metrics),
+        best=best,
+        early_stopping=early_stopping,
+        evaluated=evaluated,
+        last_step=horizon.total_steps,
+        warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
+    )
+
+
+def _build_state(
+    config: Config,
+    group: WorkerGroup,
+    model: keras.Model,
+    optimizer: CombiningOptimizer,
+    followed: Mapping[str, tf.Variable],
+    losses: Sequence[str],
+) -> TrainState:
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
     averages = MovingAverages(model, config.train.ema_decay)
     kept = list(averages.variables.values())
-    sparse_as_dense = config.horovod.sparse_as_dense
-    synchronization = build_strategy(SyncParts(config.train, group, model, optimizer, kept, sparse_as_dense))
-    state = TrainState(model, optimizer, followed, averages=averages, synchronization=synchronization, losses=losses)
+    strategy = build_strategy(SyncParts(config.train, group, model, optimizer, kept, config.horovod.sparse_as_dense))
+    return TrainState(model, optimizer, followed, averages=averages, synchronization=strategy, losses=losses)
+
+
+def _build_train_step(
+    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator
+) -> TrainStep:
     objective = Objective(
-        model,
-        optimizer,
+        state.model,
+        state.optimizer,
         loss,
         size=group.size,
         accumulate_steps=config.train.accumulate_steps,
         l2=config.train.l2,
         jit_compile=config.jit_compile,
     )
-    train_step = TrainStep(
+    return TrainStep(
         state,
         objective,
-        seen["train"],
+        metrics,
         rank=group.rank,
         seed=config.seed,
         max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
         count_over_ranks=_counting(config, group),
         placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
-    )
-    return Components(
-        train=train,
-        eval=eval_,
-        state=state,
-        train_step=train_step,
-        eval_step=EvalStep(model, loss, seen["eval"]),
-        best=best,
-        early_stopping=early_stopping,
-        evaluated=evaluated,
-        last_step=horizon.total_steps,
-        warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
     )
 
 

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from horovod_train.config.settings import EarlyStoppingConfig, Watched
+from horovod_train.training.stopping import StopReason
 
 
-class Best:
+class BestTracker:
     """The best value, its step, and the number of evaluations since: variables, so that a checkpoint contains them."""
 
     def __init__(self, name: str, watched: Watched, min_delta: float = 0.0) -> None:
@@ -44,26 +45,26 @@ class EarlyStopping:
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self.config = config
-        self.best = Best("early_stopping", config, config.min_delta)
+        self.best = BestTracker("early_stopping", config, config.min_delta)
 
-    def update(self, step: int, values: Mapping[str, float]) -> str | None:
+    def update(self, step: int, values: Mapping[str, float]) -> StopReason | None:
         """Take the values of an evaluation, the same on all ranks; return the stop reason or None."""
         self.best.update(step, values)
         return self.reached(values[self.config.metric]) or self.ended()
 
-    def reached(self, value: float) -> str | None:
+    def reached(self, value: float) -> StopReason | None:
         """Return a stop reason if `value` reaches the target, else None."""
         name, target = self.config.metric, self.config.target
         if target is not None and self.best.sign * (value - target) >= 0:
-            return f"target reached: {name} {value:.6g}"
+            return StopReason(f"target reached: {name} {value:.6g}")
         return None
 
-    def ended(self) -> str | None:
+    def ended(self) -> StopReason | None:
         """Return the stop reason that the evaluations so far give, also after a restart; else None."""
         if reached := self.reached(float(self.best.value)):
             return reached
         name, waited = self.config.metric, int(self.best.evaluations_since)
         if self.config.patience is not None and waited >= self.config.patience:
             best = f"{float(self.best.value):.6g} at step {int(self.best.step)}"
-            return f"early stopping: {name} has not been better than {best} for {waited} evaluations"
+            return StopReason(f"early stopping: {name} has not been better than {best} for {waited} evaluations")
         return None

@@ -5,79 +5,51 @@ All ranks leave at the same step: each stop reason comes from reduced values or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline import Batch, Pipeline
-from horovod_train.distributed.group import WorkerGroup
-from horovod_train.training.hooks import Hook, Stopwatch
+from horovod_train.training.hooks import Hook
+from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
-from horovod_train.training.stopping import StopCoordinator
+from horovod_train.training.stopping import StopReason
 
-DONE = "done"
-
-Used = Callable[[int, int, np.ndarray], None]
-"""Called after each compiled call with the records this rank used: (epoch, first step in it, ids [steps, rows])."""
+DONE = StopReason("done")
 
 
-def train(
-    group: WorkerGroup,
-    state: TrainState,
-    train_step: TrainStep,
-    pipeline: Pipeline,
-    hooks: Sequence[Hook],
-    stopping: StopCoordinator,
-    *,
-    last_step: int,
-    steps_per_call: int,
-    watch: Stopwatch,
-    used: Used,
-    ended: str | None = None,
-) -> tuple[str, bool]:
-    """Train until `last_step`; a compiled call never runs past a step at which a hook is due.
+def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
+    """Train until the last step or a stop reason; a compiled call never runs past a step at which a hook is due.
 
-    ended: why a resumed run has already ended, if it has.
-    Returns the stop reason and whether the run was asked to stop; if so, it can be restarted.
     Raises DivergedError, on all ranks, where loss or gradients are no longer finite.
     """
-    step, first = int(state.step), position(state, pipeline)
-    epochs = max(1, -(-(first + last_step - step) // pipeline.steps_per_epoch))
-    batches: Iterator[Batch] = iter(pipeline.batches(int(state.epoch), first, epochs))
-    asked = stopping.vote()
-    group.heartbeat.phase("compile")
-    group.heartbeat.set_probe(train_step.phase_variable)
+    state, parts, stopping = run.state, run.parts, run.stopping
+    step, batches = int(state.step), _remaining_batches(run)
+    asked, ended = stopping.vote(), parts.early_stopping.ended()
+    run.group.heartbeat.phase("compile")
+    run.group.heartbeat.set_probe(parts.train_step.phase_variable)
     if step and not asked and not ended:
         # First finish hooks that the last stop interrupted, such as an evaluation.
-        ended = _run(step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(step)])
+        ended = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
         asked = stopping.vote() if ended else None
-    while step < last_step and not ended:
-        rest = state.synchronization.next_sync_step(step)
-        if asked and step == rest:
+    while step < parts.last_step and not ended:
+        sync_step = state.synchronization.next_sync_step(step)
+        if asked and step == sync_step:
             break
-        until = rest if asked else last_step
-        next_stop = min([until, last_step, step + steps_per_call, *(hook.next_step(step) for hook in hooks)])
-        done, goes_on, ids = train_step.run(batches, int(next_stop) - step)
-        group.heartbeat.phase("train")
-        if not watch.is_running:
-            stopping.pace.forget()  # the first call compiles; later ones are faster
-        watch.count(done, _move_on(state, pipeline, ids, used))
-        step += done
-        if not goes_on:
-            raise state.failure.divergence(group)
-        stopping.margin.time_to_safe_step_s = watch.s_per_step() * (
-            state.synchronization.next_sync_step(step) - step + steps_per_call
-        )
-        ended = _run(step, [hook for hook in hooks if hook.is_due(step)])
+        last_step = min(parts.last_step, sync_step if asked else parts.last_step)
+        due = min((hook.next_step(step) for hook in hooks), default=last_step)
+        step = _train_until(run, int(min(last_step, step + run.config.train.steps_per_call, due)), batches, audit)
+        ended = _call(run, step, [hook for hook in hooks if hook.is_due(step)])
         # A hook that ends the run may be an evaluation interrupted by a stop request.
         asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
-    state.check_finite(group)
-    at_end = ("always",) if asked else ("done", "always")
-    late = _run(step, [hook for hook in hooks if hook.at_end in at_end and not (hook.is_due(step) and not asked)])
-    if late:  # may be an evaluation interrupted by a stop request
-        asked = asked or stopping.vote()
-    return asked or ended or late or DONE, bool(asked)
+    state.check_finite(run.group)
+    stop = asked or ended
+    at_end = ("always",) if stop and stop.restartable else ("done", "always")
+    late = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
+    if late and not asked:  # may be an evaluation interrupted by a stop request
+        asked = stopping.vote()
+    return asked or ended or late or DONE
 
 
 def position(state: TrainState, pipeline: Pipeline) -> int:
@@ -85,12 +57,36 @@ def position(state: TrainState, pipeline: Pipeline) -> int:
     return -(-int(state.records) // pipeline.global_batch_size)
 
 
-def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used) -> int:
-    """Advance the state's place in the data by the steps of `ids`; return the records that all ranks used in them."""
+def _remaining_batches(run: Run) -> Iterator[Batch]:
+    pipeline, first = run.parts.train, position(run.state, run.parts.train)
+    epochs = -(-(first + run.parts.last_step - int(run.state.step)) // pipeline.steps_per_epoch)
+    return iter(pipeline.batches(int(run.state.epoch), first, max(1, epochs)))
+
+
+def _train_until(run: Run, step: int, batches: Iterator[Batch], audit: Audit) -> int:
+    """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
+    state, clock, stopping = run.state, run.clock, run.stopping
+    done, continues, ids = run.parts.train_step.run(batches, step - int(state.step))
+    run.group.heartbeat.phase("train")
+    if not clock.is_running:
+        stopping.pace.forget()  # the first call compiles; later ones are faster
+    clock.count(done, _move_on(state, run.parts.train, ids, audit))
+    if not continues:
+        raise state.failure.divergence(run.group)
+    to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
+    stopping.note_time_to_safe_step(clock.s_per_step() * to_safe_step)
+    return step
+
+
+def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, audit: Audit) -> int:
+    """Advance the state's place in the data by the steps of `ids`; return the records that all ranks used in them.
+
+    ids: of the records that this rank used, int64 [steps, rows].
+    """
     epoch, at, records = int(state.epoch), position(state, pipeline), 0
     while len(ids):
         steps = min(len(ids), pipeline.steps_per_epoch - at)
-        used(epoch, at, ids[:steps])
+        audit.append(epoch, at, ids[:steps])
         records += sum(pipeline.count(step) for step in range(at, at + steps))
         ids, at = ids[steps:], at + steps
         if at == pipeline.steps_per_epoch:
@@ -99,7 +95,7 @@ def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, used: Used)
     return records
 
 
-def _run(step: int, hooks: Sequence[Hook]) -> str | None:
-    """Run all hooks; return the first stop reason, or None."""
-    reasons = [hook.action(step) for hook in hooks]
+def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
+    """Call all hooks; return the first stop reason, or None."""
+    reasons = [hook.function(run, step) for hook in hooks]
     return next((reason for reason in reasons if reason), None)

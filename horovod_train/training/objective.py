@@ -6,6 +6,7 @@ Does not exchange, apply or count anything; see step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -57,6 +58,7 @@ class Passed(NamedTuple):
     """float32: what regularisation adds to the mean loss."""
 
 
+@dataclass(eq=False, repr=False)
 class Objective:
     """The mean loss over the records of all ranks, plus penalties: those of layers, and l2 · ½ Σ‖W‖² over matrices W.
 
@@ -65,23 +67,19 @@ class Objective:
     gradient.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        optimizer: CombiningOptimizer,
-        loss: Loss,
-        *,
-        size: int,
-        accumulate_steps: int = 1,
-        l2: float = 0.0,
-        jit_compile: bool = False,
-    ) -> None:
-        """optimizer: scales the loss if the precision needs it. jit_compile: compile only the passes with XLA."""
-        self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.size, self.accumulate_steps = size, accumulate_steps
-        self.l2 = l2
+    model: keras.Model
+    optimizer: CombiningOptimizer
+    """Scales the loss if the precision needs it."""
+    loss: Loss
+    size: int
+    accumulate_steps: int = 1
+    l2: float = 0.0
+    jit_compile: bool = False
+    """Whether to compile the passes, and nothing else, with XLA."""
+
+    def __post_init__(self) -> None:
         self._pass = self._forward_backward
-        if jit_compile:
+        if self.jit_compile:
             self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
 
     def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:

@@ -12,12 +12,9 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data import identity
-from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.training import loop
-from horovod_train.training.build import Components
+from horovod_train.training.run_record import Run
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +39,25 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Co
     return resolved
 
 
-def restore(config: Config, found: Checkpoint | None, components: Components) -> dict[str, Any]:
-    """On root, load the checkpoint into the state; return the statistics of each rank in it."""
-    if found is None:
-        return {}
-    arrays = load(components.state.variables(), found)
-    check_position(components.train, found)
+def restore(run: Run) -> dict[str, Any]:
+    """Collective: on root, load the checkpoint into the state; return the statistics of each rank in it.
+
+    Raises UserError for a checkpoint that does not fit.
+    """
+    with run.group.raise_together():
+        return {} if run.found is None else _load(run, run.found)
+
+
+def _load(run: Run, found: Checkpoint) -> dict[str, Any]:
+    config, parts = run.config, run.parts
+    arrays = load(run.state.variables(), found)
+    check_position(parts.train, found)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
-        components.best.forget()  # belongs to another metric
+        parts.best.forget()  # belongs to another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
-        components.early_stopping.best.forget()
-    log.info(f"resumed from {found.folder} at step {int(components.state.step)}")
+        parts.early_stopping.best.forget()
+    log.info(f"resumed from {found.folder} at step {int(run.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
@@ -92,22 +96,3 @@ def _changed_files(train: Pipeline, found: Checkpoint) -> str:
     """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
     now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
-
-
-def open_audit(config: Config, group: WorkerGroup, components: Components) -> Audit:
-    if not config.data.audit:
-        return NullAudit()
-    assert config.output_dir is not None
-    return AuditLog(
-        config.output_dir,
-        Start(
-            epoch=int(components.state.epoch),
-            step=loop.position(components.state, components.train),
-            rank=group.rank,
-            size=group.size,
-            num_records=components.train.num_records,
-            global_batch_size=components.train.global_batch_size,
-            steps_per_epoch=components.train.steps_per_epoch,
-            data=components.train.content,
-        ),
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -31,6 +32,7 @@ MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
 
 
+@dataclass(eq=False, repr=False)
 class TrainStep:
     """Updates a TrainState from batches and adds losses and metrics to `seen`.
 
@@ -38,31 +40,28 @@ class TrainStep:
     rank divides its sum by the global count, which the batch carries, so ranks may have different numbers of records.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        objective: Objective,
-        seen: Accumulator,
-        *,
-        rank: int,
-        seed: int,
-        max_skips_in_a_row: int = 0,
-        count_over_ranks: Callable[[Batch], tf.Tensor],
-        placement: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        """max_skips_in_a_row: non-finite updates to skip before `run` ends; 0: end at the first.
+    state: TrainState
+    objective: Objective
+    seen: Accumulator
+    rank: int
+    seed: int
+    count_over_ranks: Callable[[Batch], tf.Tensor]
+    """Returns how many records all ranks have in the step of a batch."""
+    max_skips_in_a_row: int = 0
+    """Non-finite updates to skip before `run` ends; 0: end at the first.
 
-        With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
-        count_over_ranks: returns how many records all ranks have in the step of a batch.
-        placement: the scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs.
-        """
-        self.count_over_ranks, self.placement = count_over_ranks, placement
-        self.state, self.objective, self.seen = state, objective, seen
-        self.scales_loss = isinstance(state.optimizer, keras.optimizers.LossScaleOptimizer)
-        self.max_skips_in_a_row = max(max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW if self.scales_loss else 0)
-        self.seed_keys = [_seed_key(seed, rank, index) for index in range(len(state.seeds))]
+    With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
+    """
+    placement: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
+
+    def __post_init__(self) -> None:
+        self.scales_loss = isinstance(self.state.optimizer, keras.optimizers.LossScaleOptimizer)
+        if self.scales_loss:
+            self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
+        self.seed_keys = [_seed_key(self.seed, self.rank, index) for index in range(len(self.state.seeds))]
         self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
-        self.phase_variable = PhaseVariable(state.step)
+        self.phase_variable = PhaseVariable(self.state.step)
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
@@ -70,24 +69,24 @@ class TrainStep:
 
         Returns the steps done, whether to continue, and the ids of the records used by this rank, int64 [steps, rows].
         """
-        done, goes_on, ids = self._run(batches, tf.constant(steps, tf.int32))
-        return int(done), bool(goes_on), ids.numpy()[: int(done)]
+        done, continues, ids = self._run(batches, tf.constant(steps, tf.int32))
+        return int(done), bool(continues), ids.numpy()[: int(done)]
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        def has_more(done: tf.Tensor, goes_on: tf.Tensor, _: tf.TensorArray) -> tf.Tensor:
-            return tf.logical_and(goes_on, done < steps)
+        def has_more(done: tf.Tensor, continues: tf.Tensor, _: tf.TensorArray) -> tf.Tensor:
+            return tf.logical_and(continues, done < steps)
 
         def one_step(done: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
             with tf.name_scope("input_data"), tf.control_dependencies([self.phase_variable.enter("input")]):
                 batch = next(batches)
             with self.placement():
-                goes_on = self.train_on(batch)
-            return done + 1, goes_on, ids.write(done, batch.ids)
+                continues = self.train_on(batch)
+            return done + 1, continues, ids.write(done, batch.ids)
 
         ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
         # Iterations run one after the other: otherwise two exchanges with the same name could run concurrently.
-        done, goes_on, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
-        return done, goes_on, ids.stack()
+        done, continues, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
+        return done, continues, ids.stack()
 
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""

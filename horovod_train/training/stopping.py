@@ -11,14 +11,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
+from horovod_train.checkpoint.manager import Store
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import Lease
@@ -28,6 +28,14 @@ STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
 FIRST_SAVE_S = 60.0
 """Time kept for a save before the deadline if none has been measured; or a tenth of the time left, if that is less."""
+
+
+@dataclass(frozen=True)
+class StopReason:
+    """Why a run ends. restartable: it could continue; starting it again resumes it."""
+
+    text: str
+    restartable: bool = False
 
 
 class PeriodicSync:
@@ -104,38 +112,38 @@ class Margin:
 class StopCoordinator:
     """Collects this rank's stop reasons. `vote` returns the first reason of any rank, the same on all.
 
+    received: the numbers of the signals so far; see collected_signals.
     deadline: seconds since 1970 by which the process must have ended, or None.
     run_dir: on root, the folder in which a file named STOP asks the run to end; None on other ranks.
     """
 
-    def __init__(self, group: WorkerGroup, *, deadline: float | None, run_dir: Path | None, lease: Lease) -> None:
-        self.deadline, self.lease = deadline, lease
+    def __init__(
+        self,
+        group: WorkerGroup,
+        lease: Lease,
+        store: Store,
+        received: Set[int],
+        *,
+        deadline: float | None,
+        run_dir: Path | None,
+    ) -> None:
+        self.deadline, self.lease, self.store, self._received = deadline, lease, store, received
         self.stop_file = run_dir / STOP_FILE if run_dir else None
         left = 0.0 if deadline is None else max(0.0, deadline - time.time())
         self.margin = Margin(min(FIRST_SAVE_S, left / 10))
-        self.last_write_s: Callable[[], float] = lambda: 0.0
-        """Returns the time that the last save has been written in the background so far."""
         self.at_walltime: dict[str, float] = {}
         """Set when the ranks stop for the deadline: time left, time kept for stopping, and the measured times."""
-        self._received: set[int] = set()
         self.pace = PeriodicSync(group)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Treat signals as stop reasons instead of ending the process; a second SIGINT ends it immediately."""
-        before = {number: signal.signal(number, self._receive) for number in SIGNALS}
-        try:
-            with _end_at_second_sigint():
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def note_save(self, seconds: float) -> None:
         """Note how long a save blocked training."""
         self.margin.save_s = max(self.margin.save_s, seconds)
 
-    def vote(self) -> str | None:
+    def note_time_to_safe_step(self, seconds: float) -> None:
+        """Note how long it may take from now until a step at which the run can stop and a vote takes place."""
+        self.margin.time_to_safe_step_s = seconds
+
+    def vote(self) -> StopReason | None:
         """Collective: return why the run must stop now, or None; the same on all ranks."""
         own = self._reasons()
         counts = self.pace.meet([float(reason in own) for reason in _ALL])
@@ -143,15 +151,15 @@ class StopCoordinator:
         if _WALLTIME in agreed and not self.at_walltime and self.deadline is not None:
             measured = {"left_s": self.deadline - time.time(), "kept_s": self.margin.seconds(), **asdict(self.margin)}
             self.at_walltime = {name: round(seconds, 3) for name, seconds in measured.items()}
-        return agreed[0] if agreed else None
+        return StopReason(agreed[0], restartable=True) if agreed else None
 
-    def vote_periodically(self) -> str | None:
+    def vote_periodically(self) -> StopReason | None:
         """Collective: vote about once a second; call after each compiled call."""
         return self.vote() if self.pace.is_due() else None
 
     def _reasons(self) -> set[str]:
         reasons = {signal.Signals(number).name for number in self._received}
-        self.margin.write_s = max(self.margin.write_s, self.last_write_s())
+        self.margin.write_s = max(self.margin.write_s, self.store.write_s)
         self.margin.between_votes_s = self.pace.longest_s
         if self.deadline is not None and time.time() + self.margin.seconds() >= self.deadline:
             reasons.add(_WALLTIME)
@@ -161,8 +169,18 @@ class StopCoordinator:
             reasons.add(_LEASE)
         return reasons
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received.add(number)
+
+@contextmanager
+def collected_signals() -> Iterator[Set[int]]:
+    """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately."""
+    received: set[int] = set()
+    before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in SIGNALS}
+    try:
+        with _end_at_second_sigint():
+            yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -103,7 +103,8 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
 def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "STOP").touch()  # only root looks for it
-    patch = "stopping.StopCoordinator.vote = lambda self: next(iter(self._reasons()), None)"
+    own_reason = "next((stopping.StopReason(text, True) for text in self._reasons()), None)"
+    patch = f"stopping.StopCoordinator.vote = lambda self: {own_reason}"
     limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=12"]
     finished = unguarded(patch, "mpirun", 2, tmp_path, *words, *limits)
     assert finished.returncode == 87, finished.text

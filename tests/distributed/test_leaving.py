@@ -130,7 +130,7 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
         job.wait_until(moment(job), name)
         random.choice(job.ranks()).send_signal(signal.SIGTERM)
         assert job.wait() == 75, log.read_text()
-        assert "(SIGTERM); saved, start it again to go on" in log.read_text()
+        assert "(SIGTERM); saved, start it again to resume" in log.read_text()
         assert summary_of(run_dir)["ended"] == "SIGTERM"
     finished = train(["--config", config, "--output-dir", run_dir, *common], launcher="mpirun", np=np)
     assert finished.returncode == 0, finished.text
@@ -276,7 +276,7 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     (tmp_path / "a" / "STOP").touch()
     stopped = train(["--config", config, "--output-dir", tmp_path / "a"])
     assert stopped.returncode == 75, stopped.text
-    assert "(STOP file); saved, start it again without that file to go on" in stopped.stdout
+    assert "(STOP file); saved, start it again without that file to resume" in stopped.stdout
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
     assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
     # How long a start takes on this machine, as busy as it is: the time given is reckoned from that.
@@ -401,7 +401,7 @@ def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp
     finished = train(words, launcher=launcher, np=2)
     assert finished.returncode == 1
     assert "the reactor is on fire" in finished.stderr
-    assert finished.stderr.count("exit_code = _train(") == 1  # one traceback through the run, of one rank
+    assert finished.stderr.count("reason = fit(") == 1  # one traceback through the run, of one rank
     log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     assert "the reactor is on fire" in log
     explained = train(["explain", tmp_path / "run"])

@@ -147,13 +147,13 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
     [(3, [3, 6, 9]), (4, [4, 8]), (None, []), (10, [10])],
 )
 def test_hooks_are_due_at_multiples(every_steps: int | None, due: list[int]) -> None:
-    hook = every(every_steps, lambda step: None)
+    hook = every(every_steps, lambda run, step: None)
     assert [step for step in range(1, 11) if hook.is_due(step)] == due
     assert [hook.next_step(step - 1) for step in due] == due
 
 
 def test_hooks_at_chosen_steps_are_due_there_and_nowhere_else() -> None:
-    hook = at([7, 3], lambda step: None)
+    hook = at([7, 3], lambda run, step: None)
     assert [step for step in range(1, 11) if hook.is_due(step)] == [3, 7]
     assert [hook.next_step(step) for step in (0, 3, 6, 7)] == [3, 7, 7, float("inf")]
 

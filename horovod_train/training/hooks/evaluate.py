@@ -1,0 +1,49 @@
+"""Computes loss and metrics over the whole evaluation set: each record once, at any number of ranks."""
+
+from __future__ import annotations
+
+from horovod_train.data.pipeline import Pipeline
+from horovod_train.training.run_record import Run
+from horovod_train.training.stopping import StopReason
+
+
+def evaluate(run: Run, step: int) -> StopReason | None:
+    """Evaluate once per step, and pass the values to early stopping and to the search for the best.
+
+    A stop request interrupts it; a run that resumes evaluates first.
+    """
+    if is_evaluated(run, step):
+        return None
+    parts, state = run.parts, run.state
+    assert parts.eval is not None
+    with run.outside_training("evaluate"):
+        state.settle(run.group)
+        own = state.average_statistics(run.group)
+        with state.averages.in_place():
+            interrupted = _evaluate_all(run, parts.eval)
+        values = parts.eval_step.seen.result(run.group)
+        state.set_statistics(own)
+    if interrupted:
+        return interrupted
+    parts.evaluated.assign(step)
+    run.output.append_metrics("eval", step, int(state.epoch), values)
+    parts.best.update(step, values)
+    return parts.early_stopping.update(step, values)
+
+
+def is_evaluated(run: Run, step: int) -> bool:
+    return int(run.parts.evaluated) == step
+
+
+def _evaluate_all(run: Run, pipeline: Pipeline) -> StopReason | None:
+    batches = iter(pipeline.batches(epoch=0, epochs=1))
+    left = pipeline.steps_per_epoch
+    while left:
+        steps = min(left, run.config.train.steps_per_call)
+        run.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
+        with pipeline.explaining():  # by default errors are explained from the training data
+            run.parts.eval_step.run(batches, steps)
+        left -= steps
+        if reason := run.stopping.vote_periodically():
+            return reason
+    return None

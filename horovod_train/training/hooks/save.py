@@ -1,0 +1,82 @@
+"""Saves the state, and checks that ranks agree on it."""
+
+from __future__ import annotations
+
+import time
+
+from horovod_train.checkpoint.tensors import Best, Facts
+from horovod_train.config.loader import as_dict
+from horovod_train.data.audit import Audit
+from horovod_train.distributed import consistency
+from horovod_train.training.run_record import Run
+from horovod_train.training.stopping import PeriodicSync
+
+
+class Save:
+    """Passes a copy of the state to the store, after checking that it is equal on all ranks.
+
+    first_step: the step at which the run starts or resumes; nothing is saved there.
+    """
+
+    def __init__(self, first_step: int, audit: Audit) -> None:
+        self._last_step, self._audit = first_step, audit
+
+    def __call__(self, run: Run, step: int) -> None:
+        if step == self._last_step:
+            return
+        started = time.perf_counter()
+        with run.clock.stopped(), run.group.heartbeat.phase("save"):
+            settled = run.state.settle(run.group)
+            consistency.check(run.group, settled.digests(), f"at step {step}")
+            arrays = settled.snapshot(run.group)
+            self._audit.flush()
+            run.store.save(arrays, _facts(run))
+        self._last_step = step
+        seconds = time.perf_counter() - started
+        run.stopping.note_save(seconds)
+        run.clock.note_blocked("save_blocked_s", seconds)
+
+    def if_best(self, run: Run, step: int) -> None:
+        """Save if the evaluation at this step was the best so far."""
+        if int(run.parts.best.step) == step:
+            self(run, step)
+
+
+class SaveByTime:
+    """Saves every `minutes` by root's clock, which all ranks read about once a second, after a call."""
+
+    def __init__(self, run: Run, minutes: float, save: Save) -> None:
+        self._minutes, self._save = minutes, save
+        self._last, self._pace = time.monotonic(), PeriodicSync(run.group)
+
+    def __call__(self, run: Run, step: int) -> None:
+        if not self._pace.is_due():
+            return
+        is_over = run.group.is_root and time.monotonic() - self._last >= 60 * self._minutes
+        (over,) = self._pace.meet([float(is_over)])
+        if over:
+            self._last = time.monotonic()
+            self._save(run, step)
+
+
+def check_agreement(run: Run, step: int) -> None:
+    """End the run if weights, slots or counters differ between ranks."""
+    started = time.perf_counter()
+    consistency.check(run.group, run.state.settle(run.group).digests(), f"at step {step}")
+    run.clock.note_blocked("check_agreement_s", time.perf_counter() - started)
+
+
+def _facts(run: Run) -> Facts:
+    state, parts = run.state, run.parts
+    best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+    return Facts(
+        step=int(state.step),
+        epoch=int(state.epoch),
+        records=int(state.records),
+        ranks=run.group.size,
+        config=as_dict(run.config),
+        versions=consistency.versions(),
+        data=parts.train.fingerprint,
+        data_files=parts.train.files,
+        best=best if run.config.checkpoint.best and best.step >= 0 else None,
+    )

@@ -1,0 +1,113 @@
+"""Opens what a run needs, in order, and closes it in reverse order. Does not train; see run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from horovod_train.checkpoint.manager import open_store
+from horovod_train.config.loader import as_dict, dump
+from horovod_train.config.registry import users_modules
+from horovod_train.config.settings import Config, resolve
+from horovod_train.data.dataset import Split
+from horovod_train.distributed import consistency
+from horovod_train.distributed.device import traced_memory_environment
+from horovod_train.distributed.group import WorkerGroup, start
+from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
+from horovod_train.errors import RanksStartApart
+from horovod_train.output import logs, rank_log
+from horovod_train.output.lease import open_lease
+from horovod_train.output.run_dir import Output, open_output
+from horovod_train.training.build import build_components
+from horovod_train.training.resume import batch_of, resolve_as_before
+from horovod_train.training.run_record import Run
+from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.stopping import StopCoordinator, collected_signals
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Collective: open a run, from the group of ranks to the compiled steps. The state is not yet restored.
+
+    Raises UserError or RanksStartApart for problems that the user must fix.
+    """
+    started = time.time()
+    with ExitStack() as stack:
+        environment = _environment(config)
+        group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
+        stack.enter_context(logs.to_console(group.is_root, users=users_modules(as_dict(config))))
+        with group.raise_together():
+            resolve(config, group.size)  # reports config errors before any file is written
+            output = _open_output(config, group)
+            lease = open_lease(output.directory, job=launcher.detect().job)
+            rank_log.make_folder(output.directory)
+        own_log = _open_rank_log(config, group)
+        stack.enter_context(logs.to_file(own_log.write))
+        run_end = stack.enter_context(RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)))
+        signals = stack.enter_context(collected_signals())
+        stack.enter_context(closing(lease))
+        consistency.check(group, _facts(config), "at the start", RanksStartApart)
+        with group.raise_together():
+            store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
+            found = store.find(config.checkpoint.resume)
+        batch_before = group.broadcast_object(batch_of(found))
+        with group.raise_together():
+            config = resolve_as_before(config, group.size, batch_before)
+        _introduce(group, config)
+        splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+        records = open_on_all_ranks(config.data, splits, group)
+        with group.raise_together():
+            parts = build_components(config, group, records["train"], records.get("eval"))
+        deadline = _deadline(config, started)
+        stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
+        yield Run(config, group, output, store, stopping, run_end, parts, found, started)
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
+    return stall_environment(config.watch) | (traced_memory_environment() if config.log.profile_at_steps else {})
+
+
+def _open_output(config: Config, group: WorkerGroup) -> Output:
+    assert config.output_dir is not None
+    return open_output(config.output_dir, config.log, is_root=group.is_root, launched=group.launcher != "none")
+
+
+def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
+    """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
+    host, device = group.hosts[group.rank], group.devices[group.rank].name
+    said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+    assert config.output_dir is not None
+    return rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
+
+
+def _deadline(config: Config, started: float) -> float | None:
+    """Return when the process must have ended, seconds since 1970: the earlier of config and scheduler, if any."""
+    own = started + config.train.max_time if config.train.max_time is not None else None
+    given = [end for end in (own, launcher.detect().end_time) if end is not None]
+    return min(given, default=None)
+
+
+def _introduce(group: WorkerGroup, config: Config) -> None:
+    log.info(
+        f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, exchange over "
+        f"{group.exchange}; global batch {config.data.global_batch_size}; output in {config.output_dir}"
+    )
+    # A line for each rank, but not in the file of each rank.
+    for rank, device in enumerate(group.devices) if group.is_root else ():
+        log.info(f"{group.name(rank)} uses {device.name}; found {device.found}")
+
+
+def _facts(config: Config) -> dict[str, str]:
+    """Return facts that must be equal on all ranks before anything is built."""
+    return {
+        "config": consistency.digest(dump(config).encode()),
+        "code of horovod_train": consistency.code_digest(),
+        **{f"version of {name}": value for name, value in consistency.versions().items()},
+    }
