@@ -34,6 +34,11 @@ def load_function(name: str, where: str) -> Any:
         raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
     except SyntaxError as error:
         raise UserError(f"{where}: {error.filename}:{error.lineno}: {error.msg}.") from error
+    except Exception as error:  # the user's module may raise anything
+        text = " ".join(str(error).split())
+        raise UserError(
+            f"{where}: {module_name} cannot be imported: {type(error).__name__}: {text}{raised_at(error)}."
+        ) from error
     if not hasattr(module, attribute):
         raise UserError(
             f"{where}: {module_name} has no {attribute!r}; it has {nearest(attribute, public_names(module))}."

@@ -195,6 +195,7 @@ class Config:
     loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output")
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     optimizer: Spec = setting(Spec("sgd"), "a Keras optimizer, or package.module:function")
+    hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

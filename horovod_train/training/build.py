@@ -24,6 +24,8 @@ from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
 from horovod_train.training.graph import check_names
 from horovod_train.training.histograms import find_layers
+from horovod_train.training.hooks import Hook
+from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.losses import Loss, build_loss
 from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective, check_fits
@@ -47,6 +49,7 @@ class Components:
     evaluated: tf.Variable
     """int64: the step of the last completed evaluation."""
     last_step: int
+    users_hooks: tuple[Hook, ...] = ()
     warnings: tuple[str, ...] = ()
     """Effects of this config that a user may not expect."""
 
@@ -91,6 +94,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         early_stopping=early_stopping,
         evaluated=evaluated,
         last_step=horizon.total_steps,
+        users_hooks=load_hooks(config.hooks, config.log.every_steps),
         warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
     )
 

@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     """
     with open_run(config) as run:
         statistics = restore(run)
-        consistency.check(run.group, _users_code(run.config), "at the start", RanksStartApart)
+        consistency.check(run.group, _users_code(run), "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
         run.group.broadcast(list(run.state.variables().values()))
@@ -49,10 +49,12 @@ def run(config: Config) -> int:
         return _finish(run, reason)
 
 
-def _users_code(config: Config) -> dict[str, str]:
-    """Return digests of the user's own modules, which must be equal too; call after importing them."""
-    files = loaded_files(as_dict(config))
-    return {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+def _users_code(run: Run) -> dict[str, str]:
+    """Return what the user's own modules hold, which must be equal too; call after importing them."""
+    files = loaded_files(as_dict(run.config))
+    code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+    due = zip(run.config.hooks, run.parts.users_hooks, strict=True)
+    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in due}
 
 
 def _describe_parts(run: Run) -> None:

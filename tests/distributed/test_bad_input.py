@@ -68,6 +68,10 @@ WITH_TENSORFLOW = {
         ["log.graph=true", "log.graph_names.inputs=data"],
         "log.graph_names.inputs: the graph has no such part; near it: input_data",
     ),
+    "hook of another signature": (
+        ["hooks=user_hooks:takes_too_little"],
+        "hooks[0]: user_hooks:takes_too_little must be a function (run, step)",
+    ),
     "checkpoint path": (["checkpoint.resume={here}/empty"], "checkpoint.resume: no checkpoint at"),
 }
 

@@ -79,6 +79,12 @@ def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -
     assert {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}[name] in rows[-1]
 
 
+def test_hooks_of_the_docs_add_their_figures(learned: Callable[[str], Path]) -> None:
+    rows = metrics_of(learned("homes"), "norms")
+    assert [row["step"] for row in rows] == [8, 16, 24, 32, 40]  # once, though both ranks call the hook
+    assert all(value > 0 for row in rows for name, value in row.items() if name.endswith("kernel"))
+
+
 def test_several_outputs_are_predicted_by_name(documented: Path, learned: Callable[[str], Path]) -> None:
     run(documented, ["predict", learned("homes"), "--out", "homes_out.npz"], launcher="mpirun", np=2)
     with np.load(documented / "homes_out.npz") as found:

@@ -55,6 +55,10 @@ class Writer:
     def close(self) -> None: ...
 
 
+def hook(run: Any, step: int) -> None:
+    """Does nothing."""
+
+
 def watch_reads() -> set[str]:
     """The settings that are read from now on in this process, as `section.key`, as they come."""
     read: set[str] = set()

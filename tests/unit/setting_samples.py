@@ -49,6 +49,7 @@ VALUES: dict[str, list[Any]] = {
     "device.per_rank": [2],
     "device.cut_before": [["last"]],
     "optimizer": ["adam"],
+    "hooks": [["runs_of_settings:hook"]],
 }
 """Values to try, where the type of a setting does not say one."""
 

@@ -16,7 +16,6 @@ from horovod_train.config.settings import Config, LogConfig
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
 from horovod_train.output.run_dir import NullOutput, RunOutput, check_writable, open_output
-from horovod_train.training.hooks import at, every
 
 
 def steps(path: Path) -> list[int]:
@@ -140,22 +139,6 @@ def test_of_too_many_lines_the_oldest_go_and_it_is_said(tmp_path: Path, said: li
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(UserError, match="output_dir: cannot write to /proc/here"):
         check_writable("/proc/here")
-
-
-@pytest.mark.parametrize(
-    ("every_steps", "due"),
-    [(3, [3, 6, 9]), (4, [4, 8]), (None, []), (10, [10])],
-)
-def test_hooks_are_due_at_multiples(every_steps: int | None, due: list[int]) -> None:
-    hook = every(every_steps, lambda run, step: None)
-    assert [step for step in range(1, 11) if hook.is_due(step)] == due
-    assert [hook.next_step(step - 1) for step in due] == due
-
-
-def test_hooks_at_chosen_steps_are_due_there_and_nowhere_else() -> None:
-    hook = at([7, 3], lambda run, step: None)
-    assert [step for step in range(1, 11) if hook.is_due(step)] == [3, 7]
-    assert [hook.next_step(step) for step in (0, 3, 6, 7)] == [3, 7, 7, float("inf")]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "summary.json"])

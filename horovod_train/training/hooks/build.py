@@ -12,35 +12,33 @@ from horovod_train.training.run_record import Run
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
-    """Build the hooks, in the order in which they run at a step where several are due: evaluate, then save."""
+    """Build the hooks, in the order in which they run at a step where several are due: log, evaluate, users', save."""
     config, profiled = run.config, run.config.log.profile_at_steps
-    evaluation, checkpoint, per_call = config.eval, config.checkpoint, config.train.steps_per_call
+    per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
     first_step = int(run.state.step)
     save = Save(first_step, audit)
 
     def epochs(count: int | None) -> int | None:
         return count * run.parts.train.steps_per_epoch if count else None
 
-    due = [
+    evaluations = [
+        every(config.eval.every_steps, evaluate, is_done=is_evaluated),
+        every(epochs(config.eval.every_epochs), evaluate, at_end="done", is_done=is_evaluated),
+    ]
+    if run.parts.eval is None:
+        evaluations = []
+    return [
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, show_progress),
         every(config.log.every_steps, LogTraining(first_step), at_end="always"),
         every(config.log.histograms_every_steps, ShowHistograms(run)),
-    ]
-    if run.parts.eval:
-        due += [
-            every(evaluation.every_steps, evaluate, is_done=is_evaluated),
-            every(epochs(evaluation.every_epochs), evaluate, at_end="done", is_done=is_evaluated),
-        ]
-    if run.parts.eval and checkpoint.best:
-        due += [every(evaluation.every_steps, save.if_best), every(epochs(evaluation.every_epochs), save.if_best)]
-    due += [every(config.train.check_agreement_every_steps, check_agreement)]
-    if checkpoint.every_minutes is not None:
-        due += [every(per_call, SaveByTime(run, checkpoint.every_minutes, save))]
-    due += [
-        every(checkpoint.every_steps, save),
-        every(epochs(checkpoint.every_epochs), save, at_end="always"),
+        *evaluations,
+        *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
+        *(every(hook.every_steps, save.if_best) for hook in evaluations if config.checkpoint.best),
+        every(config.train.check_agreement_every_steps, check_agreement),
+        every(per_call if minutes is not None else None, SaveByTime(run, minutes or 0.0, save)),
+        every(config.checkpoint.every_steps, save),
+        every(epochs(config.checkpoint.every_epochs), save, at_end="always"),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
     ]
-    return due

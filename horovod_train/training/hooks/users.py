@@ -1,0 +1,75 @@
+"""Users' hooks: functions (run, step) that a config names. What one rank returns or raises ends the run on all."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.errors import RunError, UserError
+from horovod_train.training.hooks import Hook, StopReason, every
+
+
+def load_hooks(names: Sequence[str], every_steps: int) -> tuple[Hook, ...]:
+    """Import each `package.module:function`, and check that it can be called with (run, step). Raises UserError.
+
+    every_steps: when a plain function is due; a name can also stand for a Hook, made by `every` or `at`.
+    """
+    return tuple(_load(name, f"hooks[{number}]", every_steps) for number, name in enumerate(names))
+
+
+def _load(name: str, where: str, every_steps: int) -> Hook:
+    if ":" not in name:
+        raise UserError(f"{where}: expected package.module:function; received {name!r}.")
+    found = load_function(name, where)
+    hook = found if isinstance(found, Hook) else every(every_steps, found)
+    if not callable(hook.function):
+        raise UserError(f"{where}: {name} must be a function (run, step); it is {type(found).__name__}.")
+    if hook.every_steps is not None and hook.every_steps < 1:
+        raise UserError(f"{where}: {name} must be due every 1 or more steps; received {hook.every_steps}.")
+    try:
+        inspect.signature(hook.function).bind(None, 0)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {name} must be a function (run, step): {error}.") from error
+    return dataclasses.replace(hook, function=_OnAllRanks(name, hook.function))
+
+
+@dataclass(frozen=True)
+class _OnAllRanks:
+    """Calls a user's function on every rank, and returns the first rank's reason to stop on all of them."""
+
+    name: str
+    function: Any
+
+    def __call__(self, run: Any, step: int) -> StopReason | None:
+        with run.outside_training("hook", f"calling {self.name}"):
+            return _first_reason(run.group, self._call(run, step))
+
+    def _call(self, run: Any, step: int) -> StopReason | None:
+        try:
+            reason = self.function(run, step)
+        except Exception as error:
+            if isinstance(error, RunError) or is_connection_loss(error):
+                raise
+            text = " ".join(str(error).split())
+            said = f"{type(error).__name__}: {text}{raised_at(error)}"
+            # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them.
+            raise RunError(f"hooks: {self.name} failed after step {step}: {said}") from error
+        if reason is None or isinstance(reason, StopReason):
+            return reason
+        kind = type(reason).__name__
+        raise RunError(f"hooks: {self.name} must return a StopReason or None; after step {step} it returned {kind}.")
+
+
+def _first_reason(group: WorkerGroup, own: StopReason | None) -> StopReason | None:
+    """Collective: return the reason of the lowest rank that has one, the same on all ranks."""
+    (count,) = group.sum([own is not None])
+    if not count:
+        return None
+    reasons = group.gather(None if own is None else [own.text, own.restartable])
+    text, restartable = next(reason for reason in reasons if reason is not None)
+    return StopReason(str(text), bool(restartable))

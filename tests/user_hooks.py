@@ -1,0 +1,34 @@
+"""Hooks as a user would keep them in a package of their own, named `user_hooks:function`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod_train.training.hooks import StopReason, at, every
+
+called: list[int] = []
+"""Steps at which `note` was called, on this rank."""
+
+
+def note(run: Any, step: int) -> None:
+    called.append(step)
+
+
+def ask_rank_1_to_stop(run: Any, step: int) -> StopReason | None:
+    return StopReason("rank 1 has had enough", restartable=True) if run.group.rank == 1 else None
+
+
+def fail_while_others_meet(run: Any, step: int) -> None:
+    if run.group.rank == 1:
+        raise ValueError("the hook has slipped")
+    run.group.sum([1.0])
+
+
+note_every_5 = every(5, note)
+stop_at_6 = at([6], ask_rank_1_to_stop)
+never = every(0, note)
+not_a_function = 3
+
+
+def takes_too_little(step: int) -> None:
+    """Lacks the run."""
