@@ -6,14 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.config.settings import HorovodConfig
 from horovod_train.distributed.allreduce import (
     add_up_rows,
     add_up_rows_in_order,
@@ -24,7 +24,6 @@ from horovod_train.distributed.allreduce import (
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
-Exchange = Callable[[tf.Tensor, str], tf.Tensor]
 
 
 class CombiningOptimizer(Protocol):
@@ -56,28 +55,15 @@ class _Distributed:
     name: str
 
 
-def DistributedOptimizer(
-    optimizer: keras.optimizers.Optimizer,
-    exchange: HorovodConfig = HorovodConfig(),  # noqa: B008  frozen
-    *,
-    process_set: hvd.ProcessSet | None = None,
-    deterministic: bool = False,
-) -> CombiningOptimizer:
+def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) -> CombiningOptimizer:
     """Make `optimizer` combine its gradients over all ranks before it does anything else with them.
+
+    options: fields of GradientExchange, as op="sum", compression="bf16"; by default the mean over all ranks.
 
     Returns the same object: its class becomes a subclass with the same name. Its config, its state and a model saved
     with it are therefore those of the plain optimizer, and load without Horovod. Clipping, weight decay, loss-scale
     checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
     `gradient_accumulation_steps` every micro-step is exchanged.
-
-    exchange: how gradients are combined. Of its settings,
-      op "adasum" (Maleki et al. 2021) needs MPI and a number of ranks that is a power of two;
-      predivide divides dense gradients before the addition, and the sum by size / predivide, so that half-precision
-      sums over many ranks neither overflow nor vanish;
-      cycle_time_ms and fusion_threshold_mb have no effect here, but in `start`.
-    process_set: the ranks that combine their gradients; default all.
-    deterministic: add dense gradients in a fixed order, which gives the same bits in each run, over gloo and over MPI;
-      needs one more exchange per gradient. op "adasum" has its own order, rows are in the order of the ranks.
 
     Each gradient is exchanged separately, as soon as it is computed, so that exchanges overlap with the rest of the
     backward pass. A gradient that is None must be None on every rank. XLA cannot compile the exchange: in `model.fit`
@@ -96,17 +82,19 @@ def DistributedOptimizer(
             "DistributedOptimizer: mixed_float16 needs DistributedOptimizer(LossScaleOptimizer(optimizer)); "
             f"received {type(optimizer).__name__}."
         )
-    combine_one = build_exchange(
-        exchange.op, exchange.compression, process_set, exchange.sparse_as_dense, exchange.predivide, deterministic
-    )
-    base = type(optimizer)
+    # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
+    # config.
+    optimizer.__class__ = _distributed(type(optimizer), GradientExchange(**options))
+    return cast(CombiningOptimizer, optimizer)
 
-    class Distributed(base, _Distributed):  # type: ignore[misc, valid-type]
+
+def _distributed(base: type, combine_one: GradientExchange) -> type:
+    """Return a subclass of an optimizer's class, with the same name, that combines gradients before it applies them."""
+
+    class Distributed(base, _Distributed):
         def combine(self, grads: Sequence[Any]) -> list[Any]:
-            """Return the gradients combined over the ranks, for callers that use them before `apply_combined`."""
-            return [
-                None if grad is None else combine_one(grad, f"{self.name}.gradient.{i}") for i, grad in enumerate(grads)
-            ]
+            names = (f"{self.name}.gradient.{index}" for index in range(len(grads)))
+            return [None if grad is None else combine_one(grad, name) for grad, name in zip(grads, names, strict=True)]
 
         def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             super().apply(grads, trainable_variables)
@@ -116,38 +104,76 @@ def DistributedOptimizer(
 
     Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
     Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
-    # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
-    # config.
-    optimizer.__class__ = Distributed
-    return cast(CombiningOptimizer, optimizer)
+    return Distributed
 
 
-def build_exchange(
-    op: str,
-    compression: str,
-    process_set: hvd.ProcessSet | None = None,
-    sparse_as_dense: bool = False,
-    predivide: float = 1.0,
-    deterministic: bool = False,
-) -> Exchange:
-    """Return a function (gradient, name) → the gradient combined over the ranks; same shape, same dtype.
+@dataclass(frozen=True)
+class GradientExchange:
+    """(gradient, name) → the gradient combined over the ranks; same shape, same dtype. See DistributedOptimizer.
 
     gradient: a dense floating-point tensor or IndexedSlices; of the latter each row comes back once. name: equal on all
     ranks; exchange_name makes it unique among the exchanges under way. Raises UserError for an exchange that Horovod
     cannot do here.
     """
-    _check_exchange(op, compression, predivide)
-    ranks = process_set or hvd.global_process_set
 
-    def exchange_dense(gradient: tf.Tensor, name: str) -> tf.Tensor:
-        if compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
-            return combine_bf16(gradient, name, ranks, divisor=ranks.size() if op == "average" else 1)
-        wire = tf.cast(gradient, tf.float16) if compression == "fp16" else gradient
-        if deterministic and op != "adasum":
-            after = predivide / ranks.size() if op == "average" else 1.0
-            combined = sum_in_order(wire / predivide, name, ranks) * after
-        elif predivide == 1.0:
-            combined = hvd.allreduce(wire, op=OPS[op], name=name, ignore_name_scope=True, process_set=ranks)
+    op: str = "average"
+    """"average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a number of ranks that is a power of two)."""
+    compression: str = "none"
+    """Format in which dense floating-point gradients are sent: "none", "fp16" or "bf16"."""
+    process_set: hvd.ProcessSet | None = None
+    """The ranks that combine their gradients; default all."""
+    sparse_as_dense: bool = False
+    """Exchange IndexedSlices as dense tensors instead of gathering their rows."""
+    predivide: float = 1.0
+    """With op "average", dense gradients are divided by this before the addition, and the sum by size / predivide.
+
+    Half-precision sums over many ranks then neither overflow nor vanish.
+    """
+    deterministic: bool = False
+    """Add dense gradients in a fixed order, which gives the same bits in each run, over gloo and over MPI.
+
+    Needs one more exchange per gradient. op "adasum" has its own order, rows are in the order of the ranks.
+    """
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {self.op!r}.")
+        if self.compression not in ("none", "fp16", "bf16"):
+            raise UserError(
+                f"DistributedOptimizer: compression must be none, fp16 or bf16; received {self.compression!r}."
+            )
+        if self.predivide != 1.0 and (self.op != "average" or self.compression == "bf16"):
+            raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
+        if self.op == "adasum":
+            _check_adasum(self.compression)
+
+    @property
+    def ranks(self) -> hvd.ProcessSet:
+        return self.process_set or hvd.global_process_set
+
+    def __call__(self, gradient: Any, name: str) -> Any:
+        name, ranks = exchange_name(name), self.ranks
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._combine_dense(gradient, name)
+        if self.sparse_as_dense or self.op == "adasum":
+            return self._combine_dense(tf.convert_to_tensor(gradient), name)
+        own = add_up_rows(gradient)  # so that no rank sends a row twice
+        values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
+        indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
+        if self.op == "average":
+            values = values / tf.cast(ranks.size(), values.dtype)
+        return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
+
+    def _combine_dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
+        ranks, averages = self.ranks, self.op == "average"
+        if self.compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
+            return combine_bf16(gradient, name, ranks, divisor=ranks.size() if averages else 1)
+        wire = tf.cast(gradient, tf.float16) if self.compression == "fp16" else gradient
+        if self.deterministic and self.op != "adasum":
+            after = self.predivide / ranks.size() if averages else 1.0
+            combined = sum_in_order(wire / self.predivide, name, ranks) * after
+        elif self.predivide == 1.0:
+            combined = hvd.allreduce(wire, op=OPS[self.op], name=name, ignore_name_scope=True, process_set=ranks)
         else:
             combined = hvd.allreduce(
                 wire,
@@ -155,36 +181,10 @@ def build_exchange(
                 name=name,
                 ignore_name_scope=True,
                 process_set=ranks,
-                prescale_factor=1 / predivide,
-                postscale_factor=predivide / ranks.size(),
+                prescale_factor=1 / self.predivide,
+                postscale_factor=self.predivide / ranks.size(),
             )
         return tf.cast(combined, gradient.dtype)
-
-    def exchange(gradient: tf.Tensor, name: str) -> tf.Tensor:
-        name = exchange_name(name)
-        if not isinstance(gradient, tf.IndexedSlices):
-            return exchange_dense(gradient, name)
-        if sparse_as_dense or op == "adasum":
-            return exchange_dense(tf.convert_to_tensor(gradient), name)
-        own = add_up_rows(gradient)  # so that no rank sends a row twice
-        values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
-        indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
-        if op == "average":
-            values = values / tf.cast(ranks.size(), values.dtype)
-        return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
-
-    return exchange
-
-
-def _check_exchange(op: str, compression: str, predivide: float) -> None:
-    if op not in OPS:
-        raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {op!r}.")
-    if compression not in ("none", "fp16", "bf16"):
-        raise UserError(f"DistributedOptimizer: compression must be none, fp16 or bf16; received {compression!r}.")
-    if predivide != 1.0 and (op != "average" or compression == "bf16"):
-        raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
-    if op == "adasum":
-        _check_adasum(compression)
 
 
 def _check_adasum(compression: str) -> None:

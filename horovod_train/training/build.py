@@ -75,7 +75,12 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
     optimizer = DistributedOptimizer(
-        build_optimizer(config, horizon), config.horovod, deterministic=config.deterministic
+        build_optimizer(config, horizon),
+        op=config.horovod.op,
+        compression=config.horovod.compression,
+        sparse_as_dense=config.horovod.sparse_as_dense,
+        predivide=config.horovod.predivide,
+        deterministic=config.deterministic,
     )
     limit_weight_decay(optimizer, model.trainable_variables, config)
     # Always create both, so that a checkpoint loads whether or not the option is on.

@@ -12,11 +12,11 @@ from facts import leave, rel_error
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import DistributedOptimizer
 from horovod_train.distributed.group import start
-from horovod_train.distributed.optimizer import build_exchange
+from horovod_train.distributed.optimizer import GradientExchange
 
-group = start(HorovodConfig(HorovodConfig(op="adasum")), DeviceConfig())
+group = start(HorovodConfig(op="adasum"), DeviceConfig())
 rank, size = group.rank, group.size
-exchange = build_exchange("adasum", "none")
+exchange = GradientExchange("adasum", "none")
 
 
 def by_the_paper(gradients: list[np.ndarray]) -> np.ndarray:
@@ -53,7 +53,7 @@ facts = {
 
 keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
-optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), HorovodConfig(op="adasum"))
+optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
 optimizer.build(model.trainable_variables)
 x = np.random.default_rng(rank).normal(size=(32, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)

@@ -16,7 +16,7 @@ from facts import leave, rel_error
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import consistency, objects
 from horovod_train.distributed.group import start
-from horovod_train.distributed.optimizer import build_exchange
+from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import FailedElsewhere, RanksDisagree, RunError, UserError
 
@@ -46,7 +46,7 @@ rng = [np.random.default_rng(r) for r in everyone]
 gradients = [generator.normal(size=(5, 3)).astype(np.float32) for generator in rng]
 mine, mean = tf.constant(gradients[rank]), np.mean(gradients, axis=0)
 facts["exchange_errors"] = {
-    name: rel_error(build_exchange(op, compression)(mine, f"{op}.{compression}").numpy(), expected)
+    name: rel_error(GradientExchange(op, compression)(mine, f"{op}.{compression}").numpy(), expected)
     for name, op, compression, expected in [
         ("average", "average", "none", mean),
         ("sum", "sum", "none", np.sum(gradients, axis=0)),
@@ -55,17 +55,17 @@ facts["exchange_errors"] = {
     ]
 }
 facts["exchange_errors"]["predivided"] = rel_error(
-    build_exchange("average", "none", predivide=4.0)(mine, "predivided").numpy(), mean
+    GradientExchange("average", "none", predivide=4.0)(mine, "predivided").numpy(), mean
 )
 parts = [list(range(size // 2)), list(range(size // 2, size))] if size > 1 else []
 for part, ranks in zip(parts, [hvd.add_process_set(part) for part in parts], strict=True):
     if rank in part:
-        averaged = build_exchange("average", "none", process_set=ranks)(mine, "half").numpy()
+        averaged = GradientExchange("average", "none", process_set=ranks)(mine, "half").numpy()
         facts["of_half"] = rel_error(averaged, np.mean([gradients[other] for other in part], axis=0))
 # Two rows that each rank has twice and all ranks have, and one that only this one has.
 rows = tf.IndexedSlices(mine, tf.constant([0, rank + 2, 0, 1, 1]), tf.constant([size + 2, 3]))
-gathered = build_exchange("average", "none")(rows, "sparse")
-dense = build_exchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")
+gathered = GradientExchange("average", "none")(rows, "sparse")
+dense = GradientExchange("average", "none", sparse_as_dense=True)(rows, "sparse_as_dense")
 facts["sparse_stays_sparse"] = isinstance(gathered, tf.IndexedSlices)
 facts["sparse_equals_dense"] = rel_error(tf.convert_to_tensor(gathered), dense)
 facts["sparse_rows"] = gathered.indices.numpy().tolist()
@@ -79,7 +79,7 @@ def sha(values: Any) -> str:
 values = np.random.default_rng(100 + rank).normal(size=1001).astype(np.float32)
 in_order = dataclasses.replace(group, deterministic=True)
 everywhere = {
-    name: build_exchange(deterministic=True, **options)(tf.constant(values), f"in_order.{name}")
+    name: GradientExchange(deterministic=True, **options)(tf.constant(values), f"in_order.{name}")
     for name, options in {
         "average": {"op": "average", "compression": "none"},
         "sum": {"op": "sum", "compression": "none"},
@@ -88,7 +88,7 @@ everywhere = {
     }.items()
 }
 repeated = tf.IndexedSlices(tf.reshape(values, [143, 7]), tf.range(143) % 5, tf.constant([5, 7]))
-everywhere["sparse"] = tf.convert_to_tensor(build_exchange("sum", "none", deterministic=True)(repeated, "rows"))
+everywhere["sparse"] = tf.convert_to_tensor(GradientExchange("sum", "none", deterministic=True)(repeated, "rows"))
 everywhere["in a step"] = in_order.average_in_step(tf.constant(values), "in_order.step")
 everywhere["of the group"] = in_order.sum([values / 3.0])[0]
 layer = keras.layers.BatchNormalization(momentum=0.0)
@@ -96,7 +96,7 @@ synchronise_batch_norm(keras.Sequential([keras.Input((7,)), layer]), determinist
 layer(values.reshape(143, 7), training=True)
 everywhere["batch norm"] = tf.stack([layer.moving_mean.value, layer.moving_variance.value])
 facts["bits"] = {name: sha(np.asarray(found)) for name, found in everywhere.items()}
-facts["bits_of_allreduce"] = sha(build_exchange("sum", "none")(tf.constant(values), "allreduce").numpy())
+facts["bits_of_allreduce"] = sha(GradientExchange("sum", "none")(tf.constant(values), "allreduce").numpy())
 facts["in_order_error"] = rel_error(everywhere["sum"], group.sum([values])[0])
 
 consistency.check(group, {"weight": "same"}, "now")

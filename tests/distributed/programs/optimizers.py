@@ -14,7 +14,6 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.config.settings import HorovodConfig
 from horovod_train.distributed import (
     AverageMetrics,
     BroadcastVariables,
@@ -118,7 +117,7 @@ facts["error_against_one_process"] = {
     if name != "loss_scale"
 }
 facts["error_predivided"] = rel_error(
-    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), HorovodConfig(predivide=4.0)))),
+    weights(fit(DistributedOptimizer(keras.optimizers.SGD(0.01), predivide=4.0))),
     weights(fit_alone(BUILDERS["sgd"])),
 )
 facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
@@ -183,9 +182,9 @@ facts["recovered_scale"] = float(scaled.dynamic_scale)
 
 for name, attempt in {
     "wrapped_twice": lambda: DistributedOptimizer(sgd()),
-    "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), HorovodConfig(op="mean")),
-    "predivided_sum": lambda: DistributedOptimizer(keras.optimizers.SGD(), HorovodConfig(op="sum", predivide=2.0)),
-    "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), HorovodConfig(compression="zip")),
+    "unknown_op": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="mean"),
+    "predivided_sum": lambda: DistributedOptimizer(keras.optimizers.SGD(), op="sum", predivide=2.0),
+    "unknown_compression": lambda: DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
 }.items():
     facts[name] = error_of(attempt)
 

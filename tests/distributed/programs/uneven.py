@@ -109,7 +109,7 @@ def train(
     jit_compile: bool = False,
 ) -> tuple[TrainState, Accumulator]:
     """Three steps in two calls, as `config` says."""
-    optimizer = DistributedOptimizer(optimizer, HorovodConfig(sparse_as_dense=sparse_as_dense))
+    optimizer = DistributedOptimizer(optimizer, sparse_as_dense=sparse_as_dense)
     optimizer.build(model.trainable_variables)
     averages = MovingAverages(model, config.ema_decay)
     exchange = build_strategy(SyncParts(config, group, model, optimizer, list(averages.variables.values())))
