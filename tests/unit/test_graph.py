@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.training.graph import check_names, fold, show_branches
+from horovod_train.output.graph import fold, show_branches
+from horovod_train.training.graph import check_names
 
 
 def graph(*nodes: str) -> Any:
