@@ -1,6 +1,8 @@
-"""What cannot wait for a step as it is."""
+"""Strategies for exchanging: each value of the setting has one, and what cannot wait for a step as it is."""
 
 from __future__ import annotations
+
+import typing
 
 import keras
 import pytest
@@ -9,6 +11,7 @@ from keras import layers
 
 from horovod_train.config.settings import TrainConfig
 from horovod_train.errors import UserError
+from horovod_train.training.sync import STRATEGIES
 from horovod_train.training.sync.stale import Stale
 from horovod_train.training.sync.strategy import SyncParts
 
@@ -26,3 +29,8 @@ def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
         UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
     ):
         stale.exchange(gradients, tf.constant(0))
+
+
+def test_every_value_of_the_setting_has_a_strategy() -> None:
+    values = typing.get_args(typing.get_type_hints(TrainConfig)["synchronization"])
+    assert sorted(values) == sorted(STRATEGIES)
