@@ -21,6 +21,7 @@ from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.losses import PER_OUTPUT, build_loss
 from horovod_train.training.metrics import build_metrics
 
@@ -83,6 +84,7 @@ def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[],
     yield "data.augment", partial(build_augmentations, config.data.augment, (32, 32, 3), "bilinear")
     if config.data.parse:
         yield "data.parse", partial(load_function, config.data.parse, "data.parse")
+    yield "hooks", partial(load_hooks, config.hooks, config.log.every_steps)
 
 
 def _attempt(make: Callable[[], Any], faults: list[str], where: str) -> Any:

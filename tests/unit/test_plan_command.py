@@ -154,6 +154,7 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; near it: SGD"),
         (["optimizer.options={nesterof: true}"], "nesterof"),
         (["loss=no_such_package.losses:mine"], "loss.name: cannot import 'no_such_package.losses:mine'"),
+        (["hooks=user_hooks:nota"], "hooks[0]: user_hooks has no 'nota'; it has note"),
         (["loss=user_models:mine"], "loss.name: user_models has no 'mine'; it has"),
         (
             ["early_stopping={metric: acc, patience: 3}"],
@@ -195,7 +196,7 @@ def test_fast_says_what_is_wrong_with_paths_and_rates(config_file: Path, capsys:
     [
         ("parts:loss", "loss.options: parts:loss(targets, outputs, …): missing a required argument: 'weight'"),
         ("broken:loss", "loss.name: {folder}/broken.py:2: "),
-        ("raising:loss", "loss: RuntimeError: no licence (at {folder}/raising.py:1)"),
+        ("raising:loss", "loss.name: raising cannot be imported: RuntimeError: no licence (at {folder}/raising.py:1)"),
     ],
 )
 def test_faults_in_a_users_module_name_its_line(
