@@ -184,14 +184,6 @@ def end_of_warm_servers() -> Iterator[None]:
         shutil.rmtree(folder)
 
 
-WarmProcess = Callable[..., Finished]
-
-
-@pytest.fixture(scope="session")
-def warm() -> WarmProcess:
-    return train
-
-
 def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["split"] == split]

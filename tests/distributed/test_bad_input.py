@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import Finished, WarmProcess, train, without_tensorflow
+from conftest import train, without_tensorflow
 
 CONFIG = """
 data: {{train: {data}/train, eval: {data}/eval, global_batch_size: 96}}
@@ -93,10 +93,10 @@ def here(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def attempt(here: Path, words: list[str], run: Callable[..., Finished] = train, **options: object) -> str:
+def attempt(here: Path, words: list[str], **options: Any) -> str:
     words = [word.format(here=here) for word in words]
     before = sorted(path for path in here.rglob("*") if path.suffix != ".npz")
-    finished = run(["--config", here / "good.yaml", "--output-dir", here / "run", *words], **options)
+    finished = train(["--config", here / "good.yaml", "--output-dir", here / "run", *words], **options)
     assert finished.returncode == 2, finished.text
     assert finished.stdout.count("step ") == 0
     assert "Traceback" not in finished.stderr
@@ -115,9 +115,9 @@ def test_named_before_tensorflow_is_loaded(here: Path, name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", WITH_TENSORFLOW)
-def test_named_before_the_first_step(here: Path, warm: WarmProcess, name: str) -> None:
+def test_named_before_the_first_step(here: Path, name: str) -> None:
     words, expected = WITH_TENSORFLOW[name]
-    stderr = attempt(here, words, warm)
+    stderr = attempt(here, words)
     (line,) = stderr.splitlines()
     assert line.startswith("error: ")
     assert expected.format(here=here) in line

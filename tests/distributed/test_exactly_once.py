@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import WarmProcess, split_records, summary_of, train
+from conftest import split_records, summary_of, train
 
 RECORDS, BATCH, STEPS_PER_EPOCH = 1437, 96, 15
 
@@ -75,23 +75,21 @@ def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path, np: int
     assert verified.returncode == 0, verified.text
 
 
-def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(
-    config: Path, tmp_path: Path, warm: WarmProcess
-) -> None:
+def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, tmp_path: Path) -> None:
     """With a batch per rank too: the global batch and the length of the run stay those of the first start."""
     run_dir = tmp_path / "run"
     batch = ["data.global_batch_size=null", "data.batch_size_per_rank=48", "train.epochs=3"]
     for np, max_steps in [(2, STEPS_PER_EPOCH), (3, 37), (1, "null")]:
         words = ["--config", config, "--output-dir", run_dir, *batch, f"train.max_steps={max_steps}"]
-        finished = warm(words) if np == 1 else train(words, launcher="mpirun", np=np)
+        finished = train(words, launcher="none" if np == 1 else "mpirun", np=np)
         assert finished.returncode == 0, finished.text
     assert "the global batch stays 96; data.batch_size_per_rank 48 would make it 48 here" in finished.stdout
     assert summary_of(run_dir)["steps"] == 3 * STEPS_PER_EPOCH
     assert_once(consumed(run_dir), 3)
-    other = warm(["--config", config, "--output-dir", run_dir, "data.global_batch_size=48", "train.epochs=4"])
+    other = train(["--config", config, "--output-dir", run_dir, "data.global_batch_size=48", "train.epochs=4"])
     assert other.returncode == 2
     assert "its 45 steps were 3 epochs of 15; with the data and data.global_batch_size 48 of this" in other.stderr
-    verified = warm(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--config", config, "--audit", run_dir])
     assert verified.returncode == 0, verified.text
 
 
@@ -110,11 +108,11 @@ def test_a_resume_inside_an_epoch_on_other_data_of_the_same_counts_names_the_fil
     assert "of an epoch of other data: data.train now has other content in 2.tfrecord than the checkpoint" in line
 
 
-def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path, warm: WarmProcess) -> None:
+def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path) -> None:
     """The negative: the audit of a run that read wrongly does not pass."""
     run_dir = tmp_path / "run"
     words = ["--config", config, "--output-dir", run_dir, "train.epochs=1"]
-    assert warm(words).returncode == 0
+    assert train(words).returncode == 0
     (path,) = (run_dir / "audit").glob("*.jsonl")
     head, first, *rest = path.read_text().splitlines()
     entry = json.loads(first)
@@ -122,6 +120,6 @@ def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path, war
     path.write_text("\n".join([head, json.dumps(entry), *rest]) + "\n")
     with pytest.raises(AssertionError):
         assert_once(consumed(run_dir), 1)
-    verified = warm(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--config", config, "--audit", run_dir])
     assert verified.returncode == 2
     assert "twice" in verified.stdout + verified.stderr

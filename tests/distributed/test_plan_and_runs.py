@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PROJECT, WarmProcess, metrics_of, summary_of, train
+from conftest import PROJECT, metrics_of, summary_of, train
 
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Spec
@@ -17,17 +17,15 @@ from horovod_train.optim.schedules import Horizon, build_formula
 
 
 @pytest.fixture(scope="module")
-def planned_and_done(
-    tmp_path_factory: pytest.TempPathFactory, digits: Path, warm: WarmProcess
-) -> tuple[dict[str, Any], dict, Path]:
+def planned_and_done(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[dict[str, Any], dict, Path]:
     """The plan of a run, the plan once it is over, and its directory."""
     run_dir = tmp_path_factory.mktemp("plan") / "run"
     words = ["--config", PROJECT / "configs/digits_convnet.yaml", f"data.train={digits}/train", "train.max_steps=30"]
     words += [f"data.eval={digits}/eval", "checkpoint.every_steps=8", "checkpoint.keep=100", "train.epochs=2"]
     words += ["checkpoint.every_epochs=1", "eval.every_epochs=2", "--output-dir", run_dir]
-    before = warm(["plan", *words, "--json"])
+    before = train(["plan", *words, "--json"])
     assert before.returncode == 0, before.text
-    finished = warm(words)
+    finished = train(words)
     assert finished.returncode == 0, finished.text
     after = train(["plan", *words, "--json", "--fast"])
     return json.loads(before.stdout), json.loads(after.stdout), run_dir

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import Finished, WarmProcess, metrics_of, run_process, split_records, train
+from conftest import Finished, metrics_of, run_process, split_records, train
 from made_digits import images_of
 
 from horovod_train.tfrecord_framing import frame
@@ -79,8 +78,8 @@ def done(finished: Finished) -> Finished:
     return finished
 
 
-def evaluate(out: Path, words: list[Any], *, run: Callable[..., Finished] = train, **ranks: Any) -> dict[str, Any]:
-    done(run(["evaluate", *words, "--out", out], **ranks))
+def evaluate(out: Path, words: list[Any], **ranks: Any) -> dict[str, Any]:
+    done(train(["evaluate", *words, "--out", out], **ranks))
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
@@ -95,16 +94,16 @@ def test_evaluation_gives_what_the_run_had_seen(run_dir: Path, tmp_path: Path, l
     assert figures["weights"] == "ema"
 
 
-def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path, warm: WarmProcess) -> None:
+def test_other_weights_give_other_figures(run_dir: Path, tmp_path: Path) -> None:
     """The negative of the above; and `best` and a path name the checkpoints that they should."""
     rows = metrics_of(run_dir, "eval")
-    trained = evaluate(tmp_path / "trained.json", [run_dir, "--weights", "trained"], run=warm)
+    trained = evaluate(tmp_path / "trained.json", [run_dir, "--weights", "trained"])
     assert trained["weights"] == "trained"
     assert abs(trained["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
     best = max(rows, key=lambda row: row["accuracy"])
-    assert evaluate(tmp_path / "best.json", [run_dir, "--checkpoint", "best"], run=warm)["step"] == best["step"]
+    assert evaluate(tmp_path / "best.json", [run_dir, "--checkpoint", "best"])["step"] == best["step"]
     words = [run_dir, "--checkpoint", run_dir / "checkpoints" / "step-000000015"]
-    first = evaluate(tmp_path / "first.json", words, run=warm)
+    first = evaluate(tmp_path / "first.json", words)
     assert first["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3)
     assert abs(first["loss"] - rows[-1]["loss"]) > 0.01 * rows[-1]["loss"]
 
@@ -139,7 +138,7 @@ def test_predictions_are_those_of_the_records(digits: Path, run_dir: Path, predi
 
 
 def test_records_without_targets_can_be_predicted(
-    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, warm: WarmProcess
+    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path
 ) -> None:
     first, *_ = sorted((digits / "eval").glob("*.tfrecord"))
     records = [tf.train.Example.FromString(record[12:-4]) for record in split_records(first.read_bytes())][:50]
@@ -149,16 +148,16 @@ def test_records_without_targets_can_be_predicted(
     (tmp_path / "new" / "0.tfrecord").write_bytes(b"".join(frame(record.SerializeToString()) for record in records))
     schema = json.loads((digits / "dataset.json").read_text())
     (tmp_path / "dataset.json").write_text(json.dumps({**schema, "counts": {}}))
-    done(warm(["predict", run_dir, "--data", tmp_path / "new", "--out", tmp_path / "new.npz"]))
+    done(train(["predict", run_dir, "--data", tmp_path / "new", "--out", tmp_path / "new.npz"]))
     assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
 
 
 @pytest.mark.parametrize("kind", ["keras", "savedmodel"])
 def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
-    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, warm: WarmProcess, kind: str
+    digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, kind: str
 ) -> None:
     out = tmp_path / ("model.keras" if kind == "keras" else "model")
-    done(warm(["export", run_dir, "--out", out]))
+    done(train(["export", run_dir, "--out", out]))
     np.save(tmp_path / "images.npy", images_of(digits / "eval")[0])
     (tmp_path / "elsewhere").mkdir()
     words = [kind, str(out), str(tmp_path / "images.npy"), str(tmp_path / "outputs.npy")]
@@ -185,13 +184,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, warm: WarmProcess, name: str) -> None:
+def test_what_is_wrong_is_one_line(run_dir: Path, tmp_path: Path, name: str) -> None:
     words, expected = BAD[name]
     saved = run_dir.parent / "saved"
     saved.mkdir(exist_ok=True)
     (saved / "saved_model.pb").touch()
     places = {"run": run_dir, "here": tmp_path, "saved": saved}
-    finished = warm([word.format(**places) for word in words])
+    finished = train([word.format(**places) for word in words])
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()
     assert expected.format(**places) in line

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    WarmProcess,
     metrics_of,
     run_process,
     split_records,
@@ -104,10 +103,10 @@ def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp
     assert len(metrics_of(tmp_path, "train")) == summary_of(tmp_path)["steps"] == 15
 
 
-def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path, warm: WarmProcess) -> None:
+def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    assert warm(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0
-    again = warm(["--config", first / "config.yaml", "--output-dir", second])
+    assert train(["--config", base_config, "train.max_steps=5", "--output-dir", first]).returncode == 0
+    again = train(["--config", first / "config.yaml", "--output-dir", second])
     assert again.returncode == 0, again.text
     assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
 
@@ -134,13 +133,11 @@ def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     assert summary_of(whole)["weights_sha256"] == summary_of(branch)["weights_sha256"]
 
 
-def test_a_resume_without_the_optimizer_state_would_end_elsewhere(
-    base_config: Path, tmp_path: Path, warm: WarmProcess
-) -> None:
+def test_a_resume_without_the_optimizer_state_would_end_elsewhere(base_config: Path, tmp_path: Path) -> None:
     """The negative of the above: what it compares does depend on slots and counters."""
     arguments = ["--config", base_config, "optimizer=adam", "lr_schedule.base_lr=0.01", "train.max_steps=12"]
-    assert warm([*arguments, "--output-dir", tmp_path / "adam"]).returncode == 0
-    refused = warm([*arguments, "optimizer=sgd", "train.max_steps=13", "--output-dir", tmp_path / "adam"])
+    assert train([*arguments, "--output-dir", tmp_path / "adam"]).returncode == 0
+    refused = train([*arguments, "optimizer=sgd", "train.max_steps=13", "--output-dir", tmp_path / "adam"])
     assert refused.returncode == 2
     assert "has no optimizer/" in refused.stderr
 
