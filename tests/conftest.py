@@ -169,19 +169,18 @@ def warm_python() -> list[str]:
             pass_fds=[listening.fileno()],
             start_new_session=True,
         )
-    _warm_servers.append((server, folder))
+    _warm_servers.append(server)
     return [sys.executable, "-IS", str(PROJECT / "tests" / "warm_start.py"), str(folder / "socket")]
 
 
-_warm_servers: list[tuple[subprocess.Popen[bytes], Path]] = []
+_warm_servers: list[subprocess.Popen[bytes]] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
 def end_of_warm_servers() -> Iterator[None]:
     yield
-    for server, folder in _warm_servers:
+    for server in _warm_servers:
         server.communicate()
-        shutil.rmtree(folder)
 
 
 def metrics_of(run_dir: Path, split: str) -> list[dict[str, Any]]:

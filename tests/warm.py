@@ -4,7 +4,7 @@ Loading TensorFlow takes each process seconds of CPU time; a fork has it from th
 TensorFlow, Keras and Horovod but started no thread of theirs, so a fork is what a process is that has just imported
 them. What forks have in common and processes have not: the seed of Python's hashes, the limits of this process.
 
-SOCKET: the file descriptor of a listening socket. Ends with its standard input.
+SOCKET: the file descriptor of a listening socket. Ends with its standard input, and removes the socket's folder.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -106,4 +107,6 @@ if __name__ == "__main__":
     importlib.import_module("horovod.tensorflow.keras")
     importlib.import_module("horovod_train.training.run")
     importlib.import_module("horovod_train.inference.run")
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    serve(asked)
+    shutil.rmtree(os.path.dirname(asked.getsockname()))
