@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -198,14 +198,18 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     launched: whether a launcher started this process. Then log.progress "auto" draws no bar, because mpirun gives its
     ranks a terminal and forwards what they print there.
     """
-    # Every rank imports them, because the ranks compare the user's modules that they have loaded.
-    writers = {name: load_function(name, "log.writers") for name in config.writers}
+    writers = load_writers(config)  # on every rank: the ranks compare the user's modules that they have loaded
     if not is_root:
         return NullOutput()
     path = check_writable(directory)
     more = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, more=more)
+
+
+def load_writers(config: LogConfig) -> dict[str, Callable[..., MetricsWriter]]:
+    """Import the classes of log.writers. Raises UserError for a name that does not exist."""
+    return {name: load_function(name, "log.writers") for name in config.writers}
 
 
 def _build_bar() -> Progress:
