@@ -119,6 +119,12 @@ class Pipeline:
         feed.start()
         return data
 
+    def one_pass(self, most: int) -> Iterator[tuple[Iterator[Batch], int]]:
+        """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
+        batches = iter(self.batches(epoch=0, epochs=1))
+        for first in range(0, self.steps_per_epoch, most):
+            yield batches, min(most, self.steps_per_epoch - first)
+
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):

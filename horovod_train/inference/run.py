@@ -120,11 +120,7 @@ def _with_batch(config: Config, size: int) -> Config:
 
 def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Iterator[Batch], int], None]) -> None:
     """Call act(batches, steps), with at most `most` steps each time, until every record has been used once."""
-    batches = iter(pipeline.batches(epoch=0, epochs=1))
-    left = pipeline.steps_per_epoch
     with pipeline.explaining():
-        while left:
-            steps = min(left, most)
+        for batches, steps in pipeline.one_pass(most):
             group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
             act(batches, steps)
-            left -= steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -88,6 +89,14 @@ def test_evaluation_keeps_the_order_and_leaves_nothing_out(images: Path) -> None
     without = config(images, drop_remainder=True, augment=(Spec("flip"),))
     found = [ids(batches(pipeline(without, rank, 2, batch=16, training=False))) for rank in range(2)]
     assert [sorted(part) for part in found] == [list(range(35)), list(range(35, 70))]
+
+
+def test_one_pass_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> None:
+    made = pipeline(config(images), batch=16, training=False)
+    calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps in made.one_pass(2)]
+    assert [len(call) for call in calls] == [2, 2, 1]
+    numbers = np.concatenate([number for call in calls for number in call])
+    assert sorted(numbers[numbers >= 0].tolist()) == list(range(RECORDS))
 
 
 def test_without_shuffling_steps_follow_the_files(images: Path) -> None:

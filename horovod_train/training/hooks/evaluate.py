@@ -36,14 +36,10 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def _evaluate_all(run: Run, pipeline: Pipeline) -> StopReason | None:
-    batches = iter(pipeline.batches(epoch=0, epochs=1))
-    left = pipeline.steps_per_epoch
-    while left:
-        steps = min(left, run.config.train.steps_per_call)
+    for batches, steps in pipeline.one_pass(run.config.train.steps_per_call):
         run.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
         with pipeline.explaining():  # by default errors are explained from the training data
             run.parts.eval_step.run(batches, steps)
-        left -= steps
         if reason := run.stopping.vote_periodically():
             return reason
     return None
