@@ -59,9 +59,9 @@ def _events(path: Path) -> list[Any]:
 
 
 def test_mlp_synchronous_logs_steps_speed_and_devices_and_learns(start: Start, samples: Path) -> None:
-    run_dir, finished = start(samples, "mlp_synchronous", "train.epochs=50", "device.log_placement=true")
+    run_dir, finished = start(samples, "mlp_synchronous", "train.epochs=20", "device.log_placement=true")
     rows = metrics_of(run_dir, "train")
-    assert [row["step"] for row in rows] == [100, 200, 300, 400, 500]
+    assert [row["step"] for row in rows] == [100, 200]
     assert {"loss", "examples_per_s", "s_per_step"} <= {*rows[-1]}
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert summary_of(run_dir)["config"]["data"]["global_batch_size"] == 200  # 100 a rank
@@ -70,7 +70,7 @@ def test_mlp_synchronous_logs_steps_speed_and_devices_and_learns(start: Start, s
 
 
 def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, samples: Path) -> None:
-    run_dir, _ = start(samples, "mlp_synchronous mlp_asynchronous", "train.epochs=50")
+    run_dir, _ = start(samples, "mlp_synchronous mlp_asynchronous", "train.epochs=20")
     rows = metrics_of(run_dir, "train")
     assert all(row["ranks_apart"] > 0 for row in rows)
     assert all(row["unchanged_parameters"] == 0 for row in rows)
@@ -88,7 +88,7 @@ def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, sa
     stale, _ = start(
         samples,
         "mlp_synchronous",
-        "train.epochs=50",
+        "train.epochs=20",
         "train.synchronization=stale",
         "checkpoint.every_epochs=10",
         name="stale",
