@@ -18,10 +18,14 @@ def open_screen(*, launched: bool = False) -> Console:
 
 
 def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[str]) -> Table:
-    """Build a table without lines, whose columns are aligned to the right. left: titles of the others."""
+    """Build a table without lines, whose columns are aligned to the right.
+
+    left: titles of the columns of text, which are aligned to the left and take more lines where there is no room.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for title in titles:
-        table.add_column(title, justify="left" if title in left else "right", no_wrap=True)
+        is_text = title in left
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))  # not markup: a type is written list[str]
     return table
