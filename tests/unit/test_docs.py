@@ -132,3 +132,11 @@ def test_the_api_page_names_modules_that_exist() -> None:
         path = path if path.exists() else PROJECT / module.replace(".", "/") / "__init__.py"
         is_member = path.exists() and re.search(rf"^(class |def )?{member}\b", path.read_text(), re.MULTILINE)
         assert as_module.exists() or as_package.exists() or is_member, name
+
+
+def test_contributors_are_sent_to_files_that_exist() -> None:
+    text = (PROJECT / "CONTRIBUTING.md").read_text()
+    (table,) = re.findall(r"^\| to change \| look in \|\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    named = re.findall(r"`([\w/.]+/?[\w.]*)`", re.sub(r"^\| [^|]* \|", "", table, flags=re.MULTILINE))
+    assert len(named) >= 10
+    assert [path for path in named if not (PROJECT / "horovod_train" / path).exists()] == []
