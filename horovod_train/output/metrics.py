@@ -56,7 +56,10 @@ class JsonLines:
 
 
 class MetricsFile(JsonLines):
-    """metrics.jsonl in a run directory: step, epoch, split, seconds since this start, and the values."""
+    """metrics.jsonl in a run directory: step, epoch, split, seconds since this start, and the values.
+
+    Exists from the start of a run, so that readers need not ask.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "metrics.jsonl", METRICS)
@@ -71,6 +74,8 @@ class MetricsFile(JsonLines):
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
+        with must_be_writable(self._lines.path):
+            self._lines.path.touch()
         for row in self.read():
             self.last[row["split"]] = {name: row[name] for name in row if name not in _ABOUT}
 

@@ -36,6 +36,15 @@ def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> No
     assert steps(tmp_path) == [10, 20, 30]
 
 
+def test_metrics_of_a_run_that_has_none_yet_can_be_read(tmp_path: Path) -> None:
+    output = RunOutput(tmp_path)
+    for _ in range(2):
+        output.rewind(0)
+        assert (tmp_path / "metrics.jsonl").read_text() == ""
+    output.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
 def test_numbers_that_are_not_finite_are_null_and_the_line_is_json_to_every_reader(tmp_path: Path) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
