@@ -234,3 +234,9 @@ def test_help_and_bad_paths_answer_before_tensorflow_is_imported(words: list[str
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
     assert "Error" not in finished.stderr
     assert finished.returncode in (0, 2)
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by their names alone and refuses the second."""
+    names = [path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
