@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -70,11 +69,14 @@ def remove(path: Path, made: Made) -> None:
     Removes name by name, so a file added meanwhile stays, with its folder.
     """
     for entry in reversed(check(path, made)):
-        with suppress(FileNotFoundError):  # several ranks may clean up at the same time
+        try:
             if entry.is_dir() and not entry.is_symlink():
                 entry.rmdir()
             else:
                 entry.unlink()
+        except FileNotFoundError:  # several ranks may clean up at the same time
+            if os.path.lexists(entry):
+                raise
 
 
 def replace(draft: Path, path: Path, made: Made) -> None:

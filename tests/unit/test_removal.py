@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -94,3 +95,26 @@ def test_a_rename_takes_no_other_things_name(tmp_path: Path) -> None:
 
 def test_nothing_is_there_fits_anything(tmp_path: Path) -> None:
     assert check(tmp_path / "none", FOLDER) == []
+
+
+def test_what_another_rank_has_just_removed_is_gone_and_what_is_still_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may say that a file does not exist while it does; appending to it would mix two runs."""
+    note, unlink = tmp_path / "note-1", Path.unlink
+
+    def removed_by_another(path: Path) -> None:
+        unlink(path)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    def not_removed(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    note.write_text("ours")
+    monkeypatch.setattr(Path, "unlink", removed_by_another)
+    remove(note, FILE)
+    assert not note.exists()
+    note.write_text("ours")
+    monkeypatch.setattr(Path, "unlink", not_removed)
+    with pytest.raises(FileNotFoundError):
+        remove(note, FILE)
