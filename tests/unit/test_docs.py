@@ -15,6 +15,7 @@ from documents import Block, blocks, pages
 
 from horovod_train.commands.arguments import Parser
 from horovod_train.config.loader import load
+from horovod_train.errors import UserError
 from horovod_train.main import COMMANDS, _parser
 
 LANGUAGES = {"bash", "console", "text", "python", "yaml", "ini", "dockerfile"}
@@ -42,16 +43,12 @@ def test_a_block_says_what_it_holds(block: Block) -> None:
     assert not block.not_run or block.commands, f"{block}: only a block of commands needs a reason"
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if list(our_words(block))], ids=str)
-def test_a_command_is_one_that_the_program_takes(block: Block) -> None:
-    """By the command's own parser; and a config of ours takes the keys that are set beside it."""
-    for words in our_words(block):
-        if "…" in words:
-            continue  # a form to fill in
+def refusal(words: list[str]) -> str:
+    """Why the program would not take the words behind its name, or "". A config of ours is read, with its overrides."""
+    try:
         if words and words[0] in COMMANDS:
-            module = importlib.import_module(COMMANDS[words[0]][0])
             parser = Parser(prog=words[0])
-            module.add_arguments(parser)
+            importlib.import_module(COMMANDS[words[0]][0]).add_arguments(parser)
             try:
                 parser.parse_intermixed_args(words[1:])
             except TypeError:  # a command of several kinds
@@ -61,6 +58,22 @@ def test_a_command_is_one_that_the_program_takes(block: Block) -> None:
             files = [str(PROJECT / word) for word in given.config if "=" not in word]
             if all(Path(file).exists() for file in files):
                 load(files, [word for word in [*given.config, *given.overrides] if "=" in word])
+    except (UserError, SystemExit) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if list(our_words(block))], ids=str)
+def test_a_command_is_one_that_the_program_takes(block: Block) -> None:
+    commands = [words for words in our_words(block) if "…" not in words]  # … is a form to fill in
+    assert [refusal(words) for words in commands] == [""] * len(commands)
+
+
+@pytest.mark.parametrize(
+    "words", ["no_such_command", "plan --no-such-option", "--config configs/digits_convnet.yaml trian.epochs=3"]
+)
+def test_a_command_that_the_program_refuses_is_found_out(words: str) -> None:
+    assert refusal(words.split())
 
 
 def anchors(page: Path) -> set[str]:
