@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
-import yaml
 from facts import leave
+from small_run import config_of
 
 from horovod_train import main
 from horovod_train.distributed import consistency
@@ -25,6 +23,16 @@ from horovod_train.training import resume, state, step
 
 OUT = Path(sys.argv[1])
 RANK = launcher.detect().rank
+CONFIG = config_of(
+    OUT,
+    RANK == 0,
+    num_records=52,  # which the batch does not divide
+    optimizer="adam",
+    lr_schedule={"base_lr": 0.01},
+    train={"epochs": 10, "ema_decay": 0.9},
+    log={"tensorboard": False, "progress": "plain"},
+    checkpoint={"every_epochs": None, "every_steps": 9},
+)
 Patch = pytest.MonkeyPatch
 answers: list[int] = []
 broadcast = WorkerGroup.broadcast
@@ -65,22 +73,10 @@ GUARDS: dict[str, Callable[[Patch], None]] = {
 }
 
 
-def write_records(folder: Path) -> None:
-    """Made records, in a number that the batch does not divide."""
-    folder.mkdir()
-    rng = np.random.default_rng(1)
-    with tf.io.TFRecordWriter(str(folder / "a.tfrecord")) as writer:
-        for x in rng.normal(size=(52, 6)):
-            label = tf.train.Feature(int64_list=tf.train.Int64List(value=[int(x.sum() > 0)]))
-            values = tf.train.Feature(float_list=tf.train.FloatList(value=x))
-            example = tf.train.Example(features=tf.train.Features(feature={"x": values, "y": label}))
-            writer.write(example.SerializeToString())
-
-
 def run(run_dir: Path, max_steps: int, *words: str) -> int:
     keras.utils.clear_session()  # names as in a process of its own
     words = (*words, f"train.max_steps={max_steps}", "--output-dir", str(run_dir))
-    return main.main(["--config", str(OUT / "c.yaml"), *words])
+    return main.main(["--config", str(CONFIG), *words])
 
 
 def ending(run_dir: Path) -> str:
@@ -93,28 +89,6 @@ def ending(run_dir: Path) -> str:
     return total.hexdigest()
 
 
-if RANK == 0:
-    write_records(OUT / "data")
-    config = {
-        "data": {
-            "train": str(OUT / "data"),
-            "features": {"x": {"type": "float", "shape": [6]}, "y": {"type": "int64"}},
-            "inputs": "x",
-            "targets": "y",
-            "global_batch_size": 8,
-        },
-        "model": "user_models:tiny",
-        "loss": {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}},
-        "optimizer": "adam",
-        "lr_schedule": {"base_lr": 0.01},
-        "train": {"epochs": 10, "ema_decay": 0.9},
-        "log": {"tensorboard": False, "progress": "plain"},
-        "checkpoint": {"every_epochs": None, "every_steps": 9},
-    }
-    (OUT / "c.tmp").write_text(yaml.safe_dump(config))
-    (OUT / "c.tmp").rename(OUT / "c.yaml")
-while not (OUT / "c.yaml").exists():
-    time.sleep(0.01)
 facts: dict[str, Any] = {
     "answers": {},
     "codes": [run(OUT / "whole", 20), run(OUT / "begun", 9)],
