@@ -148,13 +148,6 @@ def steps_said(text: str) -> tuple[int | None, int]:
     return int(began[1] or 0) if began else None, int((shown or [0])[-1])
 
 
-def trained_s(text: str) -> int:
-    """The whole seconds between the first and the last metrics that a run has shown, or 0."""
-    clocks = re.findall(r"^(\d+):(\d+):(\d+)  train", text, re.MULTILINE)
-    seconds = [3600 * int(hours) + 60 * int(minutes) + int(rest) for hours, minutes, rest in clocks]
-    return seconds[-1] - seconds[0] if seconds else 0
-
-
 def is_in_save(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob(".step-*.partial"))
 
@@ -387,9 +380,6 @@ def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path
     limits = ["watch.warn_after_s=3", "watch.stop_after_s=6"]
     job = Job("mpirun", 3, [*words, *limits], tmp_path / "log")
     job.wait_until(job.has_said("train step 20 "), "20 steps")
-
-    # The first step may last long, and is over for root when heartbeats have named two steps.
-    job.wait_until(lambda: trained_s(job.log.read_text()) > 3, "some heartbeats")
     ranks = job.ranks()
     ranks[2].suspend()
     assert job.wait() == 87, job.log.read_text()

@@ -142,6 +142,7 @@ def take_steps(group: Group, trouble: Callable[[Group], None]) -> None:
     group.heartbeat.set_probe(lambda: (step, None, ""))
     for step in range(STEPS):
         group.heartbeat.phase("train")
+        group.heartbeat.first_step_is_over()
         time.sleep(STEP_S)
         if step == TROUBLE_AT_STEP:
             trouble(group)

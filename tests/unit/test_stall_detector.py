@@ -83,11 +83,19 @@ def test_who_was_away_blames_nobody_for_it() -> None:
 
 def test_before_the_first_step_and_while_compiling_the_limits_are_long() -> None:
     detector = detector_of("train 7", "train 7")
-    assert (detector.warn_after_s(), detector.stop_after_s()) == (180, 1800)
-    detector.hear(0, Beat("train", 8, "", 1, 0.0), NOW)
-    assert (detector.warn_after_s(), detector.stop_after_s()) == (60, 600)
+    assert (detector.warn_after_s(NOW), detector.stop_after_s(NOW)) == (180, 1800)
+    detector.hear(0, Beat("train", 8, "", 1, 0.0, has_stepped=True), NOW)
+    assert (detector.warn_after_s(NOW), detector.stop_after_s(NOW)) == (60, 600)
     detector.hear(1, Beat("compile", 8, "", 2, 0.0), NOW)
-    assert detector.stop_after_s() == 1800
+    assert detector.stop_after_s(NOW) == 1800
+
+
+def test_a_rank_that_froze_right_after_the_first_step_is_not_taken_for_compiling() -> None:
+    """Its last heartbeat is from before the end of the step, and no other rank gets to a second one."""
+    detector = detector_of("compile 0", "compile 0", heard={0: NOW - 40, 1: NOW - 40})
+    detector.hear(0, Beat("exchange", 1, "", 2, 0.0, has_stepped=True), NOW)
+    assert detector.silent(NOW) == [1]
+    assert detector.stop_after_s(NOW) == 600
 
 
 def test_a_probe_speaks_inside_the_compiled_call_only() -> None:

@@ -50,12 +50,12 @@ class Coordinator:
     def decide(self, now: float) -> None:
         detector = self._state.detector
         idle_s = detector.idle_s(now)
-        if idle_s >= detector.stop_after_s():
+        if idle_s >= detector.stop_after_s(now):
             self._stop(detector.sentence(now), now)
-        elif idle_s >= detector.warn_after_s() and self._slow_since is None:
+        elif idle_s >= detector.warn_after_s(now) and self._slow_since is None:
             self._slow_since = now - idle_s
             self._warn(detector.sentence(now))
-        elif idle_s < detector.warn_after_s() and self._slow_since is not None:
+        elif idle_s < detector.warn_after_s(now) and self._slow_since is not None:
             self._warn(f"the ranks make progress again, after {now - idle_s - self._slow_since:.0f} s")
             self._slow_since = None
 

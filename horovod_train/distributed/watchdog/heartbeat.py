@@ -25,7 +25,7 @@ FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 
 LONG_PHASES = ("start", "compile")
-"""Phases in which a rank may take watch.first_step_after_s."""
+"""Phases in which a rank may take watch.first_step_after_s; so may every rank until it has done a step."""
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class Beat:
     moves: int
     """how often the main thread has entered a phase: counts as progress, even if it returns to the same phase"""
     seconds: float
+    has_stepped: bool = False
+    """whether a training step is over, so that the next ones need no compiling"""
 
     def is_unchanged_from(self, other: Beat) -> bool:
         return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
@@ -57,6 +59,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self._probe: Probe | None = None
         self._coarse = "start"
+        self._has_stepped = False
         self._phase = ("start", "", 0)
         self._beat = Beat("start", None, "", 0, 0.0)
         self._since = time.monotonic()
@@ -75,6 +78,10 @@ class Heartbeat:
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
+    def first_step_is_over(self) -> None:
+        """Allow no more time than `stop_after_s` from now on, outside LONG_PHASES."""
+        self._has_stepped = True
+
     @property
     def name(self) -> str:
         """The phase that the main thread is in, whatever the probe finds."""
@@ -87,7 +94,7 @@ class Heartbeat:
         now = time.monotonic()
         with self._lock:
             shown = inner if name == TRAIN and inner else name
-            found = Beat(shown, step, own_detail or detail, moves, 0.0)
+            found = Beat(shown, step, own_detail or detail, moves, 0.0, self._has_stepped)
             if not found.is_unchanged_from(self._beat):
                 self._beat, self._since = found, now
         return self.last()

@@ -37,7 +37,6 @@ class _Heard:
     beat: Beat
     heard_at: float
     changed_at: float
-    first_step: int | None
 
 
 class StallDetector:
@@ -55,16 +54,13 @@ class StallDetector:
         self._has_stepped = False
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
+        self._has_stepped |= beat.has_stepped
         before = self._heard.get(rank)
         if before is None:
-            self._heard[rank] = _Heard(beat, now, now, beat.step)
+            self._heard[rank] = _Heard(beat, now, now)
             return
         if not beat.is_unchanged_from(before.beat):
             before.changed_at = now
-        if before.first_step is None:
-            before.first_step = beat.step
-        elif beat.step is not None and beat.step > before.first_step:
-            self._has_stepped = True
         before.beat, before.heard_at = beat, now
 
     def forget(self, rank: int) -> None:
@@ -82,11 +78,11 @@ class StallDetector:
         """Return how long no rank has made progress."""
         return min((now - heard.changed_at for heard in self._heard.values()), default=0.0)
 
-    def warn_after_s(self) -> float:
-        return self.limits.warn_after_s * self._patience()
+    def warn_after_s(self, now: float) -> float:
+        return self.limits.warn_after_s * self._patience(now)
 
-    def stop_after_s(self) -> float:
-        return self.limits.stop_after_s * self._patience()
+    def stop_after_s(self, now: float) -> float:
+        return self.limits.stop_after_s * self._patience(now)
 
     def silent(self, now: float, after_s: float | None = None) -> list[int]:
         """Return ranks without a heartbeat for so long, after at least one; the longest silent first.
@@ -123,9 +119,11 @@ class StallDetector:
         others = len(self.names) - len(silent) - (len(self._watched) - len(self._heard))
         return f"{have} not been heard of for {now - heard.heard_at:.0f} s, {last}{_waiters(others, them)}"
 
-    def _patience(self) -> float:
-        """Return the factor by which the limits are longer now."""
-        is_long = not self._has_stepped or any(heard.beat.phase in LONG_PHASES for heard in self._heard.values())
+    def _patience(self, now: float) -> float:
+        """Return the factor by which the limits are longer now. A silent rank does not compile: it is frozen."""
+        silent = self.silent(now)
+        compiling = (heard.beat.phase in LONG_PHASES for rank, heard in self._heard.items() if rank not in silent)
+        is_long = not self._has_stepped or any(compiling)
         return max(1.0, self.limits.first_step_after_s / self.limits.stop_after_s) if is_long else 1.0
 
     def _describe_all(self, beats: Mapping[int, Beat], now: float) -> str:

@@ -37,7 +37,7 @@ class Cause:
 
 
 class WatchState:
-    """`changed` guards all of it, and what is sent. watched: the ranks whose heartbeats arrive here."""
+    """`changed` guards all of it, and what is sent. watched: the ranks whose heartbeats are heard here."""
 
     def __init__(
         self, group: WorkerGroup, log: RankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
@@ -46,10 +46,6 @@ class WatchState:
         self.intervals = intervals(limits, group.size)
         self.names = [group.name(rank) for rank in range(group.size)]
         self.detector = StallDetector(self.names, watched, limits)
-        self.own_detector = self.detector
-        """Hears this rank's own heartbeats."""
-        if group.rank not in watched:
-            self.own_detector = StallDetector(self.names, [group.rank], limits)
         self.changed = threading.Condition()
         self.speaker: int | None = None
         """The rank that shows its exception: the first that failed."""
@@ -63,7 +59,7 @@ class WatchState:
         self._said = False
 
     def hear(self, rank: int, message: Message, now: float) -> None:
-        """Process another rank's heartbeat."""
+        """Process a heartbeat that has arrived."""
         self.detector.hear(rank, Beat(**message["beat"]), now)
 
     def discount_own_pause(self, seconds: float, now: float) -> None:

@@ -87,7 +87,7 @@ class WatchThread:
             if now >= self._next_beat:
                 self._next_beat = now + self._beat_s
                 beat = state.group.heartbeat.last()
-                state.own_detector.hear(state.group.rank, beat, now)
+                state.detector.hear(state.group.rank, beat, now)
                 state.transport.send({"kind": "beat", "beat": vars(beat)})
             if state.exits_since is not None:
                 self._end_in_time(now - state.exits_since)

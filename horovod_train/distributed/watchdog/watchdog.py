@@ -146,7 +146,7 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
             where = f"root at {address.host}:{address.port}"
             to_stderr(f"warning: {group.name(group.rank)} is not watched: cannot reach {where}: {error}")
             return NullWatchdog()
-        state = WatchState(group, log, limits, connection, watched=[0])
+        state = WatchState(group, log, limits, connection, watched=[0, group.rank])
         role = Worker(state)
     WatchThread(state, role).start()
     return RankWatchdog(state, role)

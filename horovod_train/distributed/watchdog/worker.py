@@ -42,9 +42,7 @@ class Worker:
     def decide(self, now: float) -> None:
         """End this process if root is silent and no rank makes progress."""
         state = self._state
-        idle_s = min(state.detector.idle_s(now), state.own_detector.idle_s(now))
-        limit_s = max(state.detector.stop_after_s(), state.own_detector.stop_after_s())
-        if not state.detector.silent(now) or idle_s < limit_s:
+        if not state.detector.silent(now) or state.detector.idle_s(now) < state.detector.stop_after_s(now):
             return
         sentence = state.detector.sentence(now)
         state.transport.send({"kind": "stalled", "text": sentence})

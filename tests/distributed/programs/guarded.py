@@ -62,7 +62,7 @@ else:
     host, port, token = meeting_point.read_text().split()
     connection = connect(Address(host, int(port), token), rank, 10.0)
     log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
-    state = WatchState(group, log, limits, connection, watched=[0])
+    state = WatchState(group, log, limits, connection, watched=[0, rank])
     role = Worker(state)
 with logs.to_console(rank == 0, show=to_stderr), logs.to_file(log.write):
     WatchThread(state, role).start()
