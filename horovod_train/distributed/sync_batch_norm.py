@@ -6,7 +6,7 @@ inference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
+from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 
 SumOverRanks = Callable[[tf.Tensor, str], tf.Tensor]
@@ -67,9 +68,17 @@ def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[
     seen.add(id(layer))
     yield layer
     for value in vars(layer).values():
-        for inner in keras.tree.flatten(value):
-            if isinstance(inner, keras.Layer):
-                yield from layers_inside(inner, seen)
+        for inner in _layers_of(value):
+            yield from layers_inside(inner, seen)
+
+
+def _layers_of(value: Any) -> Iterator[keras.Layer]:
+    """Yield the layers in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
+    if isinstance(value, keras.Layer):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _layers_of(part)
 
 
 def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_ranks: SumOverRanks) -> None:
@@ -104,9 +113,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
                 normal += tf.reshape(tf.cast(self.beta, x.dtype), mean.shape)
             return tf.cast(normal, self.compute_dtype)
 
-    Synchronised.__name__, Synchronised.__qualname__ = base.__name__, base.__qualname__
-    Synchronised.__module__, Synchronised.__doc__ = base.__module__, base.__doc__
-    layer.__class__ = Synchronised
+    take_class(layer, Synchronised)
 
 
 def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tensor:
