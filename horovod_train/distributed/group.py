@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -107,14 +107,6 @@ class WorkerGroup:
             found, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
         return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
-    def share(self, *arrays: Any) -> tuple[Any, ...]:
-        """Return this rank's rows of each array: every size-th row. All ranks get equally many and so take equal steps.
-
-        If the number of rows is not a multiple of the ranks, the last rows (fewer than ranks) are dropped.
-        """
-        shares = (array[self.rank : len(array) // self.size * self.size : self.size] for array in arrays)
-        return tuple(shares)
-
     def barrier(self) -> None:
         """Collective: return when every rank has called it."""
         self.sum([])
@@ -152,6 +144,74 @@ class WorkerGroup:
         hvd.shutdown()
 
 
+@dataclass(frozen=True)
+class Joined:
+    """This process after `join`: Horovod runs; no TensorFlow operation has run yet."""
+
+    started_by: launcher.Launch
+    settings: tuple[tuning.Setting, ...]
+    host_cores: int
+    """Cores that the ranks of this host may use together."""
+    rendezvous: ExitStack
+    """To be left open until all ranks have met: those that come late still look for it."""
+
+    def pin(self, devices: DeviceConfig) -> device.Device:
+        """Pin this process to its device, see device.pin."""
+        return device.pin(devices, hvd.local_rank(), hvd.local_size(), self.host_cores)
+
+
+def join(
+    horovod: HorovodConfig | None = None,
+    *,
+    deterministic: bool = False,
+    environment: Mapping[str, str] | None = None,
+    process_sets: Sequence[hvd.ProcessSet] | None = None,
+) -> Joined:
+    """Collective: initialise Horovod, as the first part of `start`. process_sets: further sets of ranks."""
+    started_by = launcher.detect()
+    started_by.check()
+    settings = tuning.choose(
+        horovod or HorovodConfig(),
+        os.environ,
+        library="alone" if started_by.launcher == "none" else "MPI" if started_by.uses_mpi else "gloo",
+        has_gpu=tuning.sees_gpu(),
+        deterministic=deterministic,
+        more=environment,
+    )
+    # Horovod and MPI read these when they initialise.
+    os.environ |= {setting.name: setting.value for setting in settings}
+    with ExitStack() as rendezvous:
+        rendezvous.enter_context(initialize.rendezvous_if_needed(started_by))
+        cores = initialize.initialise(started_by, process_sets)
+        initialize.check_rank_and_size(started_by)
+        return Joined(started_by, tuple(settings), len(cores), rendezvous.pop_all())
+
+
+def meet(joined: Joined, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:
+    """Collective: learn which ranks there are, as the last part of `start`.
+
+    mine: this rank's device. Raises UserError if ranks of one host would share a GPU.
+    """
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
+    group = WorkerGroup(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        launcher=joined.started_by.launcher,
+        exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        hosts=tuple(host for host, _ in facts),
+        devices=tuple(device.Device(*found) for _, found in facts),
+        settings=joined.settings,
+        deterministic=deterministic,
+    )
+    with group.raise_together():
+        check_devices(group)
+    return group
+
+
 def start(
     horovod: HorovodConfig | None = None,
     devices: DeviceConfig | None = None,
@@ -166,40 +226,9 @@ def start(
 
     Raises UserError if the processes would not find each other, or if ranks of one host would share a GPU.
     """
-    started_by = launcher.detect()
-    started_by.check()
-    settings = tuning.choose(
-        horovod or HorovodConfig(),
-        os.environ,
-        library="alone" if started_by.launcher == "none" else "MPI" if started_by.uses_mpi else "gloo",
-        has_gpu=tuning.sees_gpu(),
-        deterministic=deterministic,
-        more=environment,
-    )
-    # Horovod and MPI read these when they initialise.
-    os.environ |= {setting.name: setting.value for setting in settings}
-    with initialize.rendezvous_if_needed(started_by):
-        cores = initialize.initialise(started_by)
-        initialize.check_rank_and_size(started_by)
-        mine = device.pin(devices or DeviceConfig(), hvd.local_rank(), hvd.local_size(), len(cores))
-        if deterministic:
-            tf.config.experimental.enable_op_determinism()
-        facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
-    group = WorkerGroup(
-        rank=hvd.rank(),
-        size=hvd.size(),
-        local_rank=hvd.local_rank(),
-        local_size=hvd.local_size(),
-        launcher=started_by.launcher,
-        exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
-        hosts=tuple(host for host, _ in facts),
-        devices=tuple(device.Device(*found) for _, found in facts),
-        settings=tuple(settings),
-        deterministic=deterministic,
-    )
-    with group.raise_together():
-        check_devices(group)
-    return group
+    joined = join(horovod, deterministic=deterministic, environment=environment)
+    with joined.rendezvous:
+        return meet(joined, joined.pin(devices or DeviceConfig()), deterministic=deterministic)
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:

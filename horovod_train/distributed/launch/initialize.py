@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import horovod.tensorflow as hvd
@@ -32,8 +32,10 @@ def rendezvous_if_needed(started_by: launcher.Launch) -> AbstractContextManager[
     return rendezvous.open_rendezvous(started_by.step)
 
 
-def initialise(started_by: launcher.Launch) -> set[int]:
+def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSet] | None = None) -> set[int]:
     """Collective: start Horovod; return the cores that the ranks of this host may use together.
+
+    process_sets: sets of ranks that exchange among themselves, besides all ranks together.
 
     A launcher may have bound each rank to different cores. TensorFlow cannot be used for this exchange yet.
     """
@@ -44,7 +46,7 @@ def initialise(started_by: launcher.Launch) -> set[int]:
     if not started_by.uses_mpi:
         speaks = started_by.step is not None and started_by.rank == 0
         with _sentinel(_GLOO_FAILED) if speaks else nullcontext():
-            hvd.init()
+            hvd.init(process_sets=process_sets)
         return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
     with _sentinel(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
@@ -52,7 +54,7 @@ def initialise(started_by: launcher.Launch) -> set[int]:
         warnings.filterwarnings("ignore", "suspicious MPI execution environment")
         from mpi4py import MPI
 
-    hvd.init(comm=MPI.COMM_WORLD)
+    hvd.init(comm=MPI.COMM_WORLD, process_sets=process_sets)
     neighbours = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     if (neighbours.rank, neighbours.size) != (hvd.local_rank(), hvd.local_size()):
         raise UserError(
