@@ -1,12 +1,12 @@
 """DistributedOptimizer: makes a given optimizer average gradients over all ranks inside `apply`.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
-`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see keras_callbacks and group.
+`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -21,9 +21,14 @@ from horovod_train.distributed.allreduce import (
     exchange_name,
     sum_in_order,
 )
+from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
+COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+
+Combine = Callable[[Sequence[Any], Sequence[Any] | None, str], list[Any]]
+"""(gradients, their variables if the caller knows them, name of the optimizer) → gradients combined over the ranks."""
 
 
 class CombiningOptimizer(Protocol):
@@ -60,20 +65,36 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
 
     options: fields of GradientExchange, as op="sum", compression="bf16"; by default the mean over all ranks.
 
+    Returns the same object, see `distribute`. Each gradient is exchanged separately, as soon as it is computed, so that
+    exchanges overlap with the rest of the backward pass. A gradient that is None must be None on every rank.
+
+    Raises UserError for an unknown op or compression, and as `distribute` does.
+    """
+    exchange = GradientExchange(**options)
+
+    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+        return [None if grad is None else exchange(grad, f"{name}.gradient.{i}") for i, grad in enumerate(grads)]
+
+    return distribute(optimizer, combine)
+
+
+def distribute(optimizer: keras.optimizers.Optimizer, combine: Combine) -> CombiningOptimizer:
+    """Make `optimizer` combine its gradients by `combine` before it does anything else with them.
+
     Returns the same object: its class becomes a subclass with the same name. Its config, its state and a model saved
     with it are therefore those of the plain optimizer, and load without Horovod. Clipping, weight decay, loss-scale
     checks and gradient accumulation inside the optimizer see combined gradients; with Keras'
     `gradient_accumulation_steps` every micro-step is exchanged.
 
-    Each gradient is exchanged separately, as soon as it is computed, so that exchanges overlap with the rest of the
-    backward pass. A gradient that is None must be None on every rank. XLA cannot compile the exchange: in `model.fit`
-    the callback BroadcastVariables switches XLA off, elsewhere UserError is raised when the step is traced.
+    XLA cannot compile the exchange: in `model.fit` the callback BroadcastGlobalVariablesCallback switches XLA off,
+    elsewhere UserError is raised when the step is traced.
 
-    Raises UserError for an unknown op or compression, for an optimizer that is already distributed, and under the
-    mixed_float16 policy for an optimizer that is not a LossScaleOptimizer. Keras would wrap that one in a
-    LossScaleOptimizer that checks on each rank whether *its* gradients are finite; ranks with different answers would
-    wait for each other forever.
+    Raises UserError for an optimizer that is already distributed, and under the mixed_float16 policy for one that is
+    not a LossScaleOptimizer. Keras would wrap that one in a LossScaleOptimizer that checks on each rank whether *its*
+    gradients are finite; ranks with different answers would wait for each other forever.
     """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise UserError(f"DistributedOptimizer: expected a Keras 3 optimizer; received {type(optimizer).__name__}.")
     if isinstance(optimizer, _Distributed):
         raise UserError(f"DistributedOptimizer: {optimizer.name} is distributed already; wrap it once.")
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -84,26 +105,23 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
         )
     # Not a copy by from_config: a copy would lose slots already built, and some optimizers cannot be rebuilt from
     # config.
-    optimizer.__class__ = _distributed(type(optimizer), GradientExchange(**options))
+    take_class(optimizer, _distributed(type(optimizer), combine))
     return cast(CombiningOptimizer, optimizer)
 
 
-def _distributed(base: type, combine_one: GradientExchange) -> type:
-    """Return a subclass of an optimizer's class, with the same name, that combines gradients before it applies them."""
+def _distributed(base: type, combine: Combine) -> type:
+    """Return a subclass of an optimizer's class that combines gradients before it applies them."""
 
     class Distributed(base, _Distributed):
-        def combine(self, grads: Sequence[Any]) -> list[Any]:
-            names = (f"{self.name}.gradient.{index}" for index in range(len(grads)))
-            return [None if grad is None else combine_one(grad, name) for grad, name in zip(grads, names, strict=True)]
+        def combine(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> list[Any]:
+            return combine(grads, trainable_variables, self.name)
 
         def apply_combined(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             super().apply(grads, trainable_variables)
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            self.apply_combined(self.combine(grads), trainable_variables)
+            self.apply_combined(self.combine(grads, trainable_variables), trainable_variables)
 
-    Distributed.__name__, Distributed.__qualname__ = base.__name__, base.__qualname__
-    Distributed.__module__, Distributed.__doc__ = base.__module__, base.__doc__
     return Distributed
 
 
@@ -118,8 +136,8 @@ class GradientExchange:
 
     op: str = "average"
     """"average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a number of ranks that is a power of two)."""
-    compression: str = "none"
-    """Format in which dense floating-point gradients are sent: "none", "fp16" or "bf16"."""
+    compression: str | type = "none"
+    """Format in which dense floating-point gradients are sent: "none", "fp16", "bf16", or a Compressor of Horovod's."""
     process_set: hvd.ProcessSet | None = None
     """The ranks that combine their gradients; default all."""
     sparse_as_dense: bool = False
@@ -138,7 +156,7 @@ class GradientExchange:
     def __post_init__(self) -> None:
         if self.op not in OPS:
             raise UserError(f"DistributedOptimizer: op must be one of {', '.join(OPS)}; received {self.op!r}.")
-        if self.compression not in ("none", "fp16", "bf16"):
+        if self.compression not in (*COMPRESSORS, "bf16") and not hasattr(self.compression, "decompress"):
             raise UserError(
                 f"DistributedOptimizer: compression must be none, fp16 or bf16; received {self.compression!r}."
             )
@@ -164,30 +182,49 @@ class GradientExchange:
             values = values / tf.cast(ranks.size(), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
+    def together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Combine dense gradients in one exchange, which begins when all of them are there on all ranks.
+
+        Raises UserError for what does not go with it: op adasum, compression bf16, deterministic.
+        """
+        if self.op == "adasum" or self.compression == "bf16" or self.deterministic:
+            raise UserError("DistributedOptimizer: groups do not go with op adasum, compression bf16 or deterministic.")
+        packed = [self._compressor.compress(gradient) for gradient in gradients]
+        sums = hvd.grouped_allreduce(
+            [wire for wire, _ in packed],
+            name=exchange_name(name),
+            ignore_name_scope=True,
+            process_set=self.ranks,
+            **self._arithmetic(),
+        )
+        return [self._compressor.decompress(total, how) for total, (_, how) in zip(sums, packed, strict=True)]
+
+    @property
+    def _compressor(self) -> Any:
+        return COMPRESSORS[self.compression] if isinstance(self.compression, str) else self.compression
+
+    def _arithmetic(self) -> dict[str, Any]:
+        """Return how Horovod's allreduce adds and divides."""
+        if self.predivide == 1.0:
+            return {"op": OPS[self.op]}
+        factors = {"prescale_factor": 1 / self.predivide, "postscale_factor": self.predivide / self.ranks.size()}
+        return {"op": hvd.Sum, **factors}
+
     def _combine_dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
         ranks, averages = self.ranks, self.op == "average"
         if self.compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
             return combine_bf16(gradient, name, ranks, divisor=ranks.size() if averages else 1)
-        wire = tf.cast(gradient, tf.float16) if self.compression == "fp16" else gradient
+        compressor = hvd.Compression.none if self.compression == "bf16" else self._compressor
+        wire, how = compressor.compress(gradient)
         if self.deterministic and self.op != "adasum":
             after = self.predivide / ranks.size() if averages else 1.0
             combined = sum_in_order(wire / self.predivide, name, ranks) * after
-        elif self.predivide == 1.0:
-            combined = hvd.allreduce(wire, op=OPS[self.op], name=name, ignore_name_scope=True, process_set=ranks)
         else:
-            combined = hvd.allreduce(
-                wire,
-                op=hvd.Sum,
-                name=name,
-                ignore_name_scope=True,
-                process_set=ranks,
-                prescale_factor=1 / self.predivide,
-                postscale_factor=self.predivide / ranks.size(),
-            )
-        return tf.cast(combined, gradient.dtype)
+            combined = hvd.allreduce(wire, name=name, ignore_name_scope=True, process_set=ranks, **self._arithmetic())
+        return compressor.decompress(combined, how)
 
 
-def _check_adasum(compression: str) -> None:
+def _check_adasum(compression: str | type) -> None:
     if not hvd.mpi_enabled():  # nor with NCCL alone: Horovod's Adasum on GPUs reaches the other hosts over MPI
         raise UserError("horovod.op: adasum needs MPI; the ranks of this run meet over gloo. Start it with mpirun.")
     if hvd.size() & (hvd.size() - 1):
