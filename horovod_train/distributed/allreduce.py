@@ -32,7 +32,8 @@ def exchange_name(name: str) -> str:
     if _is_for_xla(graph):
         raise UserError(
             "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False), or the callback "
-            "BroadcastVariables(), which does so; a tf.function around the exchange must not have jit_compile=True."
+            "BroadcastGlobalVariablesCallback(), which does so; a tf.function around the exchange must not have "
+            "jit_compile=True."
         )
     given = _names.setdefault(graph, Counter())
     given[name] += 1

@@ -204,12 +204,6 @@ def test_data_of_unknown_length_is_refused_until_its_steps_are_given(
 
 
 @pytest.mark.parametrize(("launcher", "np"), [ALONE, *IN_MODEL_FIT])
-def test_every_rank_gets_as_many_rows(rank_facts: RankFacts, launcher: str, np: int) -> None:
-    for rank, facts in enumerate(rank_facts("optimizers", launcher, np)):
-        assert facts["shared"] == [list(range(rank, 4 * np, np)), [rank]]
-
-
-@pytest.mark.parametrize(("launcher", "np"), [ALONE, *IN_MODEL_FIT])
 def test_variables_that_horovod_cannot_send_are_refused(rank_facts: RankFacts, launcher: str, np: int) -> None:
     for facts in rank_facts("optimizers", launcher, np):
         assert "kernel is bfloat16, which Horovod cannot exchange. Keep variables in float32" in facts["bfloat16"]

@@ -18,7 +18,7 @@ from horovod_train.config.loader import load
 from horovod_train.errors import UserError
 from horovod_train.main import COMMANDS, _parser
 
-LANGUAGES = {"bash", "console", "text", "python", "yaml", "ini", "dockerfile"}
+LANGUAGES = {"bash", "console", "text", "python", "yaml", "ini", "dockerfile", "diff"}
 BLOCKS = [block for page in pages() for block in blocks(page)]
 OURS = ["-m", "horovod_train.main"]
 HEADING = re.compile(r"^#{1,6} +(.*)$", re.MULTILINE)

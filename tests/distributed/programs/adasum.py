@@ -10,9 +10,8 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.distributed import DistributedOptimizer
 from horovod_train.distributed.group import start
-from horovod_train.distributed.optimizer import GradientExchange
+from horovod_train.distributed.optimizer import DistributedOptimizer, GradientExchange
 
 group = start(HorovodConfig(op="adasum"), DeviceConfig())
 rank, size = group.rank, group.size

@@ -14,14 +14,11 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.distributed import (
-    AverageMetrics,
-    BroadcastVariables,
-    DistributedOptimizer,
-    start,
-    synchronise_batch_norm,
-)
+from horovod_train.distributed.group import start
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
+from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from horovod_train.optim.lars import LARS
 
 group = start()
@@ -127,18 +124,18 @@ facts["accumulating"] = sha(fit(DistributedOptimizer(keras.optimizers.SGD(0.01, 
 different_start = {"seed": rank, "optimizer": DistributedOptimizer(keras.optimizers.Adam(0.01))}
 facts["without_broadcast"] = sha(fit(**different_start))
 different_start["optimizer"] = DistributedOptimizer(keras.optimizers.Adam(0.01))
-facts["with_broadcast"] = sha(fit(**different_start, callbacks=[BroadcastVariables()]))
+facts["with_broadcast"] = sha(fit(**different_start, callbacks=[BroadcastGlobalVariablesCallback()]))
 
 # XLA: what Keras chooses where there is a GPU.
 with_xla = {"compiled": {"jit_compile": True}}
-facts["xla_with_broadcast"] = sha(fit(sgd(), callbacks=[BroadcastVariables()], **with_xla))
+facts["xla_with_broadcast"] = sha(fit(sgd(), callbacks=[BroadcastGlobalVariablesCallback()], **with_xla))
 facts["xla_without_broadcast"] = error_of(lambda: fit(sgd(), **with_xla))
 normed = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
 synchronise_batch_norm(normed)
 facts["xla_with_synchronised_batch_norm"] = error_of(lambda: fit("sgd", model=normed, **with_xla))
 
 # Ranks that would not take the same steps; all of them learn of it, so that they can go on here.
-in_step = [BroadcastVariables()]
+in_step = [BroadcastGlobalVariablesCallback()]
 facts["uneven"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=32 - 8 * (rank == 0)))
 facts["stopped_alone"] = error_of(lambda: fit(sgd(), callbacks=[*in_step, StopOneRank()]))
 stream = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8).filter(lambda *_: True)
@@ -151,10 +148,9 @@ facts["bfloat16"] = error_of(
         sgd(), model=keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, dtype="bfloat16")]), callbacks=in_step
     )
 )
-facts["shared"] = group.share(np.arange(5 * size - 1), [*range(size)])
 
 logs: dict[str, float] = {"loss": float(rank)}
-AverageMetrics().on_epoch_end(0, logs)
+MetricAverageCallback().on_epoch_end(0, logs)
 facts["averaged_log"] = logs["loss"]
 
 # A layer that takes no part in the loss has no gradient on any rank.

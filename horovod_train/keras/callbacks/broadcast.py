@@ -1,19 +1,22 @@
-"""Callbacks for `model.fit` with DistributedOptimizer: equal initial values, equal steps, means over ranks in logs."""
+"""BroadcastGlobalVariablesCallback: equal weights and equal steps on all ranks in `model.fit`."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.group import broadcast_variables
+from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
+from horovod_train.tensorflow.agreement import check_equal, digest
+from horovod_train.tensorflow.broadcasting import broadcast_variables
+from horovod_train.tensorflow.names import key_of, name_of
 
 _UNKNOWN, _NONE_MORE = -1, -2
 """These replace the number of batches in an epoch."""
@@ -23,11 +26,13 @@ _STOPPED_WITHIN_S = 30.0
 log = logging.getLogger(__name__)
 
 
-class BroadcastVariables(keras.callbacks.Callback):
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast root's weights and optimizer state before the first step, and keep the ranks at the same step.
 
-    The optimizer's slots are built first, so that they are broadcast too. Seeds of dropout are not broadcast, because
-    masks must differ by rank.
+    The optimizer's slots are built first, so that they are broadcast too. A model that has no variables before its
+    first batch gets them after it. Seeds of dropout are not broadcast, because
+    masks must differ by rank. After each epoch all ranks compare their trainable weights, and raise RanksDisagree if
+    they differ.
 
     XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default if there is a GPU, is
     trained without it, and root reports this.
@@ -35,27 +40,42 @@ class BroadcastVariables(keras.callbacks.Callback):
     Ranks that take different numbers of steps would wait for each other forever. Before an epoch in which this would
     happen, all ranks raise UserError with ranks and numbers; a rank whose data ends early raises it too. The number of
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
+
+    root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
+    which each rank keeps its own value.
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
-        self.root_rank = root_rank
-        self._epoch, self._batches_done = 0, 0
+        self.root_rank, self._device = root_rank, device
+        self._local = {key_of(variable) for variable in keras.tree.flatten(local_variables) if variable is not None}
+        self._epoch, self._batches_done, self._has_broadcast = 0, 0, False
         self._planned: int | None = None
         """Number of batches in the current epoch."""
 
+    def register_local_var(self, var: Any) -> None:
+        """Let each rank keep its own value of this variable."""
+        self._local.add(key_of(var))
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._has_broadcast = False
         if self.model.jit_compile:
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
             if hvd.rank() == self.root_rank:
                 log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
+        if all(layer.built for layer in layers_inside(self.model)):
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        self._has_broadcast = True
         variables, optimizer = list(self.model.weights), self.model.optimizer
         if optimizer is not None:  # a model with several optimizers stores them itself
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             variables += optimizer.variables
-        broadcast_variables(variables, self.root_rank)
+        with tf.device(self._device):
+            broadcast_variables(self._shared(variables), self.root_rank)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done = epoch + 1, 0
@@ -69,16 +89,29 @@ class BroadcastVariables(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches_done = batch + 1
+        if not self._has_broadcast:
+            self._broadcast()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()  # before the evaluation, because the other ranks do not wait for it
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()
+        self._check_agreement()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._planned = None
         _agree(self._epoch, _NONE_MORE)
+
+    def _shared(self, variables: Iterable[Any]) -> list[Any]:
+        return [variable for variable in variables if key_of(variable) not in self._local]
+
+    def _check_agreement(self) -> None:
+        """Collective: raise RanksDisagree, on all ranks, if trainable weights differ."""
+        variables = self._shared(self.model.trainable_variables)
+        own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
+        digests = hvd.allgather(own[tf.newaxis], name="fit.agreement").numpy()
+        check_equal(digests, [name_of(variable) for variable in variables], hvd.global_process_set)
 
     def _check_whole(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""
@@ -93,21 +126,6 @@ class BroadcastVariables(keras.callbacks.Callback):
             raise UserError(f"{story}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
 
 
-class AverageMetrics(keras.callbacks.Callback):
-    """Replace each logged value at the end of an epoch by its mean over ranks.
-
-    The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
-    those that read the logs, so that all ranks decide alike.
-    """
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        names = sorted(logs or {})
-        if logs and names:
-            values = tf.constant(np.array([float(logs[name]) for name in names]))
-            means = hvd.allreduce(values, op=hvd.Average, name="AverageMetrics").numpy()
-            logs.update(zip(names, means.tolist(), strict=True))
-
-
 def _agree(epoch: int, batches: int) -> None:
     """Collective: raise UserError on all ranks if their numbers of batches differ. batches: may be _UNKNOWN, …"""
     ranks: dict[tuple[int, int], list[int]] = {}
@@ -117,8 +135,8 @@ def _agree(epoch: int, batches: int) -> None:
     if len(ranks) > 1:
         shown = "; ".join(f"{_listed(those)}: {_plan(*plan)}" for plan, those in ranks.items())
         raise UserError(
-            f"model.fit: all ranks must take the same steps; received {shown}. group.share(x, y) gives each rank as "
-            "many rows; callbacks that stop training must decide alike, after AverageMetrics()."
+            f"model.fit: all ranks must take the same steps; received {shown}. hvd.shard(x, y) gives each rank "
+            "as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
         )
 
 

@@ -1,0 +1,65 @@
+"""MetricAverageCallback and BestModelCheckpoint: what all ranks have seen, and the best of it in a file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replace each logged value at the end of an epoch by its mean over ranks.
+
+    The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
+    those that read the logs, so that all ranks decide alike. device: TensorFlow device of the exchange.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        names = sorted(logs or {})
+        if logs and names:
+            values = np.array([float(logs[name]) for name in names])
+            with tf.device(self._device):
+                means = hvd.allreduce(tf.constant(values), op=hvd.Average, name="MetricAverageCallback").numpy()
+            logs.update(zip(names, means.tolist(), strict=True))
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint with save_best_only, which writes on rank 0 only.
+
+    filepath: default best.keras, or best.weights.h5 with save_weights_only; Horovod's has none. The other arguments are
+    Keras'. Put it after MetricAverageCallback.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        super().__init__(
+            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
+            monitor=monitor,
+            verbose=verbose if hvd.rank() == 0 else 0,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)

@@ -1,0 +1,112 @@
+"""LearningRateScheduleCallback and LearningRateWarmupCallback: the learning rate by epoch, or by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from horovod_train.errors import UserError
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Set the learning rate to initial_lr * multiplier(epoch), in epochs start_epoch to end_epoch - 1.
+
+    multiplier: a function of the epoch, or a number m for m ** (epoch - start_epoch). staircase: change at the start of
+    an epoch, else at each batch, with epoch + batch / steps_per_epoch. end_epoch: None for no end. steps_per_epoch:
+    default what `fit` says.
+
+    momentum_correction: when the rate changes, multiply an optimizer's momentum by new rate / old rate for that step
+    (Goyal et al. 2017, arXiv:1706.02677, section 3). Done on the accumulated updates, which is the same number: Keras 3
+    compiles the momentum itself into the step. For optimizers with an attribute `momentum`: SGD and RMSprop, whose
+    accumulated updates contain the rate.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UserError(f"{type(self).__name__}: initial_lr is needed; received None.")
+        self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
+        self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        self._epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch
+            self._set(self._epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+    def _set(self, epoch: float) -> None:
+        optimizer = self.model.optimizer
+        old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
+        optimizer.learning_rate = new
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        if self.momentum_correction and old and getattr(inner, "momentum", None):
+            for variable in optimizer.variables:
+                if variable.path.endswith("_momentum"):
+                    variable.assign(variable * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from initial_lr / size to initial_lr over warmup_epochs, a little at each batch.
+
+    At batch b of epoch e: initial_lr / size * ((size - 1) * (e + (b + 1) / steps_per_epoch) / warmup_epochs + 1), from
+    Goyal et al. 2017 (arXiv:1706.02677), with Horovod's one batch ahead. verbose: 1 prints the end of it, on rank 0.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch
+            ahead = epoch + 1 / self.steps_per_epoch
+            return (ahead * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and hvd.rank() == 0 and epoch + 1 == self.end_epoch:
+            rate = float(self.model.optimizer.learning_rate)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")

@@ -1,0 +1,151 @@
+"""`import horovod_train.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`, under Keras 3.
+
+The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are Horovod's
+own, everything that meets Keras is this project's. All ranks must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from horovod.tensorflow import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+    add_process_set,
+    allgather,
+    allgather_object,
+    allreduce,
+    alltoall,
+    broadcast,
+    broadcast_,
+    broadcast_object,
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_reducescatter,
+    is_homogeneous,
+    is_initialized,
+    join,
+    local_rank,
+    local_rank_op,
+    local_size,
+    local_size_op,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    process_set_included_op,
+    rank,
+    rank_op,
+    reducescatter,
+    remove_process_set,
+    rocm_built,
+    shutdown,
+    size,
+    size_op,
+    start_timeline,
+    stop_timeline,
+)
+
+from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.tensorflow.broadcasting import broadcast_global_variables, broadcast_model, broadcast_variables
+from horovod_train.tensorflow.compression import Compression
+from horovod_train.tensorflow.lifetime import barrier, init
+from horovod_train.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from horovod_train.tensorflow.sharding import shard
+from horovod_train.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "PartialDistributedGradientTape",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_model",
+    "broadcast_object",
+    "broadcast_variables",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shard",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+    "synchronise_batch_norm",
+]
+
+INSTEAD = {
+    "BroadcastGlobalVariablesHook": "Estimators are TensorFlow 1: use model.fit and "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback of horovod_train.keras",
+    "SyncBatchNormalization": "it is a layer of Keras 2: call hvd.synchronise_batch_norm(model) for Keras' own",
+    "broadcast_object_fn": "it is for sessions of TensorFlow 1: call hvd.broadcast_object",
+    "elastic": "ranks cannot join or leave a running script: use keras.callbacks.BackupAndRestore on rank 0, or the "
+    "trainer, which resumes at another number of ranks",
+}
+"""What Horovod has and this has not, and what to do."""
+
+
+def refuse(module: str, name: str, instead: dict[str, str]) -> NoReturn:
+    """Raise AttributeError that says what to do in place of a name that is not served."""
+    what = f": {instead[name]}." if name in instead else ""
+    raise AttributeError(f"{module} has no {name!r}{what}")
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name, INSTEAD)

@@ -1,0 +1,97 @@
+"""Count exchanges of gradients, and see at the second one that all ranks hold the same weights.
+
+A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The second
+exchange, because a script may broadcast after its first step, when all variables exist.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.allreduce import exchange_name
+from horovod_train.errors import RanksDisagree
+from horovod_train.tensorflow.names import name_of
+
+CHECKED_AT = 2
+_counts: dict[int, tf.Variable] = {}
+"""By the id of the first of the variables that are exchanged together: how often they were."""
+_is_on = True
+_found: RanksDisagree | None = None
+
+
+def switch(on: bool) -> None:
+    """Check, or do not check, from the next exchange that is traced."""
+    global _is_on
+    _is_on = on
+
+
+def exchanges_begun() -> int:
+    """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
+    return sum(int(count.numpy()) for count in list(_counts.values()))
+
+
+def disagreement() -> RanksDisagree | None:
+    """Return what ended a step: TensorFlow raises an error of its own in place of one that was raised inside it."""
+    return _found
+
+
+def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
+    """Collective at its second run: count, and raise RanksDisagree in the step if ranks hold different values."""
+    count = _count_of(variables[0]).assign_add(1)
+    if _is_on and ranks.size() > 1:
+        name = exchange_name(f"{name}.agreement")
+        tf.cond(tf.equal(count, CHECKED_AT), lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
+
+
+def _count_of(variable: Any) -> tf.Variable:
+    if id(variable) not in _counts:
+        with tf.init_scope(), tf.device("CPU:0"):
+            _counts[id(variable)] = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
+        weakref.finalize(variable, _counts.pop, id(variable), None)
+    return _counts[id(variable)]
+
+
+def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
+    names = [name_of(variable) for variable in variables]
+
+    def check(digests: np.ndarray) -> bool:
+        global _found
+        try:
+            check_equal(digests, names, ranks)
+        except RanksDisagree as error:
+            _found = error
+            raise
+        return True
+
+    with tf.device("CPU:0"):
+        own = tf.stack([digest(variable) for variable in variables])[tf.newaxis]
+        digests = hvd.allgather(own, name=name, ignore_name_scope=True, process_set=ranks)
+        return tf.ensure_shape(tf.numpy_function(check, [digests], tf.bool), [])
+
+
+def digest(variable: Any) -> tf.Tensor:
+    """Return an int64 [] that differs for values that differ: a sum of all words, each times its place."""
+    value = tf.reshape(tf.convert_to_tensor(variable), [-1])
+    word = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}[value.dtype.size]
+    words = tf.cast(tf.cast(value, tf.int8) if value.dtype == tf.bool else tf.bitcast(value, word), tf.int64)
+    return tf.reduce_sum(words * (2 * tf.range(tf.size(words, out_type=tf.int64)) + 1))
+
+
+def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet) -> None:
+    """Raise RanksDisagree, on all ranks, for the first variable whose digests [rank, variable] differ."""
+    for name, column in zip(names, digests.T, strict=True):
+        if len(set(column.tolist())) > 1:
+            members = ranks.ranks or range(len(column))
+            others = [rank for rank, own in zip(members, column, strict=True) if own != column[0]]
+            shown = ", ".join(map(str, others[:4])) + (", …" if len(others) > 4 else "")
+            raise RanksDisagree(
+                f"ranks hold different weights: {name} on rank {shown} is not that of rank {members[0]}. Give fit "
+                "hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
+                "root_rank=0) before the second step; hvd.init(check_weights=False) does not check."
+            )

@@ -1,0 +1,171 @@
+"""Combine gradients over the ranks as the arguments of Horovod's optimizer and tape say. Both use this."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_train.distributed.optimizer import OPS, GradientExchange
+from horovod_train.errors import UserError
+from horovod_train.tensorflow.agreement import count_exchange
+from horovod_train.tensorflow.names import key_of
+
+log = logging.getLogger(__name__)
+
+Groups = int | list[list[Any]] | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What Horovod's DistributedOptimizer and DistributedGradientTape have in common, by Horovod's names."""
+
+    name: str | None = None
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: Any = hvd.Compression.none
+    sparse_as_dense: bool = False
+    op: Any = hvd.Average
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: Groups = None
+    process_set: hvd.ProcessSet = hvd.global_process_set
+    scale_local_gradients: bool = True
+
+
+class GradientCombiner:
+    """(gradients, variables, name) → the gradients combined over the ranks, those of local variables left as they are.
+
+    owner: what messages call it. Raises UserError for arguments that do not go together or cannot be served here.
+    """
+
+    def __init__(self, owner: str, arguments: Arguments) -> None:
+        self._owner, self._arguments = owner, arguments
+        self._exchange = GradientExchange(
+            op=self._name_of_op(arguments.op),
+            compression=arguments.compression,
+            process_set=arguments.process_set,
+            sparse_as_dense=arguments.sparse_as_dense,
+            predivide=arguments.gradient_predivide_factor,
+        )
+        self._groups = arguments.groups if arguments.groups is not None else arguments.num_groups or None
+        if isinstance(self._groups, int) and self._groups < 1:
+            raise UserError(f"{owner}: groups must be at least 1, or lists of variables; received {self._groups}.")
+        self._local: dict[Any, Any] = {}
+        for argument, device in (("device_dense", arguments.device_dense), ("device_sparse", arguments.device_sparse)):
+            self._check_device(argument, device)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank is one of those that combine their gradients."""
+        return bool(self._arguments.process_set.included())
+
+    def register_local(self, variable: Any) -> None:
+        """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
+        self._local[key_of(variable)] = variable
+
+    def is_local(self, variable: Any) -> bool:
+        return key_of(variable) in self._local
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+        """Collective among the ranks of the process set. variables: in the order of `grads`; None if not known.
+
+        Raises UserError if local variables or groups of variables cannot be told without `variables`.
+        """
+        combined = list(grads)
+        if not self.takes_part:
+            return combined
+        if variables is None and (self._local or isinstance(self._groups, list)):
+            raise UserError(f"{self._owner}: local variables and groups need apply(grads, trainable_variables).")
+        name = self._arguments.name or name
+        known = variables or [None] * len(combined)
+        local = {i for i, variable in enumerate(known) if variable is not None and self.is_local(variable)}
+        shared = [i for i, grad in enumerate(combined) if grad is not None and i not in local]
+        if variables is not None and shared:
+            count_exchange([variables[i] for i in shared], name, self._arguments.process_set)
+        if self._arguments.scale_local_gradients:
+            for i in local:
+                combined[i] = _divided(combined[i], self._arguments.process_set.size())
+        for number, members in enumerate(self._grouped(combined, shared, known)):
+            if len(members) == 1:
+                combined[members[0]] = self._combine(combined[members[0]], f"{name}.gradient.{members[0]}")
+                continue
+            with tf.device(self._arguments.device_dense):
+                sums = self._exchange.together([combined[i] for i in members], f"{name}.group.{number}")
+            for i, total in zip(members, sums, strict=True):
+                combined[i] = total
+        return combined
+
+    def _combine(self, grad: Any, name: str) -> Any:
+        is_sparse = isinstance(grad, tf.IndexedSlices) and not self._arguments.sparse_as_dense
+        with tf.device(self._arguments.device_sparse if is_sparse else self._arguments.device_dense):
+            return self._exchange(grad, name)
+
+    def _grouped(self, grads: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]) -> Iterator[list[int]]:
+        """Yield indices of gradients that are exchanged together: the dense ones of each group; else each alone."""
+        dense = [i for i in shared if not isinstance(grads[i], tf.IndexedSlices)]
+        yield from ([i] for i in shared if i not in set(dense))
+        if self._groups is None:
+            yield from ([i] for i in dense)
+        elif isinstance(self._groups, int):
+            whole, rest = divmod(len(dense), self._groups)
+            sizes = [whole + (number < rest) for number in range(self._groups)]
+            ends = [sum(sizes[: number + 1]) for number in range(self._groups)]
+            yield from (dense[end - size : end] for end, size in zip(ends, sizes, strict=True) if size)
+        else:
+            place = {key_of(variable): number for number, group in enumerate(self._groups) for variable in group}
+            members: dict[int, list[int]] = {}
+            for i in dense:
+                members.setdefault(place.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
+            yield from members.values()
+
+    def _name_of_op(self, op: Any) -> str:
+        names = {value: name for name, value in OPS.items()}
+        if op not in names:
+            raise UserError(f"{self._owner}: op must be hvd.Average, hvd.Sum or hvd.Adasum; received {op!r}.")
+        return names[op]
+
+    def _check_device(self, argument: str, device: str) -> None:
+        if "gpu" in device.lower() and not tf.config.get_visible_devices("GPU"):
+            raise UserError(f"{self._owner}: {argument}={device!r}, but this process sees no GPU. Leave it out.")
+
+
+class CombinedGradients:
+    """The gradients that tapes have combined and that still exist, so that an optimizer does not combine them again."""
+
+    def __init__(self) -> None:
+        self._found: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+    def note(self, grads: Sequence[Any]) -> None:
+        self._found.update({id(grad): grad for grad in grads if grad is not None})
+
+    def are_all(self, grads: Sequence[Any]) -> bool:
+        """Return whether all gradients are such. One that has been clipped or scaled since is a new tensor."""
+        given = [grad for grad in grads if grad is not None]
+        return bool(given) and all(self._found.get(id(grad)) is grad for grad in given)
+
+
+by_tape = CombinedGradients()
+
+
+def variables_of(layers: Any, owner: str) -> list[Any]:
+    """Return the trainable variables of a layer, or of several. Raises UserError for what is not a Keras layer."""
+    found = [layers] if isinstance(layers, keras.Layer) else list(layers or ())
+    if wrong := [layer for layer in found if not isinstance(layer, keras.Layer)]:
+        raise UserError(f"{owner}: local_layers must be Keras layers; received {type(wrong[0]).__name__}.")
+    if unbuilt := [layer.name for layer in found if not layer.built]:
+        raise UserError(f"{owner}: local layer {unbuilt[0]} has no variables yet. Build it, or call the model once.")
+    return [variable for layer in found for variable in layer.trainable_weights]
+
+
+def _divided(grad: Any, by: int) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(grad.values / by, grad.indices, grad.dense_shape)
+    return None if grad is None else grad / by

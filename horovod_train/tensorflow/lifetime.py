@@ -1,0 +1,76 @@
+"""init and shutdown: start Horovod as its launcher wants it, pin this process to its device, switch the guards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from horovod_train.config.settings import DeviceConfig, WatchConfig
+from horovod_train.distributed.device import Device
+from horovod_train.distributed.group import Joined, join
+from horovod_train.distributed.watchdog.watchdog import stall_environment
+from horovod_train.errors import UserError
+from horovod_train.tensorflow import agreement, watch
+
+log = logging.getLogger(__name__)
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[hvd.ProcessSet] | str | None = None,
+    *,
+    pin_device: bool = True,
+    watch_ranks: bool | WatchConfig = True,
+    check_weights: bool = True,
+) -> None:
+    """Collective: start Horovod in this process. A second call does nothing.
+
+    comm: None; the ranks of a part of the job are given as `process_sets` instead.
+    process_sets: sets of ranks that will exchange among themselves; "dynamic" allows add_process_set later.
+    pin_device: make the GPU with this process's local rank the only one it uses, and share the host's cores among its
+        ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
+    watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
+        a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour.
+    check_weights: at the second exchange of gradients, see that all ranks hold the same weights.
+
+    Raises UserError if the processes would not find each other, or have too few GPUs.
+    """
+    if comm is not None:
+        raise UserError(
+            "hvd.init: comm is not served. Give process_sets=[hvd.ProcessSet([0, 1])] for a part of the ranks."
+        )
+    if hvd.is_initialized():
+        return
+    limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
+    agreement.switch(check_weights)
+    joined = join(
+        environment=stall_environment(limits) if watch_ranks else None,
+        process_sets=process_sets,
+    )
+    watch.prepare(joined, _pin(joined) if pin_device else _AS_IT_IS, limits if watch_ranks else WatchConfig(False))
+
+
+def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
+    """Collective: return when every rank of the process set has called it."""
+    hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
+
+
+_AS_IT_IS = Device("as the script chose", "", (), ())
+
+
+def _pin(joined: Joined) -> Device:
+    """Pin this process to its device, unless the script has chosen one or has started TensorFlow already."""
+    if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
+        return _AS_IT_IS
+    try:
+        return joined.pin(DeviceConfig())
+    except RuntimeError as error:  # TensorFlow has started, and keeps what it has
+        log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
+        return _AS_IT_IS
+    except UserError:
+        joined.rendezvous.close()
+        raise

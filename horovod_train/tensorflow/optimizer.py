@@ -1,0 +1,158 @@
+"""DistributedOptimizer and PartialDistributedOptimizer with Horovod's arguments, for Keras 3 optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_train.distributed.optimizer import distribute
+from horovod_train.distributed.subclass import take_class
+from horovod_train.errors import UserError
+from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
+
+log = logging.getLogger(__name__)
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    *,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Make a Keras optimizer combine its gradients over all ranks before it uses them. Returns the same optimizer.
+
+    Its class becomes a subclass with the same name: its config, its state and a model saved with it stay those of the
+    plain optimizer. Clipping, weight decay and loss scale see combined gradients.
+
+    name: prefix of the names of exchanges; default the optimizer's own.
+    device_dense, device_sparse: TensorFlow device of the exchange, of dense gradients and of IndexedSlices.
+    compression: hvd.Compression.none, .fp16 or .bf16, or a class with compress(tensor) and decompress(tensor, context).
+    sparse_as_dense: exchange IndexedSlices as dense tensors.
+    backward_passes_per_step: add up the gradients of so many calls of `apply` before they are combined and applied; the
+        calls between change nothing. `iterations` counts the updates.
+    op: hvd.Average, hvd.Sum or hvd.Adasum (needs MPI and a number of ranks that is a power of two).
+    gradient_predivide_factor: with hvd.Average, divide by this before the sum and by size / factor after it.
+    average_aggregated_gradients: divide the sum of backward_passes_per_step gradients by their number.
+    num_groups, groups: exchange gradients in so many groups, or in groups of these variables, each in one exchange.
+    process_set: the ranks that combine their gradients; the others apply their own.
+    scale_local_gradients: divide the gradients of local variables (`register_local_var`) by the number of ranks.
+
+    Raises UserError for arguments that do not go together, for use_locking=True (TensorFlow 1), for an optimizer that
+    is not Keras 3's or is distributed already, and under mixed_float16 for one that is not a LossScaleOptimizer.
+    """
+    if use_locking:
+        raise UserError("DistributedOptimizer: use_locking is for optimizers of TensorFlow 1. Leave it out.")
+    if backward_passes_per_step < 1:
+        raise UserError(
+            f"DistributedOptimizer: backward_passes_per_step must be at least 1; received {backward_passes_per_step}."
+        )
+    arguments = Arguments(
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    combiner = GradientCombiner("DistributedOptimizer", arguments)
+
+    has_warned = False
+
+    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, own_name: str) -> list[Any]:
+        nonlocal has_warned
+        if by_tape.are_all(grads):
+            if hvd.rank() == 0 and not has_warned:
+                has_warned = True
+                log.warning(
+                    "DistributedOptimizer applies the gradients that DistributedGradientTape has combined as they are. "
+                    "One of the two is enough."
+                )
+            return list(grads)
+        return combiner(grads, variables, own_name)
+
+    distribute(optimizer, combine)
+    take_class(optimizer, _with_local_variables(type(optimizer), combiner))
+    if backward_passes_per_step > 1:
+        take_class(optimizer, _adding_up(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
+    return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer, name: str | None = None, *, local_layers: Any = None, **options: Any
+) -> keras.optimizers.Optimizer:
+    """As DistributedOptimizer, but leave the variables of some layers out: each rank trains its own values of them.
+
+    local_layers: a built Keras layer, or several.
+    """
+    local = variables_of(local_layers, "PartialDistributedOptimizer")
+    wrapped: Any = DistributedOptimizer(optimizer, name, **options)
+    for variable in local:
+        wrapped.register_local_var(variable)
+    return optimizer
+
+
+def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
+    class WithLocalVariables(base):
+        def register_local_var(self, var: Any) -> None:
+            """Leave this variable's gradients out of the exchange: each rank has its own value of it."""
+            combiner.register_local(var)
+
+    return WithLocalVariables
+
+
+def _adding_up(base: type, passes: int, averages: bool) -> type:
+    """Return a subclass of a distributed optimizer's class that applies the sum of the gradients of several calls."""
+
+    class AddingUp(base):
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            if trainable_variables is None:
+                raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")
+            variables = list(trainable_variables)
+            if not hasattr(self, "_sums_of_gradients"):
+                with tf.init_scope():
+                    if not self.built:
+                        self.build(variables)
+                    self._sums_of_gradients = [
+                        tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables
+                    ]
+                    self._passes_done = tf.Variable(0, dtype=tf.int64, trainable=False)
+            sums = self._sums_of_gradients
+            for total, grad in zip(sums, grads, strict=True):
+                if isinstance(grad, tf.IndexedSlices):
+                    total.scatter_add(grad)
+                elif grad is not None:
+                    total.assign_add(grad)
+
+            def update() -> tf.Tensor:
+                divisor = passes if averages else 1
+                own = [None if grad is None else total / divisor for total, grad in zip(sums, grads, strict=True)]
+                super(AddingUp, self).apply(own, variables)
+                for total in sums:
+                    total.assign(tf.zeros_like(total))
+                return tf.constant(True)
+
+            tf.cond(tf.equal(self._passes_done.assign_add(1) % passes, 0), update, lambda: tf.constant(False))
+
+    return AddingUp

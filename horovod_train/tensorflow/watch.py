@@ -1,0 +1,106 @@
+"""Watch the ranks of a script: who is waited for, who has gone, and whose failure came first.
+
+Begins at the first broadcast of variables, because a script must be able to set up devices between `init` and its first
+operation. Ends with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from horovod_train.config.settings import WatchConfig
+from horovod_train.distributed.device import Device
+from horovod_train.distributed.group import Joined, WorkerGroup, meet
+from horovod_train.distributed.watchdog.heartbeat import files_being_read
+from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import open_watchdog
+from horovod_train.errors import AlreadySaid, RunError
+from horovod_train.output.console import to_stderr
+from horovod_train.output.rank_log import NullRankLog
+from horovod_train.tensorflow.agreement import disagreement, exchanges_begun
+
+STEPS_BEFORE_STOP = 2
+"""The second step, or the first after it, may still be compiling; later ones do not."""
+
+LIMITS = WatchConfig(warn_after_s=60, stop_after_s=1800, first_step_after_s=1800)
+"""A script may do anything between two steps, such as a long evaluation on root alone, so the limit is a long one."""
+
+
+class _Watch:
+    """The watch of this process; begins at most once."""
+
+    def __init__(self, joined: Joined, device: Device, limits: WatchConfig) -> None:
+        self._joined, self._device, self._limits = joined, device, limits
+        self._run_end: RunEnd | None = None
+        self._exit_code: int | None = None
+        self._show = sys.excepthook
+        sys.excepthook = self._report
+        # First of all, so that it runs last of all: Python would end with 1 after any exception.
+        atexit.register(self._leave)
+
+    def begin(self) -> None:
+        """Collective, the first time."""
+        if self._run_end is not None:
+            return
+        with self._joined.rendezvous:
+            group = meet(self._joined, self._device)
+        group.heartbeat.phase("train")
+        group.heartbeat.set_probe(_probe(group))
+        log = NullRankLog()
+        self._run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
+        atexit.register(self._run_end.close)
+
+    def _report(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
+
+        Until the ranks have met, each shows its own.
+        """
+        error = disagreement() or error
+        if not isinstance(error, Exception):
+            self._show(kind, error, at)
+        elif self._run_end is not None:
+            try:
+                self._run_end.__exit__(type(error), error, at)
+            except AlreadySaid as said:
+                self._exit_code = said.exit_code
+        elif isinstance(error, RunError):
+            to_stderr(f"error: {error}")
+            self._exit_code = error.exit_code
+        else:
+            self._show(kind, error, at)
+
+    def _leave(self) -> None:
+        if self._exit_code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code)
+
+
+def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
+    def probe() -> tuple[int, str | None, str]:
+        step = exchanges_begun()
+        if step > STEPS_BEFORE_STOP:
+            group.heartbeat.first_step_is_over()
+        return step, None, files_being_read()
+
+    return probe
+
+
+_watch: _Watch | None = None
+
+
+def prepare(joined: Joined, device: Device, limits: WatchConfig) -> None:
+    """Let `begin` begin a watch. device: what this rank computes on, for messages."""
+    global _watch
+    if limits.enabled:
+        _watch = _Watch(joined, device, limits)
+
+
+def begin() -> None:
+    """Collective, the first time: begin to watch, if `prepare` was called."""
+    if _watch is not None:
+        _watch.begin()

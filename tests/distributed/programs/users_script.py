@@ -1,0 +1,53 @@
+"""As a user would write it: model.fit with Horovod's optimizer and callbacks. users_script.py OUT TROUBLE."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import horovod_train.keras as hvd
+
+OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
+hvd.init()
+keras.utils.set_random_seed(hvd.rank())
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+model.compile(optimizer, "mse")
+
+
+class Tell(keras.callbacks.Callback):
+    """Leaves this process's id once it trains."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            (OUT / f"pid-{hvd.rank()}.part").write_text(str(os.getpid()))
+            (OUT / f"pid-{hvd.rank()}.part").rename(OUT / f"pid-{hvd.rank()}")
+
+
+class Fail(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == 1 and batch == 2:
+            raise ValueError("no luck on rank 1")
+
+
+rows = 257 if TROUBLE == "uneven" else 256
+x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
+y = x.sum(axis=1, keepdims=True)
+x, y = (values[hvd.rank() :: hvd.size()] for values in (x, y))
+callbacks: list[Any] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+if TROUBLE == "forgets":
+    callbacks = []
+elif TROUBLE == "raises":
+    callbacks.append(Fail())
+elif TROUBLE == "wraps-twice":
+    hvd.DistributedOptimizer(optimizer)
+elif TROUBLE == "trains-on":
+    callbacks.append(Tell())
+epochs = 100_000 if TROUBLE == "trains-on" else 2
+model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+print(f"rank {hvd.rank()}: trained", flush=True)

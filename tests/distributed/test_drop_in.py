@@ -1,0 +1,117 @@
+"""A Horovod script with its import changed trains as one process would on all rows; and what it gets wrong is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import RankFacts
+
+# Two exchanges, and a number of ranks at which a process set leaves one out.
+WAYS = [
+    ("srun", 2),
+    ("mpirun", 3),
+    pytest.param(("mpirun", 2), marks=pytest.mark.long),
+    pytest.param(("srun", 3), marks=pytest.mark.long),
+]
+HALF_PRECISION = {"fp16": 2e-3, "fp16_tape": 2e-3, "bf16": 2e-2}
+NOT_ONE_MODEL = {"process_set"}
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+def ranks(request: pytest.FixtureRequest, rank_facts: RankFacts) -> list[dict[str, Any]]:
+    return rank_facts("drop_in", *request.param)
+
+
+def test_twenty_steps_are_those_of_one_process_on_all_rows(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        wrong = {name: error for name, error in facts["errors"].items() if not error < HALF_PRECISION.get(name, 1e-5)}
+        assert not wrong
+        # The narrow forms did travel: float32 on the wire would leave no such error.
+        assert min(facts["errors"][name] for name in HALF_PRECISION) > 1e-6
+
+
+def test_stock_horovod_fails_the_same_test(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["stock_fit"] > 1e-3
+        assert facts.get("stock_tape_raises") or facts["stock_tape"] > 1e-3
+
+
+def test_ranks_hold_the_same_weights_to_the_bit(ranks: list[dict[str, Any]]) -> None:
+    for name in ranks[0]["sums"].keys() - NOT_ONE_MODEL:
+        assert len({facts["sums"][name] for facts in ranks}) == 1, name
+
+
+def test_a_rank_outside_a_process_set_trains_alone(ranks: list[dict[str, Any]]) -> None:
+    weights = [facts["sums"]["process_set"] for facts in ranks]
+    assert (weights[0] == weights[1]) == (len(ranks) > 2)
+    assert len(set(weights)) == max(2, len(ranks) - 1)
+
+
+def test_local_layers_are_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
+    assert len({facts["local_part"] for facts in ranks}) == len(ranks)
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        refused = facts["refused"]
+        assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
+        assert refused["twice"].endswith(" is distributed already; wrap it once.")
+        assert refused["gpu"].startswith("DistributedOptimizer: device_dense='/gpu:0', but this process sees no GPU.")
+        assert "elastic" in refused["elastic"]
+        assert "hvd.broadcast_model(model)" in refused["global_variables"]
+
+
+def test_weights_that_were_never_broadcast_are_found_at_the_second_step(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        for text in facts["forgotten"]:
+            assert "ranks hold different weights: " in text
+            assert "BroadcastGlobalVariablesCallback(0)" in text
+    assert len({facts["broadcast"] for facts in ranks}) == 1
+
+
+def test_shard_gives_each_record_once_and_all_ranks_equally_many(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    for kind in ("shard", "shard_of_dataset"):
+        shares = [facts[kind] for facts in ranks]
+        assert {len(column) for share in shares for column in share} == {5}
+        real = [value for x, _, weights in shares for value, weight in zip(x, weights, strict=True) if weight]
+        assert sorted(real) == list(range(4 * size + 1))
+        assert all(y == [2 * value for value in x] for x, y, _ in shares)
+
+
+def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:
+    size = len(ranks)
+    for rank, facts in enumerate(ranks):
+        assert facts["values"] == {
+            "allreduce": [pytest.approx((size - 1) / 2), 1.0],
+            "summed": [float(size)],
+            "allgather": list(range(size)),
+            "broadcast": [float(size - 1)],
+            "reducescatter": [float(size * rank)],
+            "objects": [{"rank": other} for other in range(size)],
+            "object": ["from", 0],
+        }
+
+
+def test_rates_are_those_that_horovod_documents(ranks: list[dict[str, Any]]) -> None:
+    """Four epochs of three batches; `warmup` ends after two epochs, `staircase` holds in epochs 1 and 2."""
+    size, at = len(ranks), [epoch + batch / 3 for epoch in range(4) for batch in range(3)]
+    warm = [0.8 / size * ((size - 1) * (epoch + 1 / 3) / 2 + 1) for epoch in at[:6]]
+    for facts in ranks:
+        assert facts["warmup"] == pytest.approx([*warm, *[0.8] * 6], rel=1e-6)
+        assert facts["staircase"] == pytest.approx([*[0.05] * 3, *[0.2] * 3, *[0.1] * 6], rel=1e-6)
+        assert facts["smooth"] == pytest.approx([0.4 * 0.5**epoch for epoch in at], rel=1e-6)
+
+
+def test_momentum_is_corrected_when_the_rate_changes(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert np.max(np.abs(np.subtract(facts["corrected"], facts["corrected_by_hand"]))) < 1e-5
+        assert np.max(np.abs(np.subtract(facts["corrected"], facts["uncorrected_by_hand"]))) > 1e-3
+
+
+def test_a_model_goes_through_a_file_with_its_optimizer_and_trains_on(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["loaded_slots"] == 0
+    assert len({weights for facts in ranks for weights in facts["trained_on"]}) == 1

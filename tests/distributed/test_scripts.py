@@ -1,0 +1,76 @@
+"""A script of a user's own that goes wrong ends on all ranks, with the reason on top and an exit code that tells."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import PROGRAMS, Finished, launcher_command, run_process, warm_python
+from test_watch import started, until
+
+BEFORE_RANKS_MEET = ("forgets", "wraps-twice")
+"""Each rank shows its own line: the ranks of a script meet at the first broadcast."""
+SCRIPT = str(PROGRAMS / "users_script.py")
+
+
+def run_script(tmp_path: Path, launcher: str, trouble: str) -> Finished:
+    return run_process([*launcher_command(launcher, 2), *warm_python(), SCRIPT, str(tmp_path), trouble])
+
+
+def own_lines(finished: Finished) -> list[str]:
+    return [line for line in finished.stderr.splitlines() if line.startswith(("error:", "stopped:", "warning:"))]
+
+
+def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "mpirun", "none")
+    assert finished.returncode == 0, finished.text
+    assert sorted(finished.stdout.split("\n")) == ["", "rank 0: trained", "rank 1: trained"]
+    assert own_lines(finished) == []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code", "words"),
+    [
+        (
+            "uneven",
+            2,
+            "all ranks must take the same steps; received rank 0: epoch 1 of 33 batches; rank 1: epoch 1 of 32",
+        ),
+        ("forgets", 86, "ranks hold different weights: "),
+        ("wraps-twice", 2, "DistributedOptimizer: adam is distributed already; wrap it once."),
+    ],
+)
+def test_what_is_wrong_on_all_ranks_is_said_on_one_line(tmp_path: Path, trouble: str, code: int, words: str) -> None:
+    finished = run_script(tmp_path, "srun", trouble)
+    assert finished.returncode == code, finished.text
+    line, *more = own_lines(finished)
+    assert more == ([line] if trouble in BEFORE_RANKS_MEET else [])
+    assert line.startswith("error: ")
+    assert words in line
+    assert "Traceback" not in finished.stderr
+
+
+def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "raises")
+    assert finished.returncode == 1, finished.text
+    assert finished.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: no luck on rank 1" in finished.stderr
+    (line,) = own_lines(finished)
+    assert line.startswith("stopped: rank 1 (")
+    assert line.endswith("failed: ValueError: no luck on rank 1")
+
+
+def test_a_rank_that_is_killed_is_named_by_the_others_which_end(tmp_path: Path) -> None:
+    command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), "trains-on"]
+    with started(tmp_path, [command], 3) as job:
+        until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(3)), job)
+        os.kill(job.pid(2), signal.SIGKILL)
+        job.wait_until_gone()
+        assert job.processes[0].wait() != 0
+    said = [line for line in job.said if line.startswith("stopped: ")]
+    assert len(said) == 2
+    assert all(
+        line.startswith("stopped: rank 2 (") and "disappeared: killed or out of memory?" in line for line in said
+    )

@@ -1,0 +1,81 @@
+"""What a Horovod script may name is there with the same arguments, or is refused with what to do instead."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import horovod.keras
+import horovod.keras.callbacks
+import horovod.tensorflow
+import horovod.tensorflow.keras
+import horovod.tensorflow.keras.callbacks
+import pytest
+
+import horovod_train.keras
+import horovod_train.keras.callbacks
+import horovod_train.tensorflow
+from horovod_train.tensorflow import INSTEAD
+
+HELPERS = {
+    *("LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available", "split_list"),
+    *("handle_average_backwards_compatibility", "is_version_greater_equal_than", "refs_to_vars", "vars_to_refs"),
+}
+"""Horovod's modules import these for themselves."""
+PAIRS = [
+    (horovod.tensorflow, horovod_train.tensorflow),
+    (horovod.tensorflow.keras, horovod_train.keras),
+    (horovod.keras, horovod_train.keras),
+    (horovod.tensorflow.keras.callbacks, horovod_train.keras.callbacks),
+    (horovod.keras.callbacks, horovod_train.keras.callbacks),
+]
+PAIR = pytest.mark.parametrize(("stock", "ours"), PAIRS, ids=lambda module: module.__name__)
+
+
+def names(stock: ModuleType) -> list[str]:
+    """The functions, classes and constants of a module of Horovod's, and its elastic."""
+    found = {name: value for name, value in vars(stock).items() if not name.startswith("_") and name not in HELPERS}
+    constants = [name for name in found if name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "elastic")]
+    return sorted({*constants, *(name for name, value in found.items() if _is_horovods(value))})
+
+
+def _is_horovods(value: Any) -> bool:
+    return callable(value) and str(getattr(value, "__module__", "")).startswith("horovod")
+
+
+def arguments(value: Any) -> set[str]:
+    """The names of all that may be given; of a class, to its __init__."""
+    found = inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters.values()
+    return {each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)} - {"self"}
+
+
+@PAIR
+def test_every_name_is_served_or_refused_with_what_to_do(stock: ModuleType, ours: ModuleType) -> None:
+    assert len(names(stock)) >= 5
+    for name in names(stock):
+        if not hasattr(ours, name):
+            assert name in INSTEAD, f"{ours.__name__} has no {name}"
+            with pytest.raises(AttributeError, match=f"has no '{name}': .*"):
+                getattr(ours, name)
+
+
+@PAIR
+def test_every_argument_is_taken(stock: ModuleType, ours: ModuleType) -> None:
+    for name in names(stock):
+        theirs, own = getattr(stock, name), getattr(ours, name, None)
+        if own is None or own is theirs or not callable(own) or isinstance(own, int):
+            continue
+        try:
+            expected = arguments(theirs)
+        except ValueError:
+            continue  # written in C
+        takes_all = any(each.kind == each.VAR_KEYWORD for each in inspect.signature(own).parameters.values())
+        assert takes_all or expected <= arguments(own), f"{ours.__name__}.{name}"
+
+
+@pytest.mark.parametrize("module", [horovod_train.keras, horovod_train.tensorflow], ids=lambda module: module.__name__)
+def test_an_unknown_name_is_an_attribute_error_as_of_any_module(module: ModuleType) -> None:
+    assert {name for name in module.__all__ if not hasattr(module, name)} == set()
+    with pytest.raises(AttributeError, match=r"has no 'no_such_name'$"):
+        module.no_such_name  # noqa: B018
