@@ -16,19 +16,13 @@ import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.errors import RanksDisagree
+from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import name_of
 
 CHECKED_AT = 2
 _counts: dict[int, tf.Variable] = {}
 """By the id of the first of the variables that are exchanged together: how often they were."""
-_is_on = True
 _found: RanksDisagree | None = None
-
-
-def switch(on: bool) -> None:
-    """Check, or do not check, from the next exchange that is traced."""
-    global _is_on
-    _is_on = on
 
 
 def exchanges_begun() -> int:
@@ -44,7 +38,7 @@ def disagreement() -> RanksDisagree | None:
 def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
     """Collective at its second run: count, and raise RanksDisagree in the step if ranks hold different values."""
     count = _count_of(variables[0]).assign_add(1)
-    if _is_on and ranks.size() > 1:
+    if guards().check_weights and ranks.size() > 1:
         name = exchange_name(f"{name}.agreement")
         tf.cond(tf.equal(count, CHECKED_AT), lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
 

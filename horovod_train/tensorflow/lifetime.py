@@ -14,7 +14,7 @@ from horovod_train.distributed.device import Device
 from horovod_train.distributed.group import Joined, join
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import agreement, watch
+from horovod_train.tensorflow import guards, watch
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ def init(
     pin_device: bool = True,
     watch_ranks: bool | WatchConfig = True,
     check_weights: bool = True,
+    files_on_root_only: bool = True,
 ) -> None:
     """Collective: start Horovod in this process. A second call does nothing.
 
@@ -35,7 +36,10 @@ def init(
         ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour.
-    check_weights: at the second exchange of gradients, see that all ranks hold the same weights.
+    check_weights: see that all ranks hold the same weights at the second exchange of gradients, and, by the broadcast
+        callback, after each epoch.
+    files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
+        root only.
 
     Raises UserError if the processes would not find each other, or have too few GPUs.
     """
@@ -46,7 +50,7 @@ def init(
     if hvd.is_initialized():
         return
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
-    agreement.switch(check_weights)
+    guards.switch(guards.Guards(check_weights, files_on_root_only))
     joined = join(
         environment=stall_environment(limits) if watch_ranks else None,
         process_sets=process_sets,

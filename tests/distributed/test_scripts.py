@@ -10,7 +10,7 @@ import pytest
 from conftest import PROGRAMS, Finished, launcher_command, run_process, warm_python
 from test_watch import started, until
 
-BEFORE_RANKS_MEET = ("forgets", "wraps-twice")
+BEFORE_RANKS_MEET = ("decides-too-early", "forgets", "wraps-twice")
 """Each rank shows its own line: the ranks of a script meet at the first broadcast."""
 SCRIPT = str(PROGRAMS / "users_script.py")
 
@@ -26,8 +26,21 @@ def own_lines(finished: Finished) -> list[str]:
 def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "mpirun", "none")
     assert finished.returncode == 0, finished.text
-    assert sorted(finished.stdout.split("\n")) == ["", "rank 0: trained", "rank 1: trained"]
+    assert sorted(finished.stdout.split()) == sorted(["rank", "0:", "4", "epochs", "rank", "1:", "4", "epochs"])
     assert own_lines(finished) == []
+
+
+def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "writes")
+    assert finished.returncode == 0, finished.text
+    assert sorted(path.name for path in tmp_path.glob("of-*")) == ["of-0.csv", "of-0.keras"]
+    assert finished.stderr.count("ModelCheckpoint, CSVLogger run on rank 0 only, so that no file is written") == 1
+
+
+def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "decides")
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count(": 2 epochs") == 2
 
 
 @pytest.mark.parametrize(
@@ -38,6 +51,7 @@ def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> 
             2,
             "all ranks must take the same steps; received rank 0: epoch 1 of 33 batches; rank 1: epoch 1 of 32",
         ),
+        ("decides-too-early", 2, "EarlyStopping must come after BroadcastGlobalVariablesCallback in callbacks"),
         ("forgets", 86, "ranks hold different weights: "),
         ("wraps-twice", 2, "DistributedOptimizer: adam is distributed already; wrap it once."),
     ],

@@ -14,8 +14,11 @@ import tensorflow as tf
 
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
+from horovod_train.keras.callbacks.averages import MetricAverageCallback
+from horovod_train.keras.callbacks.companions import companions, keep_to_root, need_averages
 from horovod_train.tensorflow.agreement import check_equal, digest
 from horovod_train.tensorflow.broadcasting import broadcast_variables
+from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import key_of, name_of
 
 _UNKNOWN, _NONE_MORE = -1, -2
@@ -41,6 +44,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     happen, all ranks raise UserError with ranks and numbers; a rank whose data ends early raises it too. The number of
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
+    Other callbacks of the same `fit`: ModelCheckpoint, TensorBoard, CSVLogger and the progress bar run on root only;
+    EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without MetricAverageCallback.
+
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value.
     """
@@ -50,6 +56,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.root_rank, self._device = root_rank, device
         self._local = {key_of(variable) for variable in keras.tree.flatten(local_variables) if variable is not None}
         self._epoch, self._batches_done, self._has_broadcast = 0, 0, False
+        self._averages: MetricAverageCallback | None = None
         self._planned: int | None = None
         """Number of batches in the current epoch."""
 
@@ -64,6 +71,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
             if hvd.rank() == self.root_rank:
                 log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
+        others = companions()
+        if guards().files_on_root_only:
+            keep_to_root(others, self.root_rank)
+        self._averages = MetricAverageCallback(self._device) if need_averages(others, self) else None
         if all(layer.built for layer in layers_inside(self.model)):
             self._broadcast()
 
@@ -98,6 +109,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()
         self._check_agreement()
+        if self._averages:
+            self._averages.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._planned = None
@@ -108,6 +121,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks, if trainable weights differ."""
+        if not guards().check_weights:
+            return
         variables = self._shared(self.model.trainable_variables)
         own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
         digests = hvd.allgather(own[tf.newaxis], name="fit.agreement").numpy()

@@ -35,6 +35,13 @@ class Fail(keras.callbacks.Callback):
             raise ValueError("no luck on rank 1")
 
 
+class Differ(keras.callbacks.Callback):
+    """Adds a metric that gets better on rank 1 and worse on rank 0."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["differs"] = -epoch if hvd.rank() else epoch
+
+
 rows = 257 if TROUBLE == "uneven" else 256
 x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)
@@ -44,10 +51,17 @@ if TROUBLE == "forgets":
     callbacks = []
 elif TROUBLE == "raises":
     callbacks.append(Fail())
+elif TROUBLE == "writes":
+    path = str(OUT / f"of-{hvd.rank()}")
+    callbacks += [keras.callbacks.ModelCheckpoint(f"{path}.keras"), keras.callbacks.CSVLogger(f"{path}.csv")]
+elif TROUBLE == "decides":
+    callbacks = [Differ(), callbacks[0], keras.callbacks.EarlyStopping("differs", patience=0, mode="min")]
+elif TROUBLE == "decides-too-early":
+    callbacks.insert(0, keras.callbacks.EarlyStopping("loss"))
 elif TROUBLE == "wraps-twice":
     hvd.DistributedOptimizer(optimizer)
 elif TROUBLE == "trains-on":
     callbacks.append(Tell())
-epochs = 100_000 if TROUBLE == "trains-on" else 2
-model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
-print(f"rank {hvd.rank()}: trained", flush=True)
+epochs = 100_000 if TROUBLE == "trains-on" else 4
+history = model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)

@@ -1,0 +1,73 @@
+"""The other callbacks of a `model.fit`: those that write files run on one rank, those that decide see equal values."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import horovod.tensorflow as hvd
+import keras
+
+from horovod_train.errors import UserError
+from horovod_train.keras.callbacks.averages import MetricAverageCallback
+
+WRITE = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+)
+DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+
+log = logging.getLogger(__name__)
+
+
+def companions() -> list[keras.callbacks.Callback]:
+    """Return the list of callbacks that `model.fit` runs, itself; only for a callback's on_train_begin.
+
+    Keras does not tell a callback its companions, so this looks at who called it: a CallbackList. Empty if called by
+    anything else.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.callbacks.CallbackList):
+            return caller.callbacks
+        frame = frame.f_back
+    return []
+
+
+def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
+    """Replace what writes files, or the progress, by a callback that does nothing, on all ranks but one."""
+    if hvd.rank() == root_rank:
+        return
+    names = []
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, WRITE):
+            callbacks[index] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
+            if not isinstance(callback, keras.callbacks.ProgbarLogger):
+                names.append(type(callback).__name__)
+    if names and hvd.rank() == (1 if root_rank == 0 else 0):
+        verb = "runs" if len(names) == 1 else "run"
+        log.warning(
+            f"{', '.join(names)} {verb} on rank {root_rank} only, so that no file is written by several ranks; "
+            "hvd.init(files_on_root_only=False) lets all ranks write."
+        )
+
+
+def need_averages(callbacks: list[keras.callbacks.Callback], own: keras.callbacks.Callback) -> bool:
+    """Return whether `own` must average the logged values, because callbacks that decide would differ between ranks.
+
+    Raises UserError if they come before both `own` and a MetricAverageCallback.
+    """
+    for callback in callbacks:
+        if isinstance(callback, MetricAverageCallback):
+            return False
+        if isinstance(callback, DECIDE):
+            if own not in callbacks[: callbacks.index(callback)]:
+                raise UserError(
+                    f"model.fit: {type(callback).__name__} must come after {type(own).__name__} in callbacks, so that "
+                    "it decides on the means over all ranks."
+                )
+            return True
+    return False

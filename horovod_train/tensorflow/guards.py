@@ -1,0 +1,25 @@
+"""What `init` has switched on or off, for the parts that act later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Guards:
+    check_weights: bool = True
+    """Compare weights over the ranks at the second exchange, and after each epoch of model.fit."""
+    files_on_root_only: bool = True
+    """Let callbacks that write files run on one rank of model.fit."""
+
+
+_guards = Guards()
+
+
+def switch(guards: Guards) -> None:
+    global _guards
+    _guards = guards
+
+
+def guards() -> Guards:
+    return _guards
