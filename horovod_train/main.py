@@ -200,9 +200,10 @@ def _run(config: Config, place: launcher.Launch) -> int:
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
-        # All ranks find the same error, so one line is enough.
+        # Before the watchdog. UserError is the same on all ranks; another error is this rank's own, as far as it knows.
         if place.rank == 0 or isinstance(error, UserError):
             raise
+        to_stderr(f"error: rank {place.rank}: {error}")
         return error.exit_code
     except Exception as error:
         if is_connection_loss(error):

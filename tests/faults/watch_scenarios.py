@@ -142,12 +142,12 @@ def take_steps(group: Group, trouble: Callable[[Group], None]) -> None:
     group.heartbeat.set_probe(lambda: (step, None, ""))
     for step in range(STEPS):
         group.heartbeat.phase("train")
-        group.heartbeat.first_step_is_over()
         time.sleep(STEP_S)
         if step == TROUBLE_AT_STEP:
             trouble(group)
         with group.heartbeat.phase("exchange"):
             group.exchange.meet()
+        group.heartbeat.first_step_is_over()
 
 
 def no_trouble(group: Group) -> None: ...
