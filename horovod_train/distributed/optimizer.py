@@ -113,6 +113,16 @@ def _distributed(base: type, combine: Combine) -> type:
     """Return a subclass of an optimizer's class that combines gradients before it applies them."""
 
     class Distributed(base, _Distributed):
+        def __setattr__(self, name: str, value: Any) -> None:
+            # A LossScaleOptimizer does this to the optimizer that it takes. It would skip the steps in which *this*
+            # rank's gradients overflow, so ranks would exchange gradients of different steps.
+            if name == "loss_scale_factor" and value is None:
+                raise UserError(
+                    "LossScaleOptimizer(DistributedOptimizer(optimizer)): distribute the outer one instead: "
+                    "DistributedOptimizer(LossScaleOptimizer(optimizer))."
+                )
+            super().__setattr__(name, value)
+
         def combine(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> list[Any]:
             return combine(grads, trainable_variables, self.name)
 

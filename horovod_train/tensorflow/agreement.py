@@ -1,7 +1,8 @@
-"""Count exchanges of gradients, and see at the second one that all ranks hold the same weights.
+"""Count exchanges of gradients, and see at the tenth one that all ranks hold the same weights.
 
-A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The second
-exchange, because a script may broadcast after its first step, when all variables exist.
+A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The tenth
+exchange, because a script may broadcast after its first step, when all variables exist, and exchange several times in a
+step.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from horovod_train.errors import RanksDisagree
 from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import name_of
 
-CHECKED_AT = 2
+CHECKED_AT = 10
 _counts: dict[int, tf.Variable] = {}
 """By the id of the first of the variables that are exchanged together: how often they were."""
 _found: RanksDisagree | None = None
+_ADVICE = (
+    "Give fit hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
+    "root_rank=0) after the first step at the latest"
+)
 
 
 def exchanges_begun() -> int:
@@ -30,9 +35,10 @@ def exchanges_begun() -> int:
     return sum(int(count.numpy()) for count in list(_counts.values()))
 
 
-def disagreement() -> RanksDisagree | None:
-    """Return what ended a step: TensorFlow raises an error of its own in place of one that was raised inside it."""
-    return _found
+def cause_of(error: BaseException) -> BaseException:
+    """Return the RanksDisagree that ended a step, if TensorFlow has raised an error of its own in its place."""
+    is_it = isinstance(error, tf.errors.OpError) and RanksDisagree.__name__ in str(error)
+    return _found if is_it and _found is not None else error
 
 
 def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
@@ -57,7 +63,7 @@ def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.T
     def check(digests: np.ndarray) -> bool:
         global _found
         try:
-            check_equal(digests, names, ranks)
+            check_equal(digests, names, ranks, _ADVICE)
         except RanksDisagree as error:
             _found = error
             raise
@@ -77,7 +83,7 @@ def digest(variable: Any) -> tf.Tensor:
     return tf.reduce_sum(words * (2 * tf.range(tf.size(words, out_type=tf.int64)) + 1))
 
 
-def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet) -> None:
+def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet, advice: str) -> None:
     """Raise RanksDisagree, on all ranks, for the first variable whose digests [rank, variable] differ."""
     for name, column in zip(names, digests.T, strict=True):
         if len(set(column.tolist())) > 1:
@@ -85,7 +91,6 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet
             others = [rank for rank, own in zip(members, column, strict=True) if own != column[0]]
             shown = ", ".join(map(str, others[:4])) + (", …" if len(others) > 4 else "")
             raise RanksDisagree(
-                f"ranks hold different weights: {name} on rank {shown} is not that of rank {members[0]}. Give fit "
-                "hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
-                "root_rank=0) before the second step; hvd.init(check_weights=False) does not check."
+                f"ranks hold different weights: {name} on rank {shown} is not that of rank {members[0]}. {advice}; "
+                "hvd.init(check_weights=False) does not check."
             )

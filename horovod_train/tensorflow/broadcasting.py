@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -33,7 +33,11 @@ def broadcast_variables(
     if process_set is hvd.global_process_set:
         with tf.init_scope():  # a script may broadcast inside its compiled step
             watch.begin()
-    hvd.broadcast_variables([as_tf_variable(variable) for variable in found], root_rank, process_set, inplace)
+    own = [as_tf_variable(variable) for variable in found]
+    if inplace:
+        hvd.broadcast_variables(own, root_rank, process_set, inplace)
+    else:
+        _by_position(own, root_rank, process_set)
 
 
 def broadcast_model(
@@ -43,6 +47,8 @@ def broadcast_model(
 
     optimizer: default the one the model was compiled with, if any. Its slots are created first.
     """
+    if not model.variables:
+        raise UserError("hvd.broadcast_model: the model has no variables yet. Build it, or call it once.")
     optimizer = optimizer or getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
@@ -55,6 +61,19 @@ def broadcast_global_variables(root_rank: int) -> None:
         "hvd.broadcast_global_variables: TensorFlow 2 has no global variables. Call hvd.broadcast_model(model), or "
         "hvd.broadcast_variables(model.variables, root_rank=0) and the same with optimizer.variables."
     )
+
+
+def _by_position(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet) -> None:
+    """Named by position: the names of variables contain numbers that Keras gives in each process by itself."""
+
+    def together() -> None:
+        for number, variable in enumerate(variables):
+            name = f"broadcast_variables.{number}"
+            value = hvd.broadcast(variable, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
+            variable.assign(value)
+
+    # As a whole, so that the exchanges overlap. TensorFlow would warn of a function that is made again and again.
+    tf.function(together, autograph=False).get_concrete_function()()
 
 
 def _variables(given: Any) -> Iterator[Any]:

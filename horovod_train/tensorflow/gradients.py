@@ -15,7 +15,8 @@ import tensorflow as tf
 from horovod_train.distributed.optimizer import OPS, GradientExchange
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.agreement import count_exchange
-from horovod_train.tensorflow.names import key_of
+from horovod_train.tensorflow.compression import Compression
+from horovod_train.tensorflow.names import key_of, number_of
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +41,31 @@ class Arguments:
 
 
 class GradientCombiner:
-    """(gradients, variables, name) → the gradients combined over the ranks, those of local variables left as they are.
+    """(gradients, variables) → the gradients combined over the ranks, those of local variables left as they are.
 
     owner: what messages call it. Raises UserError for arguments that do not go together or cannot be served here.
     """
 
     def __init__(self, owner: str, arguments: Arguments) -> None:
         self._owner, self._arguments = owner, arguments
+        self.ranks = arguments.process_set
+        if self.ranks.process_set_id is None:
+            raise UserError(f"{owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it.")
+        if not arguments.gradient_predivide_factor > 0:
+            raise UserError(
+                f"{owner}: gradient_predivide_factor must be above 0; received {arguments.gradient_predivide_factor}."
+            )
         self._exchange = GradientExchange(
             op=self._name_of_op(arguments.op),
-            compression=arguments.compression,
+            compression="bf16" if arguments.compression is Compression.bf16 else arguments.compression,
             process_set=arguments.process_set,
             sparse_as_dense=arguments.sparse_as_dense,
             predivide=arguments.gradient_predivide_factor,
         )
         self._groups = arguments.groups if arguments.groups is not None else arguments.num_groups or None
-        if isinstance(self._groups, int) and self._groups < 1:
-            raise UserError(f"{owner}: groups must be at least 1, or lists of variables; received {self._groups}.")
+        is_number = isinstance(self._groups, int) and self._groups >= 1
+        if self._groups is not None and not is_number and not isinstance(self._groups, list):
+            raise UserError(f"{owner}: groups must be at least 1, or lists of variables; received {self._groups!r}.")
         self._local: dict[Any, Any] = {}
         for argument, device in (("device_dense", arguments.device_dense), ("device_sparse", arguments.device_sparse)):
             self._check_device(argument, device)
@@ -74,17 +83,16 @@ class GradientCombiner:
         return key_of(variable) in self._local
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+    def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
         """Collective among the ranks of the process set. variables: in the order of `grads`; None if not known.
 
         Raises UserError if local variables or groups of variables cannot be told without `variables`.
         """
-        combined = list(grads)
+        combined, name = list(grads), self._name(variables)
         if not self.takes_part:
             return combined
         if variables is None and (self._local or isinstance(self._groups, list)):
             raise UserError(f"{self._owner}: local variables and groups need apply(grads, trainable_variables).")
-        name = self._arguments.name or name
         known = variables or [None] * len(combined)
         local = {i for i, variable in enumerate(known) if variable is not None and self.is_local(variable)}
         shared = [i for i, grad in enumerate(combined) if grad is not None and i not in local]
@@ -102,6 +110,13 @@ class GradientCombiner:
             for i, total in zip(members, sums, strict=True):
                 combined[i] = total
         return combined
+
+    def _name(self, variables: Sequence[Any] | None) -> str:
+        """Return the first part of the names of exchanges: the same on all ranks, and different for each use."""
+        first = variables[0] if variables else None
+        if self._arguments.name or first is None or isinstance(first, tf.Tensor):
+            return self._arguments.name or self._owner
+        return f"{self._owner}.{number_of(first)}"
 
     def _combine(self, grad: Any, name: str) -> Any:
         is_sparse = isinstance(grad, tf.IndexedSlices) and not self._arguments.sparse_as_dense

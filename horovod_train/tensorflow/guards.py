@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Guards:
     check_weights: bool = True
-    """Compare weights over the ranks at the second exchange, and after each epoch of model.fit."""
+    """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
     files_on_root_only: bool = True
     """Let callbacks that write files run on one rank of model.fit."""
 

@@ -36,7 +36,7 @@ def init(
         ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
         a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour.
-    check_weights: see that all ranks hold the same weights at the second exchange of gradients, and, by the broadcast
+    check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, and, by the broadcast
         callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
         root only.

@@ -14,6 +14,7 @@ from horovod_train.distributed.optimizer import distribute
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
+from horovod_train.tensorflow.names import key_of
 
 log = logging.getLogger(__name__)
 
@@ -59,22 +60,23 @@ def DistributedOptimizer(
     """
     if use_locking:
         raise UserError("DistributedOptimizer: use_locking is for optimizers of TensorFlow 1. Leave it out.")
-    if backward_passes_per_step < 1:
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
         raise UserError(
-            f"DistributedOptimizer: backward_passes_per_step must be at least 1; received {backward_passes_per_step}."
+            "DistributedOptimizer: backward_passes_per_step must be a whole number of at least 1; "
+            f"received {backward_passes_per_step!r}."
         )
     arguments = Arguments(
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
     )
     combiner = GradientCombiner("DistributedOptimizer", arguments)
 
@@ -90,7 +92,7 @@ def DistributedOptimizer(
                     "One of the two is enough."
                 )
             return list(grads)
-        return combiner(grads, variables, own_name)
+        return combiner(grads, variables)
 
     distribute(optimizer, combine)
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
@@ -115,6 +117,11 @@ def PartialDistributedOptimizer(
 
 def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
     class WithLocalVariables(base):
+        @property
+        def gradient_combiner(self) -> GradientCombiner:
+            """Which gradients are combined, and over which ranks."""
+            return combiner
+
         def register_local_var(self, var: Any) -> None:
             """Leave this variable's gradients out of the exchange: each rank has its own value of it."""
             combiner.register_local(var)
@@ -125,21 +132,31 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
 def _adding_up(base: type, passes: int, averages: bool) -> type:
     """Return a subclass of a distributed optimizer's class that applies the sum of the gradients of several calls."""
 
+    found: dict[Any, tuple[list[tf.Variable], tf.Variable, list[bool]]] = {}
+
+    def sums_of(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        """Return, for these variables: the sums, the number of calls, and which ever had a gradient.
+
+        Each set of variables has its own, because an optimizer may be called for one and then for another.
+        """
+        key = tuple(key_of(variable) for variable in variables)
+        if key not in found:
+            with tf.init_scope():
+                sums = [tf.Variable(tf.zeros(of.shape, of.dtype), trainable=False) for of in variables]
+                found[key] = sums, tf.Variable(0, dtype=tf.int64, trainable=False), [False] * len(sums)
+        return found[key]
+
     class AddingUp(base):
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             if trainable_variables is None:
                 raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")
             variables = list(trainable_variables)
-            if not hasattr(self, "_sums_of_gradients"):
-                with tf.init_scope():
-                    if not self.built:
-                        self.build(variables)
-                    self._sums_of_gradients = [
-                        tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables
-                    ]
-                    self._passes_done = tf.Variable(0, dtype=tf.int64, trainable=False)
-            sums = self._sums_of_gradients
-            for total, grad in zip(sums, grads, strict=True):
+            with tf.init_scope():
+                if not self.built:
+                    self.build(variables)
+            sums, passes_done, have_grads = sums_of(variables)
+            for i, (total, grad) in enumerate(zip(sums, grads, strict=True)):
+                have_grads[i] |= grad is not None
                 if isinstance(grad, tf.IndexedSlices):
                     total.scatter_add(grad)
                 elif grad is not None:
@@ -147,12 +164,12 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
 
             def update() -> tf.Tensor:
                 divisor = passes if averages else 1
-                own = [None if grad is None else total / divisor for total, grad in zip(sums, grads, strict=True)]
+                own = [total / divisor if has else None for total, has in zip(sums, have_grads, strict=True)]
                 super(AddingUp, self).apply(own, variables)
                 for total in sums:
                     total.assign(tf.zeros_like(total))
                 return tf.constant(True)
 
-            tf.cond(tf.equal(self._passes_done.assign_add(1) % passes, 0), update, lambda: tf.constant(False))
+            tf.cond(tf.equal(passes_done.assign_add(1) % passes, 0), update, lambda: tf.constant(False))
 
     return AddingUp

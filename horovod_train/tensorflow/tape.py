@@ -19,7 +19,6 @@ class _Distributed:
 
 def DistributedGradientTape(
     gradtape: tf.GradientTape,
-    *,
     device_dense: str = "",
     device_sparse: str = "",
     compression: Any = hvd.Compression.none,
@@ -41,17 +40,16 @@ def DistributedGradientTape(
     if isinstance(gradtape, _Distributed):
         raise UserError("DistributedGradientTape: this tape is distributed already; wrap it once.")
     arguments = Arguments(
-        None,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
     )
     take_class(gradtape, _distributed(type(gradtape), GradientCombiner("DistributedGradientTape", arguments)))
     return gradtape
@@ -91,7 +89,7 @@ def _distributed(base: type, combiner: GradientCombiner) -> type:
             """
             own = super().gradient(target, sources, output_gradients, unconnected_gradients)
             flat = tf.nest.flatten(sources)
-            grads = combiner(tf.nest.flatten(own), flat, "DistributedGradientTape")
+            grads = combiner(tf.nest.flatten(own), flat)
             by_tape.note(grads)
             return tf.nest.pack_sequence_as(sources, grads)
 

@@ -21,7 +21,7 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog
 from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog
-from horovod_train.tensorflow.agreement import disagreement, exchanges_begun
+from horovod_train.tensorflow.agreement import cause_of, exchanges_begun
 
 STEPS_BEFORE_STOP = 2
 """The second step, or the first after it, may still be compiling; later ones do not."""
@@ -59,7 +59,7 @@ class _Watch:
 
         Until the ranks have met, each shows its own.
         """
-        error = disagreement() or error
+        error = cause_of(error)
         if not isinstance(error, Exception):
             self._show(kind, error, at)
         elif self._run_end is not None:

@@ -63,12 +63,30 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert "hvd.broadcast_model(model)" in refused["global_variables"]
 
 
-def test_weights_that_were_never_broadcast_are_found_at_the_second_step(ranks: list[dict[str, Any]]) -> None:
+def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         for text in facts["forgotten"]:
             assert "ranks hold different weights: " in text
             assert "BroadcastGlobalVariablesCallback(0)" in text
     assert len({facts["broadcast"] for facts in ranks}) == 1
+
+
+def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["partial_in_fit"] == facts["process_set_in_fit"] == "accepted"
+        assert "Train with hvd.DistributedOptimizer(optimizer)" in facts["plain_in_fit"]
+
+
+def test_sums_over_passes_belong_to_their_variables(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["two_sets"] == [-19.0, -1.0]
+        assert facts["late_none"] == [-4.0]
+
+
+def test_metrics_of_any_shape_are_averaged_and_different_ones_refused(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert facts["averaged_array"] == [(len(ranks) - 1) / 2, 1.0]
+        assert "all ranks must log the same metrics; rank 0 logs loss, rank 1 logs loss, val_loss" in facts["different"]
 
 
 def test_shard_gives_each_record_once_and_all_ranks_equally_many(ranks: list[dict[str, Any]]) -> None:

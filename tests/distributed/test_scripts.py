@@ -37,6 +37,12 @@ def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> Non
     assert finished.stderr.count("ModelCheckpoint, CSVLogger run on rank 0 only, so that no file is written") == 1
 
 
+def test_a_callback_that_decides_may_be_on_one_rank_only(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "decides-alone")
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count(": 4 epochs") == 2
+
+
 def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "decides")
     assert finished.returncode == 0, finished.text

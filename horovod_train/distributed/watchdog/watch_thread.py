@@ -70,6 +70,9 @@ class WatchThread:
                 self._turn()
                 continue
             time.sleep(self._turn_s / 10)  # If every turn fails, do not use a whole core.
+        if self._state.cause is None:
+            # Once more: if the first has not been sent, the others take the closed connection for the end of this rank.
+            self._state.transport.send({"kind": "bye"})
         self._state.transport.close()
 
     def _turn(self) -> None:

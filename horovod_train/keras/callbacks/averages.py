@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.distributed import objects
+from horovod_train.errors import UserError
+
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replace each logged value at the end of an epoch by its mean over ranks.
@@ -22,12 +25,20 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        names = sorted(logs or {})
-        if logs and names:
-            values = np.array([float(logs[name]) for name in names])
+        values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
+        said = objects.gather(list(values), "MetricAverageCallback.names")
+        if different := [rank for rank, names in enumerate(said) if names != said[0]]:
+            raise UserError(
+                f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(said[0])}, rank "
+                f"{different[0]} logs {', '.join(said[different[0]])}. Give validation_data to all ranks or to none."
+            )
+        if logs and values:
+            packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))
             with tf.device(self._device):
-                means = hvd.allreduce(tf.constant(values), op=hvd.Average, name="MetricAverageCallback").numpy()
-            logs.update(zip(names, means.tolist(), strict=True))
+                means = hvd.allreduce(packed, op=hvd.Average, name="MetricAverageCallback").numpy()
+            ends = np.cumsum([value.size for value in values.values()])
+            for (name, value), mean in zip(values.items(), np.split(means, ends[:-1]), strict=True):
+                logs[name] = mean.reshape(value.shape) if value.ndim else float(mean[0])
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

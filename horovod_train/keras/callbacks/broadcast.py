@@ -26,6 +26,11 @@ _UNKNOWN, _NONE_MORE = -1, -2
 _STOPPED_WITHIN_S = 30.0
 """Ranks that stop in the same batch reach the end of their epoch within one step of each other."""
 
+_ADVICE = (
+    "Train with hvd.DistributedOptimizer(optimizer), and give this callback local_variables= for those that each rank "
+    "keeps"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -120,13 +125,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         return [variable for variable in variables if key_of(variable) not in self._local]
 
     def _check_agreement(self) -> None:
-        """Collective: raise RanksDisagree, on all ranks, if trainable weights differ."""
-        if not guards().check_weights:
+        """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
+        combiner = getattr(self.model.optimizer, "gradient_combiner", None)
+        ranks = combiner.ranks if combiner else hvd.global_process_set
+        if not guards().check_weights or not ranks.included():
             return
         variables = self._shared(self.model.trainable_variables)
+        variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
         own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
-        digests = hvd.allgather(own[tf.newaxis], name="fit.agreement").numpy()
-        check_equal(digests, [name_of(variable) for variable in variables], hvd.global_process_set)
+        digests = hvd.allgather(own[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
+        check_equal(digests, [name_of(variable) for variable in variables], ranks, _ADVICE)
 
     def _check_whole(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""

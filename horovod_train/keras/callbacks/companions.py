@@ -7,6 +7,7 @@ import logging
 
 import horovod.tensorflow as hvd
 import keras
+import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
@@ -56,18 +57,22 @@ def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> N
 
 
 def need_averages(callbacks: list[keras.callbacks.Callback], own: keras.callbacks.Callback) -> bool:
-    """Return whether `own` must average the logged values, because callbacks that decide would differ between ranks.
+    """Collective: return whether `own` must average the logged values, because callbacks would decide differently.
 
-    Raises UserError if they come before both `own` and a MetricAverageCallback.
+    True on all ranks if on any: a script may give such a callback to one rank only. Raises UserError on all ranks if on
+    one of them it comes before both `own` and a MetricAverageCallback.
     """
-    for callback in callbacks:
-        if isinstance(callback, MetricAverageCallback):
-            return False
-        if isinstance(callback, DECIDE):
-            if own not in callbacks[: callbacks.index(callback)]:
-                raise UserError(
-                    f"model.fit: {type(callback).__name__} must come after {type(own).__name__} in callbacks, so that "
-                    "it decides on the means over all ranks."
-                )
-            return True
-    return False
+    deciding = [index for index, callback in enumerate(callbacks) if isinstance(callback, DECIDE)]
+    at, name = (deciding[0], type(callbacks[deciding[0]]).__name__) if deciding else (0, "")
+    before = callbacks[:at]
+    is_averaged = any(isinstance(callback, MetricAverageCallback) for callback in before)
+    needs = bool(name) and not is_averaged
+    too_early = needs and own not in before
+    said = tf.constant([float(needs), float(too_early)])
+    any_needs, any_early = hvd.allreduce(said, op=hvd.Sum, name="fit.averages").numpy()
+    if any_early:
+        raise UserError(
+            f"model.fit: {name or 'EarlyStopping'} must come after {type(own).__name__} in callbacks, so that it "
+            "decides on the means over all ranks."
+        )
+    return bool(any_needs)

@@ -17,7 +17,7 @@ from facts import leave, rel_error
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError
 
 OUT = Path(sys.argv[1])
 STEPS, ROWS = 20, 8
@@ -25,6 +25,8 @@ members = [1] if launcher.detect().size == 2 else [0, 1]  # Horovod takes no set
 some = hvd.ProcessSet(members)
 hvd.init(process_sets=[some])
 rank, size = hvd.rank(), hvd.size()
+if rank == 0:  # Keras numbers what it makes, so nothing here has the same name on all ranks
+    made_before = [keras.optimizers.SGD(), keras.Sequential([keras.layers.Dense(1)])]
 ALL = tuple(range(size))
 Model = keras.Model
 Optimizer = keras.optimizers.Optimizer
@@ -179,6 +181,35 @@ def scaled() -> Optimizer:
     return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=1.0)
 
 
+def nested() -> Model:
+    """Two functions inside a function, each with a tape, as a GAN may have them; the two models are alike."""
+    first, second = dense(), dense()
+    optimizers = [sgd(), sgd()]
+
+    def gradients_of(model: Model) -> Any:
+        @tf.function
+        def gradients(x: tf.Tensor, y: tf.Tensor) -> Any:
+            with tf.GradientTape() as tape:
+                loss = mse(model, x, y)
+            return hvd_tf.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+
+        return gradients
+
+    functions = [gradients_of(first), gradients_of(second)]
+    for model, optimizer in zip((first, second), optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+        found = [function(x, y) for function in functions]
+        for model, optimizer, grads in zip((first, second), optimizers, found, strict=True):
+            optimizer.apply(grads, model.trainable_variables)
+
+    for number in range(STEPS):
+        step(*map(tf.constant, batch(number)))
+    return second
+
+
 def with_groups() -> Model:
     model = dense()
     return loop(model, distributed(groups=in_groups(model)))
@@ -219,6 +250,7 @@ CASES: dict[str, tuple[Callable[[], Model], Model]] = {
         alone(built(), sgd()),
     ),
     "loop": (lambda: loop(dense(), distributed()), plain),
+    "nested": (nested, plain),
     "tape": (lambda: loop(dense(), sgd(), with_tape()), plain),
     "eager_tape": (eager_tape, plain),
     "persistent_tape": (lambda: loop(dense(), sgd(), with_tape(), persistent=True), plain),
@@ -273,13 +305,18 @@ except Exception as error:
 def error_of(attempt: Callable[[], Any]) -> str:
     try:
         attempt()
-    except (UserError, AttributeError, tf.errors.OpError) as error:
+    except (RunError, AttributeError, tf.errors.OpError) as error:
         return str(error)
     return "accepted"
 
 
 facts["refused"] = {
     "twice": error_of(lambda: hvd.DistributedOptimizer(distributed())),
+    "inside_loss_scale": error_of(lambda: keras.optimizers.LossScaleOptimizer(distributed())),
+    "unknown_process_set": error_of(lambda: distributed(process_set=hvd.ProcessSet([0]))),
+    "predivide": error_of(lambda: distributed(gradient_predivide_factor=0.0)),
+    "unbuilt": error_of(lambda: hvd.broadcast_model(keras.Sequential([keras.layers.Dense(1)]))),
+    "bf16_value": error_of(lambda: hvd_tf.allreduce(tf.zeros(1), compression=hvd.Compression.bf16)),
     "tape_twice": error_of(lambda: with_tape()(with_tape()(tf.GradientTape()))),
     "gpu": error_of(lambda: distributed(device_dense="/gpu:0")),
     "locking": error_of(lambda: distributed(use_locking=True)),
@@ -299,6 +336,33 @@ facts["forgotten"] = [
     error_of(lambda: fit(dense(rank), distributed())),
     error_of(lambda: loop(dense(rank), sgd(), with_tape())),
 ]
+in_fit = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+own_head = dense()
+facts["partial_in_fit"] = error_of(
+    lambda: fit(own_head, hvd.PartialDistributedOptimizer(sgd(), local_layers=own_head.layers[-1]), in_fit)
+)
+facts["process_set_in_fit"] = error_of(lambda: fit(dense(), distributed(process_set=some), in_fit))
+facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
+
+# Two sets of variables in turns; a variable whose last gradient of a sum is missing.
+summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+pair = [keras.Variable([1.0]), keras.Variable([1.0])]
+summing.build(pair)
+for _ in range(2):
+    for variable, gradient in zip(pair, (10.0, 1.0), strict=True):
+        summing.apply([tf.constant([gradient])], [variable])
+facts["two_sets"] = [float(variable.numpy()[0]) for variable in pair]
+last = keras.Variable([1.0])
+summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+for gradient in (tf.constant([5.0]), None):
+    summing.apply([gradient], [last])
+facts["late_none"] = last.numpy()
+
+averages, logs = hvd.callbacks.MetricAverageCallback(), {"f1": np.array([float(rank), 1.0])}
+averages.on_epoch_end(0, logs)
+facts["averaged_array"] = logs["f1"]
+facts["different"] = error_of(lambda: averages.on_epoch_end(0, {"loss": 1.0, **({"val_loss": 1.0} if rank else {})}))
+
 late = dense(rank)
 hvd.broadcast_variables([late, sgd()], root_rank=0)
 facts["broadcast"] = weights(loop(late, distributed())).tobytes().hex()

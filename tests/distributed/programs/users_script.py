@@ -56,6 +56,8 @@ elif TROUBLE == "writes":
     callbacks += [keras.callbacks.ModelCheckpoint(f"{path}.keras"), keras.callbacks.CSVLogger(f"{path}.csv")]
 elif TROUBLE == "decides":
     callbacks = [Differ(), callbacks[0], keras.callbacks.EarlyStopping("differs", patience=0, mode="min")]
+elif TROUBLE == "decides-alone":
+    callbacks += [keras.callbacks.EarlyStopping("loss", patience=99)] if hvd.rank() == 0 else []
 elif TROUBLE == "decides-too-early":
     callbacks.insert(0, keras.callbacks.EarlyStopping("loss"))
 elif TROUBLE == "wraps-twice":
