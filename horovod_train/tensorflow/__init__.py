@@ -135,8 +135,8 @@ INSTEAD = {
     "hvd.callbacks.BroadcastGlobalVariablesCallback of horovod_train.keras",
     "SyncBatchNormalization": "it is a layer of Keras 2: call hvd.synchronise_batch_norm(model) for Keras' own",
     "broadcast_object_fn": "it is for sessions of TensorFlow 1: call hvd.broadcast_object",
-    "elastic": "ranks cannot join or leave a running script: use keras.callbacks.BackupAndRestore on rank 0, or the "
-    "trainer, which resumes at another number of ranks",
+    "elastic": "ranks cannot join or leave a running script: use keras.callbacks.BackupAndRestore, or the trainer, "
+    "which resumes at another number of ranks",
 }
 """What Horovod has and this has not, and what to do."""
 

@@ -42,7 +42,7 @@ def DistributedOptimizer(
     Its class becomes a subclass with the same name: its config, its state and a model saved with it stay those of the
     plain optimizer. Clipping, weight decay and loss scale see combined gradients.
 
-    name: prefix of the names of exchanges; default the optimizer's own.
+    name: prefix of the names of exchanges, the same on all ranks; default one made here.
     device_dense, device_sparse: TensorFlow device of the exchange, of dense gradients and of IndexedSlices.
     compression: hvd.Compression.none, .fp16 or .bf16, or a class with compress(tensor) and decompress(tensor, context).
     sparse_as_dense: exchange IndexedSlices as dense tensors.
