@@ -115,8 +115,9 @@ def _distributed(base: type, combine: Combine) -> type:
     class Distributed(base, _Distributed):
         def __setattr__(self, name: str, value: Any) -> None:
             # A LossScaleOptimizer does this to the optimizer that it takes. It would skip the steps in which *this*
-            # rank's gradients overflow, so ranks would exchange gradients of different steps.
-            if name == "loss_scale_factor" and value is None:
+            # rank's gradients overflow, so ranks would exchange gradients of different steps. The first assignment is
+            # that of the optimizer's own constructor.
+            if name == "loss_scale_factor" and value is None and name in vars(self):
                 raise UserError(
                     "LossScaleOptimizer(DistributedOptimizer(optimizer)): distribute the outer one instead: "
                     "DistributedOptimizer(LossScaleOptimizer(optimizer))."

@@ -77,6 +77,12 @@ def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dic
         assert "Train with hvd.DistributedOptimizer(optimizer)" in facts["plain_in_fit"]
 
 
+def test_a_copy_from_the_config_is_distributed_as_the_original_is(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        assert max(facts["of_its_config"]) < 1e-5
+        assert facts["nothing_to_train"] == "accepted"
+
+
 def test_sums_over_passes_belong_to_their_variables(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert facts["two_sets"] == [-19.0, -1.0]

@@ -134,7 +134,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
         own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
         digests = hvd.allgather(own[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
-        check_equal(digests, [name_of(variable) for variable in variables], ranks, _ADVICE)
+        check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
 
     def _check_whole(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""

@@ -177,6 +177,13 @@ class Halves:
         return tensor * factor
 
 
+def frozen() -> Model:
+    model = dense()
+    model.trainable = False
+    model.compile(distributed(), "mse")
+    return model
+
+
 def scaled() -> Optimizer:
     return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=1.0)
 
@@ -362,6 +369,15 @@ averages, logs = hvd.callbacks.MetricAverageCallback(), {"f1": np.array([float(r
 averages.on_epoch_end(0, logs)
 facts["averaged_array"] = logs["f1"]
 facts["different"] = error_of(lambda: averages.on_epoch_end(0, {"loss": 1.0, **({"val_loss": 1.0} if rank else {})}))
+
+whole = distributed(backward_passes_per_step=3)
+facts["of_its_config"] = [
+    rel_error(weights(loop(dense(), type(whole).from_config(whole.get_config()))), weights(of_three)),
+    rel_error(weights(loop(dense(), whole.from_config(whole.get_config()))), weights(of_three)),
+]
+facts["nothing_to_train"] = error_of(
+    lambda: frozen().fit(np.zeros((8, 6)), np.zeros((8, 1)), verbose=0, callbacks=in_fit)
+)
 
 late = dense(rank)
 hvd.broadcast_variables([late, sgd()], root_rank=0)
