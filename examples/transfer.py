@@ -12,13 +12,13 @@ import horovod_train.keras as hvd
 
 
 def pretrained() -> keras.Model:
-    """MobileNetV2 with ImageNet's weights; with random ones where they cannot be fetched."""
-    shape = {"input_shape": (32, 32, 3), "alpha": 0.35, "include_top": False, "pooling": "avg"}
+    """VGG16 with ImageNet's weights; with random ones where they cannot be fetched."""
+    shape = {"input_shape": (32, 32, 3), "include_top": False, "pooling": "avg"}
     try:
-        return keras.applications.MobileNetV2(weights="imagenet", **shape)
+        return keras.applications.VGG16(weights="imagenet", **shape)
     except Exception as error:
         print(f"random initial weights, because ImageNet's cannot be fetched: {error}", flush=True)
-        return keras.applications.MobileNetV2(weights=None, **shape)
+        return keras.applications.VGG16(weights=None, **shape)
 
 
 hvd.init()
@@ -29,11 +29,12 @@ body = pretrained()
 body.trainable = False
 inputs = keras.Input((8, 8, 1))
 colours = keras.layers.Concatenate()([keras.layers.UpSampling2D(4)(inputs)] * 3)
-model = keras.Model(inputs, keras.layers.Dense(10)(body(keras.layers.Rescaling(2.0, -1.0)(colours), training=False)))
+features = body(keras.layers.Rescaling(2.0, -1.0)(colours), training=False)
+model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.BatchNormalization(momentum=0.9)(features)))
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.003 * hvd.size()))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss, weighted_metrics=["accuracy"])
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-model.fit(x, y, 64, 3, verbose=2 if hvd.rank() == 0 else 0, sample_weight=weights, callbacks=callbacks)
+model.fit(x, y, 64, 4, verbose=2 if hvd.rank() == 0 else 0, sample_weight=weights, callbacks=callbacks)
 if hvd.rank() == 0:
     print(f"held-out accuracy {model.evaluate(*held_out, verbose=0)[1]:.3f}", flush=True)
