@@ -22,6 +22,7 @@ def pretrained() -> keras.Model:
 
 
 hvd.init()
+keras.utils.set_random_seed(1)
 (x, y), held_out = digits.load()
 x, y, weights = hvd.shard(x, y)
 
@@ -35,6 +36,6 @@ optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.003 * hvd.size()))
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss, weighted_metrics=["accuracy"])
 callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-model.fit(x, y, 64, 4, verbose=2 if hvd.rank() == 0 else 0, sample_weight=weights, callbacks=callbacks)
+model.fit(x, y, 64, 6, verbose=2 if hvd.rank() == 0 else 0, sample_weight=weights, callbacks=callbacks)
 if hvd.rank() == 0:
     print(f"held-out accuracy {model.evaluate(*held_out, verbose=0)[1]:.3f}", flush=True)

@@ -31,4 +31,4 @@ def test_the_two_optimizers_of_the_gan_train() -> None:
 
 @pytest.mark.long
 def test_a_new_head_on_a_frozen_network_trains() -> None:
-    assert last_figure("transfer") > 0.3
+    assert last_figure("transfer") > 0.25
