@@ -145,28 +145,28 @@ class WorkerGroup:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """This process after `join`: Horovod runs; no TensorFlow operation has run yet."""
+class StartedProcess:
+    """This process once Horovod runs in it; no TensorFlow operation has run yet."""
 
     started_by: launcher.Launch
     settings: tuple[tuning.Setting, ...]
     host_cores: int
     """Cores that the ranks of this host may use together."""
     rendezvous: ExitStack
-    """To be left open until all ranks have met: those that come late still look for it."""
+    """To be left open until the group is formed: ranks that come late still look for it."""
 
     def pin(self, devices: DeviceConfig) -> device.Device:
         """Pin this process to its device, see device.pin."""
         return device.pin(devices, hvd.local_rank(), hvd.local_size(), self.host_cores)
 
 
-def join(
+def start_process(
     horovod: HorovodConfig | None = None,
     *,
     deterministic: bool = False,
     environment: Mapping[str, str] | None = None,
     process_sets: Sequence[hvd.ProcessSet] | None = None,
-) -> Joined:
+) -> StartedProcess:
     """Collective: initialise Horovod, as the first part of `start`. process_sets: further sets of ranks."""
     started_by = launcher.detect()
     started_by.check()
@@ -184,10 +184,10 @@ def join(
         rendezvous.enter_context(initialize.rendezvous_if_needed(started_by))
         cores = initialize.initialise(started_by, process_sets)
         initialize.check_rank_and_size(started_by)
-        return Joined(started_by, tuple(settings), len(cores), rendezvous.pop_all())
+        return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
 
 
-def meet(joined: Joined, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:
+def form_group(started: StartedProcess, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:
     """Collective: learn which ranks there are, as the last part of `start`.
 
     mine: this rank's device. Raises UserError if ranks of one host would share a GPU.
@@ -200,11 +200,11 @@ def meet(joined: Joined, mine: device.Device, *, deterministic: bool = False) ->
         size=hvd.size(),
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
-        launcher=joined.started_by.launcher,
+        launcher=started.started_by.launcher,
         exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
         hosts=tuple(host for host, _ in facts),
         devices=tuple(device.Device(*found) for _, found in facts),
-        settings=joined.settings,
+        settings=started.settings,
         deterministic=deterministic,
     )
     with group.raise_together():
@@ -226,9 +226,9 @@ def start(
 
     Raises UserError if the processes would not find each other, or if ranks of one host would share a GPU.
     """
-    joined = join(horovod, deterministic=deterministic, environment=environment)
-    with joined.rendezvous:
-        return meet(joined, joined.pin(devices or DeviceConfig()), deterministic=deterministic)
+    started = start_process(horovod, deterministic=deterministic, environment=environment)
+    with started.rendezvous:
+        return form_group(started, started.pin(devices or DeviceConfig()), deterministic=deterministic)
 
 
 def as_tf_variable(variable: Any) -> tf.Variable:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import tensorflow as tf
 
 from horovod_train.errors import UserError
@@ -28,7 +27,7 @@ def allreduce(
         raise UserError("hvd.allreduce: give op or average, not both.")
     op = op if op is not None else hvd.Sum if average is False else hvd.Average
     return hvd.allreduce(
-        _tensor(value),
+        tf.convert_to_tensor(value),
         op=op,
         name=name,
         compression=compression,
@@ -39,18 +38,14 @@ def allreduce(
 
 def allgather(value: Any, name: str | None = None) -> tf.Tensor:
     """Collective: return all values, by rank, along the first axis, whose length may differ by rank."""
-    return hvd.allgather(_tensor(value), name=name)
+    return hvd.allgather(tf.convert_to_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     """Collective: return root_rank's value. value: the same shape on every rank."""
-    return hvd.broadcast(_tensor(value), root_rank, name=name)
+    return hvd.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: Any = hvd.Average) -> tf.Tensor:
     """Collective: return this rank's part, along the first axis, of the value combined over all ranks."""
-    return hvd.reducescatter(_tensor(value), op=op, name=name)
-
-
-def _tensor(value: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(value.value if isinstance(value, keras.Variable) else value)
+    return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name)

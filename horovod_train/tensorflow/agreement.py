@@ -7,7 +7,6 @@ step.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,9 @@ import tensorflow as tf
 from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.errors import RanksDisagree
 from horovod_train.tensorflow.guards import guards
-from horovod_train.tensorflow.names import name_of
+from horovod_train.tensorflow.names import PerVariable, name_of
 
 CHECKED_AT = 10
-_counts: dict[int, tf.Variable] = {}
-"""By the id of the first of the variables that are exchanged together: how often they were."""
 _found: RanksDisagree | None = None
 _ADVICE = (
     "Give fit hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
@@ -30,9 +27,18 @@ _ADVICE = (
 )
 
 
+def _new_count() -> tf.Variable:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
+
+
+_counts = PerVariable(_new_count)
+"""Of the first of the variables that are exchanged together: how often they were."""
+
+
 def exchanges_begun() -> int:
     """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
-    return sum(int(count.numpy()) for count in list(_counts.values()))
+    return sum(int(count.numpy()) for count in _counts.values())
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -42,19 +48,11 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
-    """Collective at its second run: count, and raise RanksDisagree in the step if ranks hold different values."""
-    count = _count_of(variables[0]).assign_add(1)
+    """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values."""
+    count = _counts[variables[0]].assign_add(1)
     if guards().check_weights and ranks.size() > 1:
         name = exchange_name(f"{name}.agreement")
         tf.cond(tf.equal(count, CHECKED_AT), lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
-
-
-def _count_of(variable: Any) -> tf.Variable:
-    if id(variable) not in _counts:
-        with tf.init_scope(), tf.device("CPU:0"):
-            _counts[id(variable)] = tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
-        weakref.finalize(variable, _counts.pop, id(variable), None)
-    return _counts[id(variable)]
 
 
 def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import as_tf_variable, check_sendable
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import watch
+from horovod_train.tensorflow.names import name_of
 
 _SEED = "seed_generator_state"
 """How Keras names the variables in which its random layers keep their seed."""
@@ -28,7 +29,7 @@ def broadcast_variables(
 
     Raises UserError for a dtype that Horovod cannot send, and for anything else.
     """
-    found = [variable for variable in _variables(variables) if _SEED not in getattr(variable, "path", variable.name)]
+    found = [variable for variable in _variables(variables) if _SEED not in name_of(variable)]
     check_sendable(found)
     if process_set is hvd.global_process_set:
         with tf.init_scope():  # a script may broadcast inside its compiled step

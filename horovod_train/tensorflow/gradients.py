@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,6 @@ from horovod_train.errors import UserError
 from horovod_train.tensorflow.agreement import count_exchange
 from horovod_train.tensorflow.compression import Compression
 from horovod_train.tensorflow.names import key_of, number_of
-
-log = logging.getLogger(__name__)
 
 Groups = int | list[list[Any]] | None
 
@@ -49,6 +46,7 @@ class GradientCombiner:
     def __init__(self, owner: str, arguments: Arguments) -> None:
         self._owner, self._arguments = owner, arguments
         self.ranks = arguments.process_set
+        """Those that combine their gradients."""
         if self.ranks.process_set_id is None:
             raise UserError(f"{owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it.")
         if not arguments.gradient_predivide_factor > 0:
@@ -58,7 +56,7 @@ class GradientCombiner:
         self._exchange = GradientExchange(
             op=self._name_of_op(arguments.op),
             compression="bf16" if arguments.compression is Compression.bf16 else arguments.compression,
-            process_set=arguments.process_set,
+            process_set=self.ranks,
             sparse_as_dense=arguments.sparse_as_dense,
             predivide=arguments.gradient_predivide_factor,
         )
@@ -69,11 +67,6 @@ class GradientCombiner:
         self._local: dict[Any, Any] = {}
         for argument, device in (("device_dense", arguments.device_dense), ("device_sparse", arguments.device_sparse)):
             self._check_device(argument, device)
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank is one of those that combine their gradients."""
-        return bool(self._arguments.process_set.included())
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
@@ -89,7 +82,7 @@ class GradientCombiner:
         Raises UserError if local variables or groups of variables cannot be told without `variables`.
         """
         combined, name = list(grads), self._name(variables)
-        if not self.takes_part:
+        if not self.ranks.included():
             return combined
         if variables is None and (self._local or isinstance(self._groups, list)):
             raise UserError(f"{self._owner}: local variables and groups need apply(grads, trainable_variables).")
@@ -97,10 +90,10 @@ class GradientCombiner:
         local = {i for i, variable in enumerate(known) if variable is not None and self.is_local(variable)}
         shared = [i for i, grad in enumerate(combined) if grad is not None and i not in local]
         if variables is not None and shared:
-            count_exchange([variables[i] for i in shared], name, self._arguments.process_set)
+            count_exchange([variables[i] for i in shared], name, self.ranks)
         if self._arguments.scale_local_gradients:
             for i in local:
-                combined[i] = _divided(combined[i], self._arguments.process_set.size())
+                combined[i] = _divided(combined[i], self.ranks.size())
         for number, members in enumerate(self._grouped(combined, shared, known)):
             if len(members) == 1:
                 combined[members[0]] = self._combine(combined[members[0]], f"{name}.gradient.{members[0]}")

@@ -1,4 +1,4 @@
-"""init and shutdown: start Horovod as its launcher wants it, pin this process to its device, switch the guards."""
+"""init: start Horovod as its launcher wants it, pin this process to its device, switch the guards; and barrier."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, WatchConfig
 from horovod_train.distributed.device import Device
-from horovod_train.distributed.group import Joined, join
+from horovod_train.distributed.group import StartedProcess, start_process
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import guards, watch
@@ -51,11 +51,10 @@ def init(
         return
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
     guards.switch(guards.Guards(check_weights, files_on_root_only))
-    joined = join(
-        environment=stall_environment(limits) if watch_ranks else None,
-        process_sets=process_sets,
-    )
-    watch.prepare(joined, _pin(joined) if pin_device else _AS_IT_IS, limits if watch_ranks else WatchConfig(False))
+    started = start_process(environment=stall_environment(limits) if watch_ranks else None, process_sets=process_sets)
+    device = _pin(started) if pin_device else _AS_IT_IS
+    if watch_ranks:
+        watch.prepare(started, device, limits)
 
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
@@ -66,15 +65,15 @@ def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
 _AS_IT_IS = Device("as the script chose", "", (), ())
 
 
-def _pin(joined: Joined) -> Device:
+def _pin(started: StartedProcess) -> Device:
     """Pin this process to its device, unless the script has chosen one or has started TensorFlow already."""
     if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
         return _AS_IT_IS
     try:
-        return joined.pin(DeviceConfig())
+        return started.pin(DeviceConfig())
     except RuntimeError as error:  # TensorFlow has started, and keeps what it has
         log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
         return _AS_IT_IS
     except UserError:
-        joined.rendezvous.close()
+        started.rendezvous.close()
         raise

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
+
+from horovod_train.distributed.group import as_tf_variable
+
+T = TypeVar("T")
 
 
 def key_of(variable: Any) -> Any:
     """Return what stands for a variable or tensor in a dictionary: equal for a Keras variable and its tf one."""
-    return (variable if isinstance(variable, tf.Variable | tf.Tensor) else variable.value).ref()
+    return (variable if isinstance(variable, tf.Tensor) else as_tf_variable(variable)).ref()
 
 
-_numbers: dict[int, int] = {}
-_next = itertools.count()
+class PerVariable(Generic[T]):
+    """What belongs to each variable, made when it is first asked for and dropped with the variable."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._found: dict[int, T] = {}
+
+    def __getitem__(self, variable: Any) -> T:
+        if id(variable) not in self._found:
+            self._found[id(variable)] = self._make()
+            weakref.finalize(variable, self._found.pop, id(variable), None)
+        return self._found[id(variable)]
+
+    def values(self) -> list[T]:
+        return list(self._found.values())
+
+
+_numbers = PerVariable(itertools.count().__next__)
 
 
 def number_of(variable: Any) -> int:
@@ -24,10 +45,7 @@ def number_of(variable: Any) -> int:
     All ranks ask in the same order. Names would not do: Keras numbers layers and optimizers by how many there have been
     in the process, and rank 0 may have made some more.
     """
-    if id(variable) not in _numbers:
-        _numbers[id(variable)] = next(_next)
-        weakref.finalize(variable, _numbers.pop, id(variable), None)
-    return _numbers[id(variable)]
+    return _numbers[variable]
 
 
 def name_of(variable: Any) -> str:

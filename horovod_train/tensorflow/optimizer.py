@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.optimizer import distribute
+from horovod_train.distributed.optimizer import Combine, distribute
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
@@ -79,22 +79,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     combiner = GradientCombiner("DistributedOptimizer", arguments)
-
-    has_warned = False
-
-    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, own_name: str) -> list[Any]:
-        nonlocal has_warned
-        if by_tape.are_all(grads):
-            if hvd.rank() == 0 and not has_warned:
-                has_warned = True
-                log.warning(
-                    "DistributedOptimizer applies the gradients that DistributedGradientTape has combined as they are. "
-                    "One of the two is enough."
-                )
-            return list(grads)
-        return combiner(grads, variables)
-
-    distribute(optimizer, combine)
+    distribute(optimizer, _unless_by_tape(combiner))
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
         take_class(optimizer, _adding_up(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
@@ -113,6 +98,25 @@ def PartialDistributedOptimizer(
     for variable in local:
         wrapped.register_local_var(variable)
     return optimizer
+
+
+def _unless_by_tape(combiner: GradientCombiner) -> Combine:
+    """Combine gradients, but for those that a tape has combined. Says so once."""
+    has_warned = False
+
+    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+        nonlocal has_warned
+        if not by_tape.are_all(grads):
+            return combiner(grads, variables)
+        if hvd.rank() == 0 and not has_warned:
+            has_warned = True
+            log.warning(
+                "DistributedOptimizer applies the gradients that DistributedGradientTape has combined as they are. "
+                "One of the two is enough."
+            )
+        return list(grads)
+
+    return combine
 
 
 def _with_local_variables(base: type, combiner: GradientCombiner) -> type:

@@ -7,16 +7,16 @@ operation. Ends with the process.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import Device
-from horovod_train.distributed.group import Joined, WorkerGroup, meet
+from horovod_train.distributed.group import StartedProcess, WorkerGroup, form_group
 from horovod_train.distributed.watchdog.heartbeat import files_being_read
 from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.state import end_process
 from horovod_train.distributed.watchdog.watchdog import open_watchdog
 from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.output.console import to_stderr
@@ -33,8 +33,8 @@ LIMITS = WatchConfig(warn_after_s=60, stop_after_s=1800, first_step_after_s=1800
 class _Watch:
     """The watch of this process; begins at most once."""
 
-    def __init__(self, joined: Joined, device: Device, limits: WatchConfig) -> None:
-        self._joined, self._device, self._limits = joined, device, limits
+    def __init__(self, started: StartedProcess, device: Device, limits: WatchConfig) -> None:
+        self._started, self._device, self._limits = started, device, limits
         self._run_end: RunEnd | None = None
         self._exit_code: int | None = None
         self._show = sys.excepthook
@@ -46,8 +46,8 @@ class _Watch:
         """Collective, the first time."""
         if self._run_end is not None:
             return
-        with self._joined.rendezvous:
-            group = meet(self._joined, self._device)
+        with self._started.rendezvous:
+            group = form_group(self._started, self._device)
         group.heartbeat.phase("train")
         group.heartbeat.set_probe(_probe(group))
         log = NullRankLog()
@@ -75,9 +75,7 @@ class _Watch:
 
     def _leave(self) -> None:
         if self._exit_code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self._exit_code)
+            end_process(self._exit_code)
 
 
 def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
@@ -93,11 +91,11 @@ def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
 _watch: _Watch | None = None
 
 
-def prepare(joined: Joined, device: Device, limits: WatchConfig) -> None:
+def prepare(started: StartedProcess, device: Device, limits: WatchConfig) -> None:
     """Let `begin` begin a watch. device: what this rank computes on, for messages."""
     global _watch
     if limits.enabled:
-        _watch = _Watch(joined, device, limits)
+        _watch = _Watch(started, device, limits)
 
 
 def begin() -> None:

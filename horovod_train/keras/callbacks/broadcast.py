@@ -15,7 +15,7 @@ import tensorflow as tf
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
-from horovod_train.keras.callbacks.companions import companions, keep_to_root, need_averages
+from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, keep_to_root, need_averages
 from horovod_train.tensorflow.agreement import check_equal, digest
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.guards import guards
@@ -38,9 +38,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast root's weights and optimizer state before the first step, and keep the ranks at the same step.
 
     The optimizer's slots are built first, so that they are broadcast too. A model that has no variables before its
-    first batch gets them after it. Seeds of dropout are not broadcast, because
-    masks must differ by rank. After each epoch all ranks compare their trainable weights, and raise RanksDisagree if
-    they differ.
+    first batch gets them after it. Seeds of dropout are not broadcast, because masks must differ by rank. After each
+    epoch all ranks compare their trainable weights, and raise RanksDisagree if they differ.
 
     XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default if there is a GPU, is
     trained without it, and root reports this.
@@ -76,10 +75,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
             if hvd.rank() == self.root_rank:
                 log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
-        others = companions()
+        callbacks = callbacks_of_fit()
         if guards().files_on_root_only:
-            keep_to_root(others, self.root_rank)
-        self._averages = MetricAverageCallback(self._device) if need_averages(others, self) else None
+            keep_to_root(callbacks, self.root_rank)
+        self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
         if all(layer.built for layer in layers_inside(self.model)):
             self._broadcast()
 

@@ -23,10 +23,10 @@ DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 log = logging.getLogger(__name__)
 
 
-def companions() -> list[keras.callbacks.Callback]:
+def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     """Return the list of callbacks that `model.fit` runs, itself; only for a callback's on_train_begin.
 
-    Keras does not tell a callback its companions, so this looks at who called it: a CallbackList. Empty if called by
+    Keras does not tell a callback of the others, so this looks at who called it: a CallbackList. Empty if called by
     anything else.
     """
     frame = inspect.currentframe()
