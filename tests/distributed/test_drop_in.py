@@ -21,7 +21,9 @@ NOT_ONE_MODEL = {"process_set"}
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
 def ranks(request: pytest.FixtureRequest, rank_facts: RankFacts) -> list[dict[str, Any]]:
-    return rank_facts("drop_in", *request.param)
+    """What two programs have left: one trains in all ways, one tries all else."""
+    both = zip(rank_facts("drop_in", *request.param), rank_facts("drop_in_api", *request.param), strict=True)
+    return [trained | tried for trained, tried in both]
 
 
 def test_twenty_steps_are_those_of_one_process_on_all_rows(ranks: list[dict[str, Any]]) -> None:
@@ -51,6 +53,7 @@ def test_a_rank_outside_a_process_set_trains_alone(ranks: list[dict[str, Any]]) 
 
 def test_local_layers_are_each_ranks_own(ranks: list[dict[str, Any]]) -> None:
     assert len({facts["local_part"] for facts in ranks}) == len(ranks)
+    assert len({facts["shared_part"] for facts in ranks}) == 1
 
 
 def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]]) -> None:

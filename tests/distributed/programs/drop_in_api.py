@@ -1,0 +1,189 @@
+"""What horovod_train.tensorflow and .keras refuse, and what they have besides gradients: values, rates, files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from facts import leave, rel_error
+from twenty_steps import (
+    ROWS,
+    Model,
+    Optimizer,
+    alone,
+    batch,
+    dense,
+    distributed,
+    error_of,
+    fit,
+    loop,
+    mse,
+    rank,
+    sgd,
+    size,
+    some,
+    weights,
+    with_tape,
+)
+
+import horovod_train.keras as hvd
+import horovod_train.tensorflow as hvd_tf
+
+OUT = Path(sys.argv[1])
+
+
+def frozen() -> Model:
+    model = dense()
+    model.trainable = False
+    model.compile(distributed(), "mse")
+    return model
+
+
+facts: dict[str, Any] = {}
+facts["refused"] = {
+    "twice": error_of(lambda: hvd.DistributedOptimizer(distributed())),
+    "inside_loss_scale": error_of(lambda: keras.optimizers.LossScaleOptimizer(distributed())),
+    "unknown_process_set": error_of(lambda: distributed(process_set=hvd.ProcessSet([0]))),
+    "predivide": error_of(lambda: distributed(gradient_predivide_factor=0.0)),
+    "unbuilt": error_of(lambda: hvd.broadcast_model(keras.Sequential([keras.layers.Dense(1)]))),
+    "bf16_value": error_of(lambda: hvd_tf.allreduce(tf.zeros(1), compression=hvd.Compression.bf16)),
+    "tape_twice": error_of(lambda: with_tape()(with_tape()(tf.GradientTape()))),
+    "gpu": error_of(lambda: distributed(device_dense="/gpu:0")),
+    "locking": error_of(lambda: distributed(use_locking=True)),
+    "passes": error_of(lambda: distributed(backward_passes_per_step=0)),
+    "op": error_of(lambda: distributed(op=hvd_tf.Max)),
+    "groups": error_of(lambda: distributed(groups=0)),
+    "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),  # type: ignore[arg-type]
+    "global_variables": error_of(lambda: hvd.broadcast_global_variables(0)),
+    "elastic": error_of(lambda: hvd.elastic),
+    "legacy": error_of(lambda: hvd.load_model("a.keras", legacy_opts=True)),
+    "comm": error_of(lambda: hvd.init(comm=[0])),
+    "no_variables": error_of(lambda: hvd.broadcast_variables("weights", root_rank=0)),
+}
+
+# Weights that differ, without a broadcast: found at the second step, on all ranks, in fit and in a loop.
+facts["forgotten"] = [
+    error_of(lambda: fit(dense(rank), distributed())),
+    error_of(lambda: loop(dense(rank), sgd(), with_tape())),
+]
+in_fit = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+own_head = dense()
+facts["partial_in_fit"] = error_of(
+    lambda: fit(own_head, hvd.PartialDistributedOptimizer(sgd(), local_layers=own_head.layers[-1]), in_fit)
+)
+facts["process_set_in_fit"] = error_of(lambda: fit(dense(), distributed(process_set=some), in_fit))
+facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
+
+# Two sets of variables in turns; a variable whose last gradient of a sum is missing.
+summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+pair = [keras.Variable([1.0]), keras.Variable([1.0])]
+summing.build(pair)
+for _ in range(2):
+    for variable, gradient in zip(pair, (10.0, 1.0), strict=True):
+        summing.apply([tf.constant([gradient])], [variable])
+facts["two_sets"] = [float(variable.numpy()[0]) for variable in pair]
+last = keras.Variable([1.0])
+summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+for gradient in (tf.constant([5.0]), None):
+    summing.apply([gradient], [last])
+facts["late_none"] = last.numpy()
+
+averages, logs = hvd.callbacks.MetricAverageCallback(), {"f1": np.array([float(rank), 1.0])}
+averages.on_epoch_end(0, logs)
+facts["averaged_array"] = logs["f1"]
+facts["different"] = error_of(lambda: averages.on_epoch_end(0, {"loss": 1.0, **({"val_loss": 1.0} if rank else {})}))
+
+whole = distributed(backward_passes_per_step=3)
+of_three = weights(alone(dense(), sgd(), passes=3))
+copies = [type(whole).from_config(whole.get_config()), whole.from_config(whole.get_config())]
+facts["of_its_config"] = [rel_error(weights(loop(dense(), copy)), of_three) for copy in copies]
+facts["nothing_to_train"] = error_of(
+    lambda: frozen().fit(np.zeros((8, 6)), np.zeros((8, 1)), verbose=0, callbacks=in_fit)
+)
+
+late = dense(rank)
+hvd.broadcast_variables([late, sgd()], root_rank=0)
+facts["broadcast"] = weights(loop(late, distributed())).tobytes().hex()
+
+x, y, ones = hvd.shard(np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)
+rows = hvd.shard(tf.data.Dataset.from_tensor_slices((np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)))
+facts["shard"] = [x.tolist(), y.tolist(), ones.tolist()]
+facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
+facts["values"] = {
+    "allreduce": hvd.allreduce(np.array([rank, 1.0])).numpy(),
+    "summed": hvd.allreduce(keras.Variable([1.0]), average=False).numpy(),
+    "allgather": hvd.allgather([rank]).numpy(),
+    "broadcast": hvd.broadcast([float(rank)], root_rank=size - 1).numpy(),
+    "reducescatter": hvd.reducescatter(np.arange(float(size)), op=hvd.Sum).numpy(),
+    "objects": hvd_tf.allgather_object({"rank": rank}),
+    "object": hvd.broadcast_object(("from", rank), root_rank=0),
+}
+
+
+class Rates(keras.callbacks.Callback):
+    """The rate with which each batch is trained, and the accumulated update before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(float(self.model.optimizer.learning_rate))
+
+
+def rates(optimizer: Optimizer, schedule: keras.callbacks.Callback) -> tuple[list[float], Model]:
+    seen, model = Rates(), dense()
+    model.compile(distributed(lambda: optimizer), "mse")
+    x, y = batch(0, range(2))
+    model.fit(x[:12], y[:12], batch_size=4, epochs=4, shuffle=False, verbose=0, callbacks=[schedule, seen])
+    return seen.seen, model
+
+
+facts["warmup"] = rates(keras.optimizers.Adam(0.8), hvd.callbacks.LearningRateWarmupCallback(0.8, warmup_epochs=2))[0]
+facts["staircase"] = rates(
+    sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
+)[0]
+facts["smooth"] = rates(
+    sgd(), hvd.callbacks.LearningRateScheduleCallback(0.4, 0.5, staircase=False, momentum_correction=False)
+)[0]
+
+
+def by_hand(correction: bool) -> np.ndarray:
+    """SGD with momentum, where the momentum of a step is multiplied by its rate / the rate before; without Keras'."""
+    model, (x, y) = dense(), batch(0, range(2))
+    velocity = [np.zeros(variable.shape, np.float32) for variable in model.trainable_variables]
+    before = 0.02
+    for step in range(12):
+        rate, at = 0.02 * (1 + step / 3), step % 3 * 4
+        with tf.GradientTape() as tape:
+            loss = mse(model, x[at : at + 4], y[at : at + 4])
+        for i, (variable, grad) in enumerate(
+            zip(model.trainable_variables, tape.gradient(loss, model.trainable_variables), strict=True)
+        ):
+            momentum = 0.9 * (rate / before if correction else 1.0)
+            velocity[i] = momentum * velocity[i] - rate * grad.numpy()
+            variable.assign_add(velocity[i])
+        before = rate
+    return weights(model)
+
+
+corrected = hvd.callbacks.LearningRateScheduleCallback(0.02, lambda epoch: 1 + epoch, staircase=False)
+facts["corrected"] = weights(rates(keras.optimizers.SGD(0.02, momentum=0.9), corrected)[1])
+facts["corrected_by_hand"], facts["uncorrected_by_hand"] = by_hand(True), by_hand(False)
+
+# A model with its optimizer goes through a file, and trains on.
+path = str(OUT / f"model-{rank}.keras")
+saved = fit(dense(), distributed())
+saved.save(path)
+loaded = hvd.load_model(path)
+facts["loaded_slots"] = rel_error(loaded.optimizer.variables[2].numpy(), saved.optimizer.variables[2].numpy())
+x, y = batch(99)
+for model in (saved, loaded):
+    model.fit(x, y, batch_size=ROWS, verbose=0)
+facts["trained_on"] = [weights(saved).tobytes().hex(), weights(loaded).tobytes().hex()]
+leave(rank, facts)
+hvd.shutdown()
