@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 
 _names: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
@@ -51,6 +52,16 @@ def _is_for_xla(graph: Any) -> bool:
     return False
 
 
+def number_of_ranks(ranks: hvd.ProcessSet = hvd.global_process_set) -> Any:
+    """Return how many ranks there are, for a graph: an int, or an int32 [] if ranks may be lost or join."""
+    return hvd.size_op() if launcher.detect().is_elastic else ranks.size()
+
+
+def is_alone(ranks: hvd.ProcessSet = hvd.global_process_set) -> bool:
+    """Return whether an exchange may be left out of a graph, because there will never be another rank."""
+    return ranks.size() == 1 and not launcher.detect().is_elastic
+
+
 def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.Tensor:
     """Collective: return the sum over the ranks, of the same shape and dtype. deterministic: add as sum_in_order does.
 
@@ -67,10 +78,10 @@ def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.globa
     From three ranks on, the result of an allreduce depends on the order in which the library adds. That order depends
     on what else the library exchanges at that time. name: unique among the exchanges under way.
     """
-    return values if ranks.size() == 1 else _by_slices(values, _add, name, ranks)
+    return values if is_alone(ranks) else _by_slices(values, _add, name, ranks)
 
 
-def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: int) -> tf.Tensor:
+def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: Any) -> tf.Tensor:
     """Collective: return the sum over the ranks / divisor; values are sent as bfloat16 and added as float32.
 
     values: float32 or float64. Horovod 0.28.1 cannot add bfloat16, but it can send 16-bit words.
@@ -78,7 +89,7 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
 
     def add(words: tf.Tensor) -> tf.Tensor:
         total = tf.reduce_sum(tf.cast(tf.bitcast(words, tf.bfloat16), tf.float32), axis=0)
-        return tf.bitcast(tf.cast(total / divisor, tf.bfloat16), tf.uint16)
+        return tf.bitcast(tf.cast(total / tf.cast(divisor, tf.float32), tf.bfloat16), tf.uint16)
 
     words = _by_slices(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint16), add, name, ranks)
     return tf.cast(tf.bitcast(words, tf.bfloat16), values.dtype)
@@ -123,7 +134,7 @@ def _add(slices: tf.Tensor) -> tf.Tensor:
 
 def _by_slices(values: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
     """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype."""
-    size = ranks.size()
+    size = number_of_ranks(ranks)
     length = tf.size(values)
     slice_length = -(-length // size)
     padded = tf.pad(tf.reshape(values, [-1]), [[0, slice_length * size - length]])

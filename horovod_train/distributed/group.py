@@ -224,8 +224,14 @@ def start(
     horovod, devices: None means the defaults of the config. environment: variables for Horovod and TensorFlow, such as
     stall limits; those that the user has set win.
 
-    Raises UserError if the processes would not find each other, or if ranks of one host would share a GPU.
+    Raises UserError if the processes would not find each other, if ranks of one host would share a GPU, and if the
+    launcher may change the number of ranks.
     """
+    if launcher.detect().is_elastic:
+        raise UserError(
+            "horovodrun --min-np starts elastic ranks, and the trainer keeps its number of ranks. Start it with -np; a "
+            "run that is started again resumes at any number. For a script: hvd.elastic in docs/migrate.md."
+        )
     started = start_process(horovod, deterministic=deterministic, environment=environment)
     with started.rendezvous:
         return form_group(started, started.pin(devices or DeviceConfig()), deterministic=deterministic)

@@ -19,8 +19,10 @@ from horovod_train.distributed.allreduce import (
     add_up_rows_in_order,
     combine_bf16,
     exchange_name,
+    number_of_ranks,
     sum_in_order,
 )
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 
@@ -190,7 +192,7 @@ class GradientExchange:
         values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
         indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
         if self.op == "average":
-            values = values / tf.cast(ranks.size(), values.dtype)
+            values = values / tf.cast(number_of_ranks(ranks), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
     def together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
@@ -218,13 +220,15 @@ class GradientExchange:
         """Return how Horovod's allreduce adds and divides."""
         if self.predivide == 1.0:
             return {"op": OPS[self.op]}
+        if launcher.detect().is_elastic:  # only Horovod itself knows the number of ranks of each exchange
+            return {"op": hvd.Average, "prescale_factor": 1 / self.predivide, "postscale_factor": self.predivide}
         factors = {"prescale_factor": 1 / self.predivide, "postscale_factor": self.predivide / self.ranks.size()}
         return {"op": hvd.Sum, **factors}
 
     def _combine_dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
         ranks, averages = self.ranks, self.op == "average"
         if self.compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
-            return combine_bf16(gradient, name, ranks, divisor=ranks.size() if averages else 1)
+            return combine_bf16(gradient, name, ranks, divisor=number_of_ranks(ranks) if averages else 1)
         compressor = hvd.Compression.none if self.compression == "bf16" else self._compressor
         wire, how = compressor.compress(gradient)
         if self.deterministic and self.op != "adasum":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horovod_train.keras import callbacks
+from horovod_train.keras import callbacks, elastic
 from horovod_train.keras.saving import load_model
 from horovod_train.keras.values import allgather, allreduce, broadcast, reducescatter
 from horovod_train.tensorflow import (
@@ -80,6 +80,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

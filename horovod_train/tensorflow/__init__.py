@@ -60,6 +60,7 @@ from horovod.tensorflow import (
 )
 
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.tensorflow import elastic
 from horovod_train.tensorflow.broadcasting import broadcast_global_variables, broadcast_model, broadcast_variables
 from horovod_train.tensorflow.compression import Compression
 from horovod_train.tensorflow.lifetime import barrier, init
@@ -97,6 +98,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -135,8 +137,6 @@ INSTEAD = {
     "hvd.callbacks.BroadcastGlobalVariablesCallback of horovod_train.keras",
     "SyncBatchNormalization": "it is a layer of Keras 2: call hvd.synchronise_batch_norm(model) for Keras' own",
     "broadcast_object_fn": "it is for sessions of TensorFlow 1: call hvd.broadcast_object",
-    "elastic": "ranks cannot join or leave a running script: use keras.callbacks.BackupAndRestore, or the trainer, "
-    "which resumes at another number of ranks",
 }
 """What Horovod has and this has not, and what to do."""
 

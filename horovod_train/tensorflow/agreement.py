@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import exchange_name
+from horovod_train.distributed.allreduce import exchange_name, is_alone
 from horovod_train.errors import RanksDisagree
 from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import PerVariable, name_of
@@ -41,6 +41,12 @@ def exchanges_begun() -> int:
     return sum(int(count.numpy()) for count in _counts.values())
 
 
+def count_anew() -> None:
+    """Let the next exchange be the first, so that ranks that join count as the others do."""
+    for count in _counts.values():
+        count.assign(0)
+
+
 def cause_of(error: BaseException) -> BaseException:
     """Return the RanksDisagree that ended a step, if TensorFlow has raised an error of its own in its place."""
     is_it = isinstance(error, tf.errors.OpError) and RanksDisagree.__name__ in str(error)
@@ -50,7 +56,7 @@ def cause_of(error: BaseException) -> BaseException:
 def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
     """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values."""
     count = _counts[variables[0]].assign_add(1)
-    if guards().check_weights and ranks.size() > 1:
+    if guards().check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
         tf.cond(tf.equal(count, CHECKED_AT), lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
 

@@ -11,6 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from horovod_train.distributed.allreduce import number_of_ranks
 from horovod_train.distributed.optimizer import OPS, GradientExchange
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.agreement import count_exchange
@@ -93,7 +94,7 @@ class GradientCombiner:
             count_exchange([variables[i] for i in shared], name, self.ranks)
         if self._arguments.scale_local_gradients:
             for i in local:
-                combined[i] = _divided(combined[i], self.ranks.size())
+                combined[i] = _divided(combined[i], number_of_ranks(self.ranks))
         for number, members in enumerate(self._grouped(combined, shared, known)):
             if len(members) == 1:
                 combined[members[0]] = self._combine(combined[members[0]], f"{name}.gradient.{members[0]}")
@@ -173,7 +174,7 @@ def variables_of(layers: Any, owner: str) -> list[Any]:
     return [variable for layer in found for variable in layer.trainable_weights]
 
 
-def _divided(grad: Any, by: int) -> Any:
+def _divided(grad: Any, by: Any) -> Any:
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(grad.values / by, grad.indices, grad.dense_shape)
-    return None if grad is None else grad / by
+        return tf.IndexedSlices(_divided(grad.values, by), grad.indices, grad.dense_shape)
+    return None if grad is None else grad / tf.cast(by, grad.dtype)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod_train.config.settings import DeviceConfig, WatchConfig
 from horovod_train.distributed.device import Device
 from horovod_train.distributed.group import StartedProcess, start_process
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import guards, watch
@@ -35,7 +36,8 @@ def init(
     pin_device: make the GPU with this process's local rank the only one it uses, and share the host's cores among its
         ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
     watch_ranks: from the first broadcast of variables on, name ranks that are waited for or have gone, end the others;
-        a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour.
+        a WatchConfig sets the limits. Its default stops a script that makes no step for half an hour. Elastic ranks are
+        not watched.
     check_weights: see that all ranks hold the same weights at the tenth exchange of gradients, and, by the broadcast
         callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
@@ -49,9 +51,16 @@ def init(
         )
     if hvd.is_initialized():
         return
+    is_elastic = launcher.detect().is_elastic
+    if is_elastic and (process_sets or isinstance(watch_ranks, WatchConfig)):
+        raise UserError(
+            "hvd.init: process_sets and limits of the watch are for ranks that stay; horovodrun --min-np started an "
+            "elastic script. Leave them out."
+        )
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
     guards.switch(guards.Guards(check_weights, files_on_root_only))
-    started = start_process(environment=stall_environment(limits) if watch_ranks else None, process_sets=process_sets)
+    environment = stall_environment(limits) if watch_ranks and not is_elastic else None
+    started = start_process(environment=environment, process_sets=process_sets)
     device = _pin(started) if pin_device else _AS_IT_IS
     if watch_ranks:
         watch.prepare(started, device, limits)

@@ -151,6 +151,12 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
         return found[key]
 
     class AddingUp(base):
+        def drop_added_up(self) -> None:
+            """Forget gradients that are not applied yet."""
+            for sums, passes_done, _ in found.values():
+                for variable in (*sums, passes_done):
+                    variable.assign(tf.zeros_like(variable))
+
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
             if trainable_variables is None:
                 raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")

@@ -43,8 +43,8 @@ class _Watch:
         atexit.register(self._leave)
 
     def begin(self) -> None:
-        """Collective, the first time."""
-        if self._run_end is not None:
+        """Collective, the first time. Not where ranks may be lost: the others train on."""
+        if self._run_end is not None or self._started.started_by.is_elastic:
             return
         with self._started.rendezvous:
             group = form_group(self._started, self._device)

@@ -62,7 +62,10 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
         assert refused["gpu"].startswith("DistributedOptimizer: device_dense='/gpu:0', but this process sees no GPU.")
-        assert "elastic" in refused["elastic"]
+        assert "Build it, or call it once, before the state" in refused["elastic_unbuilt"]
+        assert "[*model.weights, *optimizer.variables]" in refused["elastic_no_variables"]
+        assert "value['seen'] is of type set" in refused["elastic_object"]
+        assert "the first argument must be a state" in refused["elastic_no_state"]
         assert "hvd.broadcast_model(model)" in refused["global_variables"]
 
 

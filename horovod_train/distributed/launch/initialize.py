@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import horovod.tensorflow as hvd
 import numpy as np
 
-from horovod_train.distributed.launch import key_value_store, launcher
+from horovod_train.distributed.launch import key_value_store, launcher, reconnect
 from horovod_train.errors import FailedElsewhere, UserError
 
 _MOST_CORES = 8192
@@ -43,6 +43,9 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
     if started_by.launcher == "none":
         # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    if started_by.is_elastic:
+        reconnect.connect()
+        return mine  # the ranks of a host do not start together
     if not started_by.uses_mpi:
         speaks = started_by.step is not None and started_by.rank == 0
         with _sentinel(_GLOO_FAILED) if speaks else nullcontext():
@@ -95,7 +98,7 @@ def _sentinel(message: str) -> Iterator[None]:
 
 def check_rank_and_size(started_by: launcher.Launch) -> None:
     """Check rank and size without any exchange: a process that wrongly believes to be alone cannot reach the others."""
-    if (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
+    if started_by.is_elastic or (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
         return
     if started_by.rank != 0:
         time.sleep(launcher.ROOT_SPEAKS_FIRST_S)

@@ -39,6 +39,9 @@ class Launch:
     step: Step | None = None
     """Under plain srun: the place of each task, which Horovod cannot get elsewhere."""
 
+    is_elastic: bool = False
+    """Ranks may be lost, and join, while the processes run; `rank` and `size` are those of the start, if any."""
+
     fault: str = ""
     """Why a run must not start like this, in one sentence with what to do; empty if all is well."""
 
@@ -68,6 +71,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
     (MPICH and its relatives), also if it has used srun to reach the hosts. `srun --mpi=pmix` sets PMIX_RANK and leaves
     the size to SLURM's step. A step with none of these is plain srun; so is `--mpi=pmi2`, whose ranks are the step's.
     HOROVOD_CONTROLLER=gloo turns any step into plain srun. SLURM_JOB_END_TIME is the same for all processes of a job.
+    `horovodrun --min-np` sets HOROVOD_ELASTIC.
 
     Raises UserError if the variables of one launcher contradict each other.
     """
@@ -80,7 +84,8 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             if prefix == "PMI_" and step is not None and (rank, size) == (step.rank, step.size):
                 break
             fault = _copies(launcher, rank, size, step) or _crowd(launcher, size, local_size, environment)
-            return Launch(launcher, rank, size, end, job, fault=fault)
+            is_elastic = launcher == "horovodrun" and environment.get("HOROVOD_ELASTIC", "0") != "0"
+            return Launch(launcher, rank, size, end, job, is_elastic=is_elastic, fault=fault)
     step = read_step(environment)
     if step is None:
         return Launch("none", 0, 1, end, job, fault=_alone(environment))

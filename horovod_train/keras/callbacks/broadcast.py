@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Thread
@@ -15,7 +14,8 @@ import tensorflow as tf
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
-from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, keep_to_root, need_averages
+from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit, keep_to_root, need_averages
+from horovod_train.keras.xla import switch_off_xla
 from horovod_train.tensorflow.agreement import check_equal, digest
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.guards import guards
@@ -30,8 +30,6 @@ _ADVICE = (
     "Train with hvd.DistributedOptimizer(optimizer), and give this callback local_variables= for those that each rank "
     "keeps"
 )
-
-log = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -61,6 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local = {key_of(variable) for variable in keras.tree.flatten(local_variables) if variable is not None}
         self._epoch, self._batches_done, self._has_broadcast = 0, 0, False
         self._averages: MetricAverageCallback | None = None
+        self._callbacks: list[keras.callbacks.Callback] = []
         self._planned: int | None = None
         """Number of batches in the current epoch."""
 
@@ -70,12 +69,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._has_broadcast = False
-        if self.model.jit_compile:
-            self.model.jit_compile = False
-            self.model.make_train_function(force=True)
-            if hvd.rank() == self.root_rank:
-                log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")
-        callbacks = callbacks_of_fit()
+        switch_off_xla(self.model, self.root_rank)
+        self._callbacks = callbacks = callbacks_of_fit()
         if guards().files_on_root_only:
             keep_to_root(callbacks, self.root_rank)
         self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
@@ -94,7 +89,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done = epoch + 1, 0
-        self._planned = self.params["steps"]
+        self._planned = batches_of_epoch(self.params["steps"], self._callbacks)
         _agree(self._epoch, _UNKNOWN if self._planned is None else self._planned)
         if self._planned is None and hvd.size() > 1:
             raise UserError(

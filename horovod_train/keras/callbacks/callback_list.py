@@ -38,6 +38,15 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     return []
 
 
+def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback]) -> int | None:
+    """Return how many batches the coming epoch has. steps: as Keras plans, None if it does not know.
+
+    Fewer in the first epoch of a `fit` that goes on inside it; see elastic.UpdateBatchStateCallback.
+    """
+    before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
+    return None if steps is None else max(1, steps - before)
+
+
 def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
     """Replace what writes files, or the progress, by a callback that does nothing, on all ranks but one."""
     if hvd.rank() == root_rank:

@@ -59,7 +59,10 @@ facts["refused"] = {
     "groups": error_of(lambda: distributed(groups=0)),
     "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),  # type: ignore[arg-type]
     "global_variables": error_of(lambda: hvd.broadcast_global_variables(0)),
-    "elastic": error_of(lambda: hvd.elastic),
+    "elastic_unbuilt": error_of(lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))),
+    "elastic_no_variables": error_of(lambda: hvd_tf.elastic.TensorFlowState(epoch=0)),
+    "elastic_object": error_of(lambda: hvd_tf.elastic.TensorFlowState([tf.Variable(0)], seen={1})),
+    "elastic_no_state": error_of(lambda: hvd.elastic.run(print)("state")),
     "legacy": error_of(lambda: hvd.load_model("a.keras", legacy_opts=True)),
     "comm": error_of(lambda: hvd.init(comm=[0])),
     "no_variables": error_of(lambda: hvd.broadcast_variables("weights", root_rank=0)),

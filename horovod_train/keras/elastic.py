@@ -1,0 +1,103 @@
+"""Elastic `model.fit`: the state of a compiled model, and callbacks that keep in it how far `fit` is, and commit it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from horovod.common.elastic import State
+
+from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit
+from horovod_train.keras.xla import switch_off_xla
+from horovod_train.tensorflow.committed_state import TensorFlowKerasState
+from horovod_train.tensorflow.elastic import run
+
+__all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+_CUT_SHORT = "this epoch, not the training"
+"""In `model.stop_training`: true, and not the True of a callback that wants to end the training."""
+
+
+class KerasState(TensorFlowKerasState):
+    """TensorFlowKerasState, by the name that it has in Horovod's Keras modules."""
+
+
+class _Progress(keras.callbacks.Callback):
+    """Keeps how far `fit` is in the state. Its methods may be called twice for one event."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.state = state
+
+
+class UpdateBatchStateCallback(_Progress):
+    """Keep in `state.batch` how many batches of the epoch are done; 0 between epochs.
+
+    The first epoch of a `fit` that begins with some done is shorter by as many, if the number of batches is known; it
+    has at least one.
+    """
+
+    batches_before = 0
+    """How many batches of the present epoch an earlier `fit` has done."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.batches_before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.batch = self.batches_before + batch + 1
+        steps = self.params["steps"]
+        is_done = self.batches_before and steps is not None and self.state.batch >= steps
+        if is_done and not self.model.stop_training:
+            self.model.stop_training = _CUT_SHORT
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.batches_before = self.state.batch = 0
+        if self.model.stop_training is _CUT_SHORT:
+            self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(_Progress):
+    """Keep in `state.epoch` how many epochs are done, over all calls of `fit`."""
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._done_before, self._epochs = self.state.epoch, set[int]()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epochs.add(epoch)  # which begin at the initial_epoch of this fit
+        self.state.epoch = self._done_before + len(self._epochs)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commit the state after every so many batches of an epoch, and after each epoch.
+
+    What the Update callbacks of the same `fit` keep is committed with it, wherever they stand in the list; callbacks of
+    your own that change the state stand before this one. XLA, which cannot compile the exchange, is switched off.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state, self.batches_per_commit = state, batches_per_commit
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        switch_off_xla(self.model)
+        self._progress = [callback for callback in callbacks_of_fit() if isinstance(callback, _Progress)]
+        self._committed = 0
+        self._batches: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._batches = batches_of_epoch(self.params["steps"], self._progress)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        for callback in self._progress:
+            callback.on_train_batch_end(batch, logs)
+        done = batch + 1
+        # Not after the last batch: to begin again there, `fit` would have to run an epoch of no batch.
+        if done - self._committed >= self.batches_per_commit and done != self._batches:
+            self._committed = done
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        for callback in self._progress:
+            callback.on_epoch_end(epoch, logs)
+        self._committed = 0
+        self.state.commit()

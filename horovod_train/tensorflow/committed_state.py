@@ -1,0 +1,154 @@
+"""What elastic ranks have in common: variables and objects, committed to memory, given to ranks that join."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import State
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from horovod_train.distributed import objects, serialize
+from horovod_train.distributed.group import as_tf_variable
+from horovod_train.errors import UserError
+from horovod_train.tensorflow.broadcasting import broadcast_variables
+
+
+class CommittedState(State):
+    """Variables, and objects that are attributes: `state.epoch`. Subclasses say which variables.
+
+    given: of the types that serialize.dump takes, such as numbers, text, lists, arrays. They are copied at each
+    commit, so one that is changed in place is restored too. Raises UserError for one of another type.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(bcast_object=None, get_rank=hvd.rank)  # check_host_updates does without
+        self._names = list(given)
+        self._updates: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for name, value in given.items():
+            setattr(self, name, value)
+        self.save()
+
+    def live_variables(self) -> Sequence[Any]:
+        """Return the variables, Keras' or TensorFlow's; the same on all ranks."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Copy the variables and objects to this rank's memory."""
+        self._values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
+        try:
+            self._objects = serialize.dump({name: getattr(self, name) for name in self._names})
+        except TypeError as error:
+            raise UserError(f"hvd.elastic: what the state keeps: {error}") from error
+
+    def restore(self) -> None:
+        """Set the variables and objects to what was saved last."""
+        for variable, value in zip(self.live_variables(), self._values, strict=True):
+            as_tf_variable(variable).assign(value)
+        self._set_objects(self._objects)
+
+    def sync(self) -> None:
+        """Collective: give all ranks root's variables and objects, as they are, and save them.
+
+        Raises UserError on all ranks if they have different numbers of variables.
+        """
+        variables = self.live_variables()
+        counts = hvd.allgather(tf.constant([len(variables)]), name="elastic.variables").numpy().tolist()
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"hvd.elastic: all ranks must have the same variables; received {counts} variables, by rank. Create "
+                "the variables of the model, and the optimizer's, before the state."
+            )
+        broadcast_variables(variables, root_rank=0)
+        self.save()
+        self._objects = objects.broadcast(self._objects, "elastic.objects")
+        self._set_objects(self._objects)
+
+    def _set_objects(self, saved: bytes) -> None:
+        for name, value in serialize.load(saved).items():
+            setattr(self, name, value)
+
+    def check_host_updates(self) -> None:
+        """Collective: raise HostsUpdatedInterrupt on all ranks if the launcher has told any of them of new hosts."""
+        told = 0
+        while not self._updates.empty():
+            told |= self._updates.get()
+        found = np.bitwise_or.reduce(hvd.allgather(tf.constant([told]), name="elastic.hosts").numpy())
+        if found:
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Note that hosts have come or will go. Called in a thread of Horovod's, on any rank."""
+        self._updates.put(int(update_res))
+
+    def forget_host_updates(self) -> None:
+        """Forget what the next meeting of the ranks takes into account anyway."""
+        while not self._updates.empty():
+            self._updates.get()
+
+    def on_reset(self) -> None:
+        """Run the reset callbacks. Unlike Horovod's, it keeps what was told since the ranks began to meet again."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+
+class TensorFlowState(CommittedState):
+    """The state of a script with variables of its own.
+
+    variables: Keras' or TensorFlow's, as `[*model.weights, *optimizer.variables]`. given: objects, see CommittedState.
+
+    Raises UserError for session, which is for TensorFlow 1, and without variables.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **given: Any) -> None:
+        if session is not None or not variables:
+            raise UserError(
+                "hvd.elastic.TensorFlowState: expected the variables to keep, and no session; TensorFlow 2 has no "
+                "global variables. Give it [*model.weights, *optimizer.variables]."
+            )
+        self._variables = list(variables)
+        super().__init__(**given)
+
+    def live_variables(self) -> Sequence[Any]:
+        return self._variables
+
+
+class TensorFlowKerasState(CommittedState):
+    """The state of a Keras model and its optimizer: weights, and slots, which are created first.
+
+    optimizer: default the one that the model was compiled with. given: objects, see CommittedState.
+
+    Raises UserError for a model that has no variables yet or no optimizer, and for backend, which is for TensorFlow 1.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        backend: Any = None,
+        **given: Any,
+    ) -> None:
+        if backend is not None:
+            raise UserError("hvd.elastic: backend is for TensorFlow 1. Leave it out.")
+        self.model = model
+        self.optimizer: Any = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if not model.weights:
+            raise UserError("hvd.elastic: the model has no variables yet. Build it, or call it once, before the state.")
+        if self.optimizer is None:
+            raise UserError("hvd.elastic: the model has no optimizer. Compile it before the state, or give optimizer=.")
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        super().__init__(**given)
+
+    def live_variables(self) -> Sequence[Any]:
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def reset(self) -> None:
+        """Drop gradients that were added up but not applied: ranks that join have none."""
+        getattr(self.optimizer, "drop_added_up", lambda: None)()

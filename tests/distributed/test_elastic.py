@@ -1,0 +1,70 @@
+"""Ranks are killed and join while a script trains, on three names of this host: to Horovod each name is a host."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import PROGRAMS, PROJECT, rank_environment, warm_python
+from elastic_job import ElasticJob, elastic_words
+
+HOSTS = ("127.0.0.1", "127.0.1", "127.1")
+
+
+@contextmanager
+def job_of(out: Path, mode: str) -> Iterator[ElasticJob]:
+    program = [*warm_python(), str(PROGRAMS / "elastic.py"), str(out), mode]
+    with (out / "said").open("wb") as said:
+        process = subprocess.Popen(
+            [*elastic_words(out, HOSTS, "--network-interface", "lo"), *program],
+            cwd=PROJECT,
+            env=rank_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+        )
+    try:
+        yield ElasticJob(out, process, HOSTS)
+    finally:
+        if process.poll() is None:
+            for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                child.kill()
+        process.wait()
+
+
+def lose_and_regain(job: ElasticJob, lost: int) -> list[dict[str, Any]]:
+    """One of three hosts is killed, two train on, it comes back. Returns what the three found."""
+    job.wait_until_trains(HOSTS)
+    job.kill(HOSTS[lost])
+    job.wait_until_trains([host for host in HOSTS if host != HOSTS[lost]])
+    job.wait_until_trains(HOSTS)
+    facts = job.finish()
+    assert len({fact["weights"] for fact in facts}) == 1
+    assert all(fact["sizes"] == facts[0]["sizes"] for fact in facts)
+    assert facts[0]["sizes"].count(2) > 0
+    said = job.said()
+    assert said.count("elastic: ranks were lost, back to the last commit; 2 ranks train, after ") == 1
+    assert said.count("elastic: the hosts have changed; 3 ranks train, after ") == 1
+    return facts
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.long)])
+def test_a_loop_uses_each_record_once_an_epoch_whoever_is_lost(tmp_path: Path, lost: int) -> None:
+    with job_of(tmp_path, "loop") as job:
+        facts = lose_and_regain(job, lost)
+    for fact in facts:
+        assert fact["used"] == [fact["epoch"]]
+        assert fact["iterations"] == len(fact["sizes"])
+
+
+def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
+    with job_of(tmp_path, "fit") as job:
+        facts = lose_and_regain(job, 1)
+    for fact in facts:
+        assert fact["iterations"] == len(fact["sizes"]) == 9 * fact["epoch"]
+        assert fact["batch"] == 0
