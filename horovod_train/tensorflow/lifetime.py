@@ -68,7 +68,8 @@ def init(
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
     """Collective: return when every rank of the process set has called it."""
-    hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
+    with watch.exchanging():
+        hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
 
 _AS_IT_IS = Device("as the script chose", "", (), ())

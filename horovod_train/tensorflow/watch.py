@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from horovod_train.config.settings import WatchConfig
@@ -35,6 +36,7 @@ class _Watch:
 
     def __init__(self, started: StartedProcess, device: Device, limits: WatchConfig) -> None:
         self._started, self._device, self._limits = started, device, limits
+        self._group: WorkerGroup | None = None
         self._run_end: RunEnd | None = None
         self._exit_code: int | None = None
         self._show = sys.excepthook
@@ -47,12 +49,16 @@ class _Watch:
         if self._run_end is not None or self._started.started_by.is_elastic:
             return
         with self._started.rendezvous:
-            group = form_group(self._started, self._device)
+            self._group = group = form_group(self._started, self._device)
         group.heartbeat.phase("train")
         group.heartbeat.set_probe(_probe(group))
         log = NullRankLog()
         self._run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
         atexit.register(self._run_end.close)
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank waits for the others."""
+        return self._group.heartbeat.phase("exchange") if self._group is not None else nullcontext()
 
     def _report(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
@@ -102,3 +108,11 @@ def begin() -> None:
     """Collective, the first time: begin to watch, if `prepare` was called."""
     if _watch is not None:
         _watch.begin()
+
+
+def exchanging() -> AbstractContextManager[None]:
+    """Return a context in which the watch, if there is one, sees that this rank waits for the others.
+
+    For exchanges that Python calls; those of gradients are inside compiled steps, which the watch counts.
+    """
+    return _watch.exchanging() if _watch is not None else nullcontext()

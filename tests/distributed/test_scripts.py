@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) ->
     (line,) = own_lines(finished)
     assert line.startswith("stopped: rank 1 (")
     assert line.endswith("failed: ValueError: no luck on rank 1")
+
+
+def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "hangs")
+    assert finished.returncode == 87, finished.text
+    # Not by lines, because the stacks of both ranks are written at the same time.
+    said = re.findall(
+        r"error: stalled: rank (\d) \(.+?\) has been in train for \d+ s at step 96; 1 rank waits for it",
+        finished.stderr,
+    )
+    assert said == ["1"], finished.text
 
 
 def test_a_rank_that_is_killed_is_named_by_the_others_which_end(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_train.distributed import objects
 from horovod_train.errors import UserError
+from horovod_train.tensorflow import watch
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -26,7 +27,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
-        said = objects.gather(list(values), "MetricAverageCallback.names")
+        with watch.exchanging():
+            said = objects.gather(list(values), "MetricAverageCallback.names")
         if different := [rank for rank, names in enumerate(said) if names != said[0]]:
             raise UserError(
                 f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(said[0])}, rank "
@@ -34,7 +36,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             )
         if logs and values:
             packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))
-            with tf.device(self._device):
+            with watch.exchanging(), tf.device(self._device):
                 means = hvd.allreduce(packed, op=hvd.Average, name="MetricAverageCallback").numpy()
             ends = np.cumsum([value.size for value in values.values()])
             for (name, value), mean in zip(values.items(), np.split(means, ends[:-1]), strict=True):

@@ -16,6 +16,7 @@ from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
 from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit, keep_to_root, need_averages
 from horovod_train.keras.xla import switch_off_xla
+from horovod_train.tensorflow import watch
 from horovod_train.tensorflow.agreement import check_equal, digest
 from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.guards import guards
@@ -84,7 +85,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             variables += optimizer.variables
-        with tf.device(self._device):
+        with watch.exchanging(), tf.device(self._device):
             broadcast_variables(self._shared(variables), self.root_rank)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -127,7 +128,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = self._shared(self.model.trainable_variables)
         variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
         own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
-        digests = hvd.allgather(own[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
+        with watch.exchanging():
+            digests = hvd.allgather(own[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
         check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
 
     def _check_whole(self) -> None:
@@ -146,7 +148,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 def _agree(epoch: int, batches: int) -> None:
     """Collective: raise UserError on all ranks if their numbers of batches differ. batches: may be _UNKNOWN, …"""
     ranks: dict[tuple[int, int], list[int]] = {}
-    plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
+    with watch.exchanging():
+        plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
     for rank, (theirs, planned) in enumerate(plans):
         ranks.setdefault((theirs, planned), []).append(rank)
     if len(ranks) > 1:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
+from horovod_train.tensorflow import watch
 
 WRITE = (
     keras.callbacks.ModelCheckpoint,
@@ -78,7 +79,8 @@ def need_averages(callbacks: list[keras.callbacks.Callback], own: keras.callback
     needs = bool(name) and not is_averaged
     too_early = needs and own not in before
     said = tf.constant([float(needs), float(too_early)])
-    any_needs, any_early = hvd.allreduce(said, op=hvd.Sum, name="fit.averages").numpy()
+    with watch.exchanging():
+        any_needs, any_early = hvd.allreduce(said, op=hvd.Sum, name="fit.averages").numpy()
     if any_early:
         raise UserError(
             f"model.fit: {name or 'EarlyStopping'} must come after {type(own).__name__} in callbacks, so that it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import keras
 import numpy as np
 
 import horovod_train.keras as hvd
+from horovod_train.config.settings import WatchConfig
 
 OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
-hvd.init()
+LIMITS = WatchConfig(warn_after_s=60, stop_after_s=2, first_step_after_s=60)
+hvd.init(watch_ranks=LIMITS if TROUBLE == "hangs" else True)
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -35,6 +38,12 @@ class Fail(keras.callbacks.Callback):
             raise ValueError("no luck on rank 1")
 
 
+class Hang(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if hvd.rank() == 1 and epoch == 2:
+            threading.Event().wait()
+
+
 class Differ(keras.callbacks.Callback):
     """Adds a metric that gets better on rank 1 and worse on rank 0."""
 
@@ -51,6 +60,8 @@ if TROUBLE == "forgets":
     callbacks = []
 elif TROUBLE == "raises":
     callbacks.append(Fail())
+elif TROUBLE == "hangs":
+    callbacks.append(Hang())
 elif TROUBLE == "writes":
     path = str(OUT / f"of-{hvd.rank()}")
     callbacks += [keras.callbacks.ModelCheckpoint(f"{path}.keras"), keras.callbacks.CSVLogger(f"{path}.csv")]
