@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,13 @@ def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> 
     assert finished.returncode == 0, finished.text
     assert sorted(finished.stdout.split()) == sorted(["rank", "0:", "4", "epochs", "rank", "1:", "4", "epochs"])
     assert own_lines(finished) == []
+
+
+def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    finished = run_process([sys.executable, str(PROGRAMS / "run_function.py"), str(results)])
+    assert finished.returncode == 0, finished.text
+    assert json.loads(results.read_text()) == [[0, 2, 1.5], [1, 2, 1.5]]
 
 
 def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> None:

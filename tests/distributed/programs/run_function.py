@@ -1,0 +1,21 @@
+"""Calls a function on two ranks from Python."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import horovod_train
+
+
+def average_of_ranks(start: float) -> tuple[int, int, float]:
+    import horovod_train.keras as hvd
+
+    hvd.init()
+    return hvd.rank(), hvd.size(), float(hvd.allreduce(start + hvd.rank()))
+
+
+if __name__ == "__main__":
+    found = horovod_train.run(average_of_ranks, args=(1.0,), np=2, use_gloo=True)
+    Path(sys.argv[1]).write_text(json.dumps(found))
