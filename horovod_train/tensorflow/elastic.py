@@ -85,4 +85,5 @@ def _meet_again(state: State) -> None:
     if isinstance(state, CommittedState):
         state.forget_host_updates()
     reconnect.connect()
+    agreement.count_anew()  # also before the callbacks, which may exchange gradients
     state.on_reset()
