@@ -71,6 +71,12 @@ class ElasticJob:
 
         return self.wait_until(trains, f"{', '.join(hosts)} train")
 
+    def fail_next_start(self, host: str) -> None:
+        (self.out / f"fails-{host}").touch()
+
+    def has_failed_to_start(self, host: str) -> bool:
+        return (self.out / f"has-failed-{host}").exists()
+
     def kill(self, host: str) -> None:
         os.kill(self.at(host)[0], signal.SIGKILL)
 

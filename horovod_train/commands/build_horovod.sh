@@ -66,6 +66,23 @@ fi
 replace_line horovod/tensorflow/mpi_ops.cc 'GpuStreamHandle AsGpuStreamValue(Stream* stream);' \
     'template <class S> auto AsGpuStreamValue(S* s) { return GpuStreamHandle(s->platform_specific_handle().stream); }'
 
+# For elastic ranks: one that is lost while the others meet again would end them all, because nothing catches what gloo
+# throws. hvd.init raises ValueError instead, and may be called again. A rank that is to leave still ends.
+caught='catch (const std::exception& e) {
+    if (std::getenv(HOROVOD_ELASTIC) == nullptr || std::strstr(e.what(), "has been removed") != nullptr) throw;
+    LOG(WARNING) << "The ranks did not meet: " << e.what();
+    state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
+    global_gloo_context.Finalize();
+    state.initialization_failed = true;
+    return;
+  }'
+for call in '    global_gloo_context.Initialize(ParseGlooIface());' \
+    '    state.process_set_table.Initialize(global_gloo_context);'; do
+    replace_line horovod/common/operations.cc "$call" "    try { $call } $caught"
+done
+replace_line horovod/common/operations.cc '    horovod_global.shut_down = false;' \
+    '    horovod_global.shut_down = horovod_global.initialization_failed = false;'
+
 if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     export HOROVOD_GPU_OPERATIONS
     nccl=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/nccl

@@ -173,7 +173,7 @@ def start_process(
     settings = tuning.choose(
         horovod or HorovodConfig(),
         os.environ,
-        library="alone" if started_by.launcher == "none" else "MPI" if started_by.uses_mpi else "gloo",
+        library=_library(started_by),
         has_gpu=tuning.sees_gpu(),
         deterministic=deterministic,
         more=environment,
@@ -185,6 +185,12 @@ def start_process(
         cores = initialize.initialise(started_by, process_sets)
         initialize.check_rank_and_size(started_by)
         return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
+
+
+def _library(started_by: launcher.Launch) -> tuning.Library:
+    if started_by.launcher == "none":
+        return "alone"
+    return "MPI" if started_by.uses_mpi else "elastic" if started_by.is_elastic else "gloo"
 
 
 def form_group(started: StartedProcess, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:

@@ -59,6 +59,8 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
         blobs.append(value.tobytes())
         return {"number": value.dtype.name}
     kind = f"array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    if type(value) is dict:
+        kind = "dict with other keys"
     raise TypeError(
         f"{where} is of type {kind}; ranks tell each other None, bool, int, float, str, bytes, list, tuple, dict with "
         "str keys, NumPy numbers and arrays of them. Convert it."

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from horovod.common.elastic import State
 
+from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit
 from horovod_train.keras.xla import switch_off_xla
 from horovod_train.tensorflow.committed_state import TensorFlowKerasState
@@ -23,10 +24,15 @@ class KerasState(TensorFlowKerasState):
 
 
 class _Progress(keras.callbacks.Callback):
-    """Keeps how far `fit` is in the state. Its methods may be called twice for one event."""
+    """Keeps how far `fit` is in an attribute of the state. Its methods may be called twice for one event."""
+
+    attribute: str
 
     def __init__(self, state: State) -> None:
         super().__init__()
+        if not hasattr(state, self.attribute):
+            kind = type(state).__name__
+            raise UserError(f"{type(self).__name__}: give the state {self.attribute}: {kind}(…, {self.attribute}=0).")
         self.state = state
 
 
@@ -34,9 +40,10 @@ class UpdateBatchStateCallback(_Progress):
     """Keep in `state.batch` how many batches of the epoch are done; 0 between epochs.
 
     The first epoch of a `fit` that begins with some done is shorter by as many, if the number of batches is known; it
-    has at least one.
+    has at least one. Give `fit` the same steps_per_epoch at any number of ranks, or the rest is not what is left.
     """
 
+    attribute = "batch"
     batches_before = 0
     """How many batches of the present epoch an earlier `fit` has done."""
 
@@ -59,6 +66,8 @@ class UpdateBatchStateCallback(_Progress):
 class UpdateEpochStateCallback(_Progress):
     """Keep in `state.epoch` how many epochs are done, over all calls of `fit`."""
 
+    attribute = "epoch"
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._done_before, self._epochs = self.state.epoch, set[int]()
 
@@ -76,6 +85,10 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
+        if batches_per_commit < 1:
+            raise UserError(
+                f"CommitStateCallback: batches_per_commit must be at least 1; received {batches_per_commit}."
+            )
         self.state, self.batches_per_commit = state, batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -92,7 +105,8 @@ class CommitStateCallback(keras.callbacks.Callback):
             callback.on_train_batch_end(batch, logs)
         done = batch + 1
         # Not after the last batch: to begin again there, `fit` would have to run an epoch of no batch.
-        if done - self._committed >= self.batches_per_commit and done != self._batches:
+        is_last = self._batches is not None and done >= self._batches
+        if done - self._committed >= self.batches_per_commit and not is_last:
             self._committed = done
             self.state.commit()
 

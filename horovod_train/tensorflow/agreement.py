@@ -17,7 +17,7 @@ import tensorflow as tf
 from horovod_train.distributed.allreduce import exchange_name, is_alone
 from horovod_train.errors import RanksDisagree
 from horovod_train.tensorflow.guards import guards
-from horovod_train.tensorflow.names import PerVariable, name_of
+from horovod_train.tensorflow.names import PerVariable, made_outside, name_of
 
 CHECKED_AT = 10
 _found: RanksDisagree | None = None
@@ -28,11 +28,11 @@ _ADVICE = (
 
 
 def _new_count() -> tf.Variable:
-    with tf.init_scope(), tf.device("CPU:0"):
+    with tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
 
 
-_counts = PerVariable(_new_count)
+_counts = PerVariable(lambda: made_outside(_new_count))
 """Of the first of the variables that are exchanged together: how often they were."""
 
 

@@ -28,6 +28,8 @@ class CommittedState(State):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(bcast_object=None, get_rank=hvd.rank)  # check_host_updates does without
+        if taken := [name for name in given if hasattr(self, name)]:
+            raise UserError(f"hvd.elastic: a state has {taken[0]!r} already. Give what you keep another name.")
         self._names = list(given)
         self._updates: queue.SimpleQueue[int] = queue.SimpleQueue()
         for name, value in given.items():
@@ -122,7 +124,10 @@ class TensorFlowState(CommittedState):
 class TensorFlowKerasState(CommittedState):
     """The state of a Keras model and its optimizer: weights, and slots, which are created first.
 
-    optimizer: default the one that the model was compiled with. given: objects, see CommittedState.
+    All ranks get root's values, of local variables too. Gradients that were added up over backward_passes_per_step but
+    not applied are dropped when ranks change, so commit after so many batches.
+
+    optimizer: default the one that the model is compiled with. given: objects, see CommittedState.
 
     Raises UserError for a model that has no variables yet or no optimizer, and for backend, which is for TensorFlow 1.
     """
@@ -136,15 +141,22 @@ class TensorFlowKerasState(CommittedState):
     ) -> None:
         if backend is not None:
             raise UserError("hvd.elastic: backend is for TensorFlow 1. Leave it out.")
-        self.model = model
-        self.optimizer: Any = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if not isinstance(model, keras.Model):
+            raise UserError(f"hvd.elastic: expected a Keras model; received {type(model).__name__}.")
         if not model.weights:
             raise UserError("hvd.elastic: the model has no variables yet. Build it, or call it once, before the state.")
-        if self.optimizer is None:
-            raise UserError("hvd.elastic: the model has no optimizer. Compile it before the state, or give optimizer=.")
-        if not self.optimizer.built:
-            self.optimizer.build(model.trainable_variables)
+        self.model, self._optimizer = model, optimizer
         super().__init__(**given)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer given, or the one that the model is compiled with now."""
+        found = self._optimizer if self._optimizer is not None else getattr(self.model, "optimizer", None)
+        if found is None:
+            raise UserError("hvd.elastic: the model has no optimizer. Compile it before the state, or give optimizer=.")
+        if not found.built:
+            found.build(self.model.trainable_variables)
+        return found
 
     def live_variables(self) -> Sequence[Any]:
         return [*self.model.weights, *self.optimizer.variables]

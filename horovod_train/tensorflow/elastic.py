@@ -18,11 +18,14 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 
 from horovod_train.distributed.group import is_connection_loss
 from horovod_train.distributed.launch import launcher, reconnect
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.committed_state import CommittedState, TensorFlowKerasState, TensorFlowState
 
 __all__ = ["State", "TensorFlowKerasState", "TensorFlowState", "run"]
+
+TRIES_TO_MEET = 10
+"""One by one hosts may be lost while the others meet, but a launcher that has gone will not come back."""
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
-    why, changed_at = "", 0.0
+    why, changed_at, failures = "", 0.0, 0
     while True:
         try:
             if why:
@@ -68,14 +71,18 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
             agreement.count_anew()
             if why and hvd.rank() == 0:
                 log.warning(f"elastic: {why}; {hvd.size()} ranks train, after {time.monotonic() - changed_at:.1f} s.")
+            changed_at, failures = 0.0, 0
             return train()
         except HostsUpdatedInterrupt:
             # State.commit has saved what is there, and check_host_updates alone keeps it.
-            why, changed_at = "the hosts have changed", time.monotonic()
+            why, changed_at = "the hosts have changed", changed_at or time.monotonic()
         except Exception as error:
             if not isinstance(error, HorovodInternalError) and not is_connection_loss(error):
                 raise
-            why, changed_at = "ranks were lost, back to the last commit", time.monotonic()
+            failures += 1
+            if failures > TRIES_TO_MEET:
+                raise RunError(f"elastic: the ranks did not meet, in {TRIES_TO_MEET} tries: {error}") from error
+            why, changed_at = "ranks were lost, back to the last commit", changed_at or time.monotonic()
             state.restore()
 
 

@@ -1,10 +1,11 @@
-"""Tell variables apart, whether Keras' or TensorFlow's."""
+"""Tell variables apart, whether Keras' or TensorFlow's; make variables of our own for them."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
@@ -17,6 +18,15 @@ T = TypeVar("T")
 def key_of(variable: Any) -> Any:
     """Return what stands for a variable or tensor in a dictionary: equal for a Keras variable and its tf one."""
     return (variable if isinstance(variable, tf.Tensor) else as_tf_variable(variable)).ref()
+
+
+def made_outside(make: Callable[[], T]) -> T:
+    """Return make(), called outside of any tf.function that is being traced.
+
+    In a thread, because TensorFlow lets a function make variables in its first trace only, also in an init_scope.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 class PerVariable(Generic[T]):

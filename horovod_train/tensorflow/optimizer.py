@@ -14,7 +14,7 @@ from horovod_train.distributed.optimizer import Combine, distribute
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
-from horovod_train.tensorflow.names import key_of
+from horovod_train.tensorflow.names import key_of, made_outside
 
 log = logging.getLogger(__name__)
 
@@ -145,10 +145,12 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
         """
         key = tuple(key_of(variable) for variable in variables)
         if key not in found:
-            with tf.init_scope():
-                sums = [tf.Variable(tf.zeros(of.shape, of.dtype), trainable=False) for of in variables]
-                found[key] = sums, tf.Variable(0, dtype=tf.int64, trainable=False), [False] * len(sums)
+            found[key] = made_outside(lambda: new_sums(variables))
         return found[key]
+
+    def new_sums(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        sums = [tf.Variable(tf.zeros(of.shape, of.dtype), trainable=False) for of in variables]
+        return sums, tf.Variable(0, dtype=tf.int64, trainable=False), [False] * len(sums)
 
     class AddingUp(base):
         def drop_added_up(self) -> None:

@@ -17,11 +17,11 @@ HOSTS = ("127.0.0.1", "127.0.1", "127.1")
 
 
 @contextmanager
-def job_of(out: Path, mode: str) -> Iterator[ElasticJob]:
+def job_of(out: Path, mode: str, *options: str) -> Iterator[ElasticJob]:
     program = [*warm_python(), str(PROGRAMS / "elastic.py"), str(out), mode]
     with (out / "said").open("wb") as said:
         process = subprocess.Popen(
-            [*elastic_words(out, HOSTS, "--network-interface", "lo"), *program],
+            [*elastic_words(out, HOSTS, "--network-interface", "lo", *options), *program],
             cwd=PROJECT,
             env=rank_environment(),
             stdin=subprocess.DEVNULL,
@@ -68,3 +68,17 @@ def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
     for fact in facts:
         assert fact["iterations"] == len(fact["sizes"]) == 9 * fact["epoch"]
         assert fact["batch"] == 0
+
+
+@pytest.mark.long
+def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_path: Path) -> None:
+    with job_of(tmp_path, "loop", "--gloo-timeout-seconds", "15") as job:
+        job.wait_until_trains(HOSTS)
+        job.fail_next_start(HOSTS[1])
+        job.kill(HOSTS[1])
+        job.wait_until(lambda: job.has_failed_to_start(HOSTS[1]), "a failed start")
+        job.wait_until_trains(HOSTS)
+        facts = job.finish()
+    assert "The ranks did not meet" in job.said()
+    assert len({fact["weights"] for fact in facts}) == 1
+    assert all(fact["used"] == [fact["epoch"]] for fact in facts)

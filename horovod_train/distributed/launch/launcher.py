@@ -85,6 +85,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
                 break
             fault = _copies(launcher, rank, size, step) or _crowd(launcher, size, local_size, environment)
             is_elastic = launcher == "horovodrun" and environment.get("HOROVOD_ELASTIC", "0") != "0"
+            fault = fault or (_once_only(environment) if is_elastic else "")
             return Launch(launcher, rank, size, end, job, is_elastic=is_elastic, fault=fault)
     step = read_step(environment)
     if step is None:
@@ -142,6 +143,18 @@ def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[
         f"{launcher} put all {size} ranks on {here}, though the job has {nodes} hosts. Name them to it "
         f"(-H {here}:N,…), or {_SRUN}"
     )
+
+
+def _once_only(environment: Mapping[str, str]) -> str:
+    """Report a setting that elastic ranks cannot have.
+
+    Horovod 0.28.1 (ParameterManager::BayesianParameter::SetValue) takes the first of these for another one when it
+    starts again in the same process: ranks that stay then cut their exchanges otherwise than ranks that join, and end
+    with `gloo::EnforceNotMet`; with both set it ends by a segmentation fault.
+    """
+    found = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD") if name in environment]
+    found += ["HOROVOD_AUTOTUNE"] if environment.get("HOROVOD_AUTOTUNE", "0") != "0" else []
+    return f"elastic ranks cannot meet again with {found[0]} set, a defect of Horovod. Unset it." if found else ""
 
 
 def _alone(environment: Mapping[str, str]) -> str:

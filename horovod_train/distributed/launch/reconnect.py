@@ -11,15 +11,19 @@ import os
 import socket
 
 import horovod.tensorflow as hvd
+from horovod.common.exceptions import HorovodInternalError
 
 _connections: dict[int, str] = {}
 """File descriptors of Horovod's connections, and which socket each was: the number may serve for another one later."""
 
 
 def connect() -> None:
-    """Collective: start Horovod."""
+    """Collective: start Horovod. Raises HorovodInternalError if a rank is lost meanwhile."""
     before = _sockets()
-    hvd.init()
+    try:
+        hvd.init()
+    except ValueError as error:  # Horovod says no more; its log does
+        raise HorovodInternalError("the ranks did not meet") from error
     _connections.clear()
     _connections.update({number: found for number, found in _sockets().items() if before.get(number) != found})
 

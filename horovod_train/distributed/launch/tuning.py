@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from horovod_train.config.settings import HorovodConfig
 
 Origin = Literal["default", "environment", "config"]
-Library = Literal["MPI", "gloo", "alone"]
-"""Between CPUs, ranks exchange over MPI or gloo; alone: there is one rank only."""
+Library = Literal["MPI", "gloo", "elastic", "alone"]
+"""Between CPUs, ranks exchange over MPI or gloo; elastic: over gloo, and are lost and join; alone: there is one."""
 
 
 class Setting(NamedTuple):
@@ -28,6 +28,9 @@ class Setting(NamedTuple):
 
 CYCLE_MS: dict[Library, str] = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
+
+ELASTIC_TIMEOUT_S = "60"
+"""How long elastic ranks wait for a host that has vanished without a word, and for one that loads TensorFlow."""
 
 GLOO_TIMEOUT_S = "630"
 """How long gloo waits for ranks that start, and for a rank that computes. The watchdog's limits replace this."""
@@ -70,7 +73,9 @@ def _by_library(library: Library, *, has_gpu: bool) -> Iterator[tuple[str, tuple
         yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
     elif library == "gloo":
         yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (GLOO_TIMEOUT_S, "Horovod's 30 s are less than a start or a compilation")
-    if not has_gpu:
+    elif library == "elastic":
+        yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (ELASTIC_TIMEOUT_S, "for a lost host, and for one that starts")
+    if library in CYCLE_MS and not has_gpu:
         why = "a single rank waits for no other" if library == "alone" else f"{library} between CPUs"
         yield "HOROVOD_CYCLE_TIME", (CYCLE_MS[library], f"ms; {why}")
 

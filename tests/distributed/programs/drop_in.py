@@ -178,6 +178,11 @@ CASES: dict[str, tuple[Callable[[], Model], Model]] = {
     "loop": (lambda: loop(dense(), distributed()), plain),
     "nested": (nested, plain),
     "tape": (lambda: loop(dense(), sgd(), with_tape()), plain),
+    "tape_in_a_second_trace": (lambda: loop(dense(), sgd(), with_tape(), looks_first=True), plain),
+    "passes_3_in_a_second_trace": (
+        lambda: loop(dense(), distributed(backward_passes_per_step=3), looks_first=True),
+        of_three,
+    ),
     "eager_tape": (eager_tape, plain),
     "persistent_tape": (lambda: loop(dense(), sgd(), with_tape(), persistent=True), plain),
     "tape_and_optimizer": (lambda: loop(dense(), distributed(), with_tape()), plain),

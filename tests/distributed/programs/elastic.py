@@ -1,7 +1,7 @@
 """Elastic training, in a loop of its own or by fit, until the file `enough` is there: elastic.py OUT loop|fit.
 
 Each rank keeps OUT/at-HOST up to date: process id, number of ranks, steps that count. At the end it writes its facts to
-OUT/end-HOST.json.
+OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ OUT, MODE = Path(sys.argv[1]), sys.argv[2]
 ROWS, GLOBAL_BATCH, COMMIT_EVERY = 100, 12, 3
 STEPS = -(-ROWS // GLOBAL_BATCH)
 
-hvd.init()
 host = os.environ["HOROVOD_HOSTNAME"]
+if (OUT / f"fails-{host}").exists():
+    (OUT / f"fails-{host}").rename(OUT / f"has-failed-{host}")
+    sys.exit("cannot start here")
+hvd.init()
 rng = np.random.default_rng(0)
 x = rng.normal(size=(ROWS, 4)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)
 keras.utils.set_random_seed(1 + hvd.rank())  # without sync, ranks would train different models
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+# Larger than 1 MiB, so that ranks must agree on how exchanges are cut.
+model = keras.Sequential(
+    [keras.Input((4,)), *(keras.layers.Dense(600, "tanh") for _ in range(2)), keras.layers.Dense(1)]
+)
 optimizer: Any = keras.optimizers.Adam(0.01)
 
 

@@ -53,17 +53,28 @@ def weights(model: Model) -> np.ndarray:
     return np.concatenate([np.ravel(variable.numpy()) for variable in model.trainable_variables])
 
 
-def loop(model: Model, optimizer: Optimizer, wrap: Wrap = lambda tape: tape, persistent: bool = False) -> Model:
-    """A custom loop, compiled."""
+def loop(
+    model: Model,
+    optimizer: Optimizer,
+    wrap: Wrap = lambda tape: tape,
+    *,
+    persistent: bool = False,
+    looks_first: bool = False,
+) -> Model:
+    """A custom loop, compiled. looks_first: traced without an exchange before."""
     optimizer.build(model.trainable_variables)
 
     @tf.function
-    def step(x: tf.Tensor, y: tf.Tensor) -> None:
+    def step(x: tf.Tensor, y: tf.Tensor, trains: bool = True) -> None:
         with tf.GradientTape(persistent=persistent) as tape:
             loss = mse(model, x, y)
+        if not trains:
+            return
         tape = wrap(tape)
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
+    if looks_first:
+        step(*map(tf.constant, batch(0)), trains=False)
     for number in range(STEPS):
         step(*map(tf.constant, batch(number)))
     return model
