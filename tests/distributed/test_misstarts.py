@@ -100,3 +100,14 @@ def test_a_lonely_process_of_a_job_with_several_tasks_is_refused_before_tensorfl
     assert finished.returncode == 2
     assert finished.stderr.startswith("error: SLURM job 7 has 2 tasks, but this process is one alone.")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_trainer_is_not_elastic_and_writes_nothing(digits: Path, tmp_path: Path) -> None:
+    elastic = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_ELASTIC": "1"}
+    arguments = ["--config", PROJECT / "configs" / "digits_convnet.yaml", "--output-dir", tmp_path / "run"]
+    finished = train(
+        [*arguments, f"data.train={digits}/train", f"data.eval={digits}/eval"], environment=rank_environment() | elastic
+    )
+    assert finished.returncode == 2, finished.text
+    assert "the trainer keeps its number of ranks. Start it with -np" in finished.stderr
+    assert not (tmp_path / "run").exists()

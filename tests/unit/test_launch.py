@@ -73,6 +73,17 @@ def test_the_nearest_launcher_is_read_from_the_environment(
     assert (found.step is not None) == (launcher == "srun")
 
 
+ELASTIC = horovodrun(0, 2) | {"HOROVOD_ELASTIC": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [(ELASTIC, True), (ELASTIC | {"HOROVOD_ELASTIC": "0"}, False), (mpirun(0, 2) | {"HOROVOD_ELASTIC": "1"}, False)],
+)
+def test_only_horovodrun_starts_elastic_ranks(environment: dict[str, str], expected: bool) -> None:
+    assert read_launch(environment).is_elastic == expected
+
+
 PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
@@ -89,6 +100,9 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
         (step(1) | mpirun(0, 1), "srun started 3 copies of mpirun"),
         (BATCH | PLANNED | horovodrun(0, 4, 4), "horovodrun put all 4 ranks on n1, though the job has 2 hosts"),
         (BATCH | PLANNED | mpirun(0, 4, 4), "mpirun put all 4 ranks on n1"),
+        (ELASTIC | {"HOROVOD_CYCLE_TIME": "1"}, "elastic ranks cannot meet again with HOROVOD_CYCLE_TIME set"),
+        (ELASTIC | {"HOROVOD_FUSION_THRESHOLD": "0"}, "with HOROVOD_FUSION_THRESHOLD set, .* Unset it."),
+        (ELASTIC | {"HOROVOD_AUTOTUNE": "1"}, "with HOROVOD_AUTOTUNE set"),
     ],
 )
 def test_processes_that_would_not_find_each_other_are_told_what_to_do(environment: dict[str, str], words: str) -> None:
@@ -102,6 +116,7 @@ def test_processes_that_would_not_find_each_other_are_told_what_to_do(environmen
         BATCH | {"SLURM_NTASKS": "1"},
         BATCH | PLANNED | horovodrun(0, 4, 2),  # two on each host
         BATCH | PLANNED | horovodrun(0, 2, 2),  # a part of the job, as planned for this host
+        ELASTIC | {"HOROVOD_AUTOTUNE": "0"},
         step(0) | horovodrun(0, 3, 2),  # a script of the user's has set for Horovod what srun says
     ],
 )

@@ -37,6 +37,11 @@ def test_gloo_waits_longer_than_its_own_30_s_with_the_watch_and_without() -> Non
     assert {setting.name: setting.value for setting in settings}[TIMEOUT] == "90"
 
 
+def test_elastic_ranks_get_no_setting_with_which_horovod_could_not_start_again() -> None:
+    (timeout,) = choose(HorovodConfig(), {}, library="elastic", has_gpu=False)
+    assert (timeout.name, timeout.value) == ("HOROVOD_GLOO_TIMEOUT_SECONDS", "60")
+
+
 def test_environment_wins_over_defaults_and_config_over_both() -> None:
     environment = {CYCLE: "7", "HOME": "/"}
     assert found(environment=environment) == {CYCLE: ("7", "environment")} | WAITS
