@@ -169,7 +169,7 @@ def start_process(
 ) -> StartedProcess:
     """Collective: initialise Horovod, as the first part of `start`. process_sets: further sets of ranks."""
     started_by = launcher.detect()
-    started_by.check()
+    started_by.check(may_be_elastic=True)
     settings = tuning.choose(
         horovod or HorovodConfig(),
         os.environ,
@@ -233,11 +233,7 @@ def start(
     Raises UserError if the processes would not find each other, if ranks of one host would share a GPU, and if the
     launcher may change the number of ranks.
     """
-    if launcher.detect().is_elastic:
-        raise UserError(
-            "horovodrun --min-np starts elastic ranks, and the trainer keeps its number of ranks. Start it with -np; a "
-            "run that is started again resumes at any number. For a script: hvd.elastic in docs/migrate.md."
-        )
+    launcher.detect().check()
     started = start_process(horovod, deterministic=deterministic, environment=environment)
     with started.rendezvous:
         return form_group(started, started.pin(devices or DeviceConfig()), deterministic=deterministic)

@@ -49,8 +49,13 @@ class Launch:
     def uses_mpi(self) -> bool:
         return self.launcher in ("mpirun", "srun-pmix")
 
-    def check(self) -> None:
-        """Raise UserError if the processes would not find each other."""
+    def check(self, *, may_be_elastic: bool = False) -> None:
+        """Raise UserError if the processes would not find each other, or if a program that is not elastic would be."""
+        if self.is_elastic and not may_be_elastic:
+            raise UserError(
+                "horovodrun --min-np starts elastic ranks, and the trainer keeps its number of ranks. Start it with "
+                "-np; a run that is started again resumes at any number. For a script: hvd.elastic in docs/migrate.md."
+            )
         if self.fault:
             raise UserError(self.fault)
 
