@@ -74,7 +74,7 @@ class Thing:
         (Thing(1), "value is of type Thing;"),
         ((Pair(1),), "value[0] is of type Pair;"),
         ([np.str_("a")], "value[0] is of type str_;"),
-        ({1: "a"}, "value is of type dict;"),
+        ({1: "a"}, "value is of type dict with other keys;"),
         (np.array(["a"]), "value is of type array of <U1;"),
         (np.array([None]), "value is of type array of object;"),
         (np.array([1.0], ">f4"), "value is of type array of >f4;"),
