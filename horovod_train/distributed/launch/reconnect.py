@@ -1,7 +1,7 @@
 """Connect elastic ranks, and disconnect them so that all notice.
 
 After a lost rank Horovod 0.28.1 leaves its connections open until the process ends. A rank that waits for data on one
-of them, from a rank that has seen the loss and has left, would go on waiting.
+of them, from a rank that has seen the loss and has left, would wait until gloo's time limit.
 """
 
 from __future__ import annotations
