@@ -40,7 +40,7 @@ class UpdateBatchStateCallback(_Progress):
     """Keep in `state.batch` how many batches of the epoch are done; 0 between epochs.
 
     The first epoch of a `fit` that begins with some done is shorter by as many, if the number of batches is known; it
-    has at least one. Give `fit` the same steps_per_epoch at any number of ranks, or the rest is not what is left.
+    has at least one. Batches are counted, not records: give `fit` the same steps_per_epoch at any number of ranks.
     """
 
     attribute = "batch"

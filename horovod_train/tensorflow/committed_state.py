@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import State
 from horovod.common.exceptions import HostsUpdatedInterrupt
@@ -31,7 +30,7 @@ class CommittedState(State):
         if taken := [name for name in given if hasattr(self, name)]:
             raise UserError(f"hvd.elastic: a state has {taken[0]!r} already. Give what you keep another name.")
         self._names = list(given)
-        self._updates: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._hosts_changed = threading.Event()
         for name, value in given.items():
             setattr(self, name, value)
         self.save()
@@ -77,27 +76,17 @@ class CommittedState(State):
 
     def check_host_updates(self) -> None:
         """Collective: raise HostsUpdatedInterrupt on all ranks if the launcher has told any of them of new hosts."""
-        told = 0
-        while not self._updates.empty():
-            told |= self._updates.get()
-        found = np.bitwise_or.reduce(hvd.allgather(tf.constant([told]), name="elastic.hosts").numpy())
-        if found:
+        told = int(self._hosts_changed.is_set())
+        if hvd.allgather(tf.constant([told]), name="elastic.hosts").numpy().any():
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
         """Note that hosts have come or will go. Called in a thread of Horovod's, on any rank."""
-        self._updates.put(int(update_res))
+        self._hosts_changed.set()
 
     def forget_host_updates(self) -> None:
-        """Forget what the next meeting of the ranks takes into account anyway."""
-        while not self._updates.empty():
-            self._updates.get()
-
-    def on_reset(self) -> None:
-        """Run the reset callbacks. Unlike Horovod's, it keeps what was told since the ranks began to meet again."""
-        self.reset()
-        for callback in self._reset_callbacks:
-            callback()
+        """Forget changes of hosts that the ranks are about to meet for anyway."""
+        self._hosts_changed.clear()
 
 
 class TensorFlowState(CommittedState):

@@ -40,7 +40,7 @@ class Launch:
     """Under plain srun: the place of each task, which Horovod cannot get elsewhere."""
 
     is_elastic: bool = False
-    """Ranks may be lost, and join, while the processes run; `rank` and `size` are those of the start, if any."""
+    """Ranks may be lost, and join, while this process runs; `rank` and `size` are those of its start."""
 
     fault: str = ""
     """Why a run must not start like this, in one sentence with what to do; empty if all is well."""
