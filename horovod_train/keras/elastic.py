@@ -16,7 +16,10 @@ from horovod_train.tensorflow.elastic import run
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 _CUT_SHORT = "this epoch, not the training"
-"""In `model.stop_training`: true, and not the True of a callback that wants to end the training."""
+"""In `model.stop_training`: true, and not the True of a callback that wants to end the training.
+
+Not EndEpoch: of data without a length Keras would remember this epoch's batches as the length, and only this is short.
+"""
 
 
 class KerasState(TensorFlowKerasState):
@@ -93,19 +96,16 @@ class CommitStateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         switch_off_xla(self.model)
-        self._progress = [callback for callback in callbacks_of_fit() if isinstance(callback, _Progress)]
+        self._callbacks = callbacks_of_fit()
+        self._progress = [callback for callback in self._callbacks if isinstance(callback, _Progress)]
         self._committed = 0
-        self._batches: int | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._batches = batches_of_epoch(self.params["steps"], self._progress)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         for callback in self._progress:
             callback.on_train_batch_end(batch, logs)
-        done = batch + 1
+        done, batches = batch + 1, batches_of_epoch(self.params["steps"], self._callbacks)
         # Not after the last batch: to begin again there, `fit` would have to run an epoch of no batch.
-        is_last = self._batches is not None and done >= self._batches
+        is_last = batches is not None and done >= batches
         if done - self._committed >= self.batches_per_commit and not is_last:
             self._committed = done
             self.state.commit()

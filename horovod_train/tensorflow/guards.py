@@ -11,6 +11,8 @@ class Guards:
     """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
     files_on_root_only: bool = True
     """Let callbacks that write files run on one rank of model.fit."""
+    end_epochs_together: bool = True
+    """End an epoch of model.fit on all ranks where the data of one has ended."""
 
 
 _guards = Guards()

@@ -28,6 +28,7 @@ def init(
     watch_ranks: bool | WatchConfig = True,
     check_weights: bool = True,
     files_on_root_only: bool = True,
+    end_epochs_together: bool = True,
 ) -> None:
     """Collective: start Horovod in this process. A second call does nothing.
 
@@ -42,6 +43,8 @@ def init(
         callback, after each epoch.
     files_on_root_only: with the broadcast callback, run Keras' callbacks that write files, and the progress bar, on
         root only.
+    end_epochs_together: with the broadcast callback, end an epoch of `fit` on all ranks when the rank with the fewest
+        batches has had them, and say so; otherwise ranks that have different numbers of batches are an error.
 
     Raises UserError if the processes would not find each other, or have too few GPUs.
     """
@@ -58,7 +61,7 @@ def init(
             "elastic script. Leave them out."
         )
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
-    guards.switch(guards.Guards(check_weights, files_on_root_only))
+    guards.switch(guards.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = stall_environment(limits) if watch_ranks and not is_elastic else None
     started = start_process(environment=environment, process_sets=process_sets)
     device = _pin(started) if pin_device else _AS_IT_IS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from threading import Thread
@@ -14,7 +15,13 @@ import tensorflow as tf
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
-from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit, keep_to_root, need_averages
+from horovod_train.keras.callbacks.callback_list import (
+    EndEpoch,
+    batches_of_epoch,
+    callbacks_of_fit,
+    keep_to_root,
+    need_averages,
+)
 from horovod_train.keras.xla import switch_off_xla
 from horovod_train.tensorflow import watch
 from horovod_train.tensorflow.agreement import check_equal, digest
@@ -33,6 +40,9 @@ _ADVICE = (
 )
 
 
+log = logging.getLogger(__name__)
+
+
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcast root's weights and optimizer state before the first step, and keep the ranks at the same step.
 
@@ -43,8 +53,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     XLA cannot compile the exchange. A model compiled with jit_compile, which is Keras' default if there is a GPU, is
     trained without it, and root reports this.
 
-    Ranks that take different numbers of steps would wait for each other forever. Before an epoch in which this would
-    happen, all ranks raise UserError with ranks and numbers; a rank whose data ends early raises it too. The number of
+    Ranks that take different numbers of steps would wait for each other forever. So all end each epoch after as many
+    batches as the rank with the fewest has, and root says so once; `hvd.shard` leaves nothing out. A rank whose data
+    ends earlier than Keras knew raises UserError, and so do all if one stops training at another epoch. The number of
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
     Other callbacks of the same `fit`: ModelCheckpoint, TensorBoard, CSVLogger and the progress bar run on root only;
@@ -72,6 +83,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._has_broadcast = False
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
+        self._end = EndEpoch()
+        self._has_said_end = False
+        callbacks.append(self._end)
         if guards().files_on_root_only:
             keep_to_root(callbacks, self.root_rank)
         self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
@@ -91,7 +105,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done = epoch + 1, 0
         self._planned = batches_of_epoch(self.params["steps"], self._callbacks)
-        _agree(self._epoch, _UNKNOWN if self._planned is None else self._planned)
+        plans = _gather_plans(self._epoch, _UNKNOWN if self._planned is None else self._planned)
+        if len(set(plans)) > 1:
+            self._end_together(plans)
         if self._planned is None and hvd.size() > 1:
             raise UserError(
                 f"model.fit: the number of batches in an epoch must be known, so that {hvd.size()} ranks can compare "
@@ -114,7 +130,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._planned = None
-        _agree(self._epoch, _NONE_MORE)
+        plans = _gather_plans(self._epoch, _NONE_MORE)
+        if len(set(plans)) > 1:
+            raise _different(plans)
+
+    def _end_together(self, plans: list[tuple[int, int]]) -> None:
+        """End this epoch after the fewest batches that a rank has; raise UserError if that cannot be."""
+        epochs, batches = {epoch for epoch, _ in plans}, min(batches for _, batches in plans)
+        per_call = self.model.steps_per_execution
+        batches -= batches % per_call  # a compiled call is not cut
+        if not guards().end_epochs_together or len(epochs) > 1 or batches < 1:
+            raise _different(plans)
+        self._end.batches = self._planned = batches
+        if not self._has_said_end and hvd.rank() == self.root_rank:
+            self._has_said_end = True
+            log.warning(
+                f"model.fit: ranks have different numbers of batches ({_shown(plans)}); all end each epoch after "
+                f"{batches}, and what is left is not trained on. hvd.shard(x, y) gives each rank as many rows."
+            )
 
     def _shared(self, variables: Iterable[Any]) -> list[Any]:
         return [variable for variable in variables if key_of(variable) not in self._local]
@@ -145,19 +178,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             raise UserError(f"{story}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
 
 
-def _agree(epoch: int, batches: int) -> None:
-    """Collective: raise UserError on all ranks if their numbers of batches differ. batches: may be _UNKNOWN, …"""
-    ranks: dict[tuple[int, int], list[int]] = {}
+def _gather_plans(epoch: int, batches: int) -> list[tuple[int, int]]:
+    """Collective: return the arguments of all ranks. batches: may be _UNKNOWN, …"""
     with watch.exchanging():
         plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
-    for rank, (theirs, planned) in enumerate(plans):
-        ranks.setdefault((theirs, planned), []).append(rank)
-    if len(ranks) > 1:
-        shown = "; ".join(f"{_listed(those)}: {_plan(*plan)}" for plan, those in ranks.items())
-        raise UserError(
-            f"model.fit: all ranks must take the same steps; received {shown}. hvd.shard(x, y) gives each rank "
-            "as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
-        )
+    return [(epoch, batches) for epoch, batches in plans]
+
+
+def _different(plans: list[tuple[int, int]]) -> UserError:
+    return UserError(
+        f"model.fit: all ranks must take the same steps; received {_shown(plans)}. hvd.shard(x, y) gives each rank "
+        "as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
+    )
+
+
+def _shown(plans: list[tuple[int, int]]) -> str:
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        ranks.setdefault(plan, []).append(rank)
+    return "; ".join(f"{_listed(those)}: {_plan(*plan)}" for plan, those in ranks.items())
 
 
 def _plan(epoch: int, batches: int) -> str:

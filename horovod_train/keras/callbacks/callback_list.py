@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
+from contextlib import ExitStack
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -39,13 +42,39 @@ def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     return []
 
 
+class EndEpoch(keras.callbacks.Callback):
+    """Ends an epoch after so many batches, as if its data ended there; the callback that adds it sets `batches`.
+
+    It stands at the end of the list, so that all callbacks have seen the last batch. Not `model.stop_training`, after
+    which Keras cannot begin another epoch of a PyDataset.
+    """
+
+    batches: int | None = None
+    """Of this epoch; None: all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._filters = ExitStack()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.batches is not None and batch + 1 >= self.batches:
+            self._filters.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Your input ran out of data")
+            raise StopIteration  # which Keras takes for the end of the data
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._filters.close()
+        self.batches = None
+
+
 def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback]) -> int | None:
-    """Return how many batches the coming epoch has. steps: as Keras plans, None if it does not know.
+    """Return how many batches this epoch has. steps: as Keras plans, None if it does not know.
 
     Fewer in the first epoch of a `fit` that goes on inside it; see elastic.UpdateBatchStateCallback.
     """
     before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
-    return None if steps is None else max(1, steps - before)
+    ends = [callback.batches for callback in callbacks if isinstance(callback, EndEpoch) and callback.batches]
+    return None if steps is None else min([max(1, steps - before), *ends])
 
 
 def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:

@@ -20,6 +20,7 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from horovod_train.optim.lars import LARS
+from horovod_train.tensorflow.guards import Guards, switch
 
 group = start()
 rank, size = group.rank, group.size
@@ -46,6 +47,20 @@ def sha(model: keras.Model) -> str:
     return hashlib.sha256(weights(model).tobytes()).hexdigest()
 
 
+class Parts(keras.utils.PyDataset):
+    """Batches that Keras fetches one by one in threads, which it must stop between epochs."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().__init__(workers=2)
+        self._x, self._y = x, y
+
+    def __len__(self) -> int:
+        return len(self._x) // 8
+
+    def __getitem__(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._x[8 * batch : 8 * batch + 8], self._y[8 * batch : 8 * batch + 8]
+
+
 def fit(
     optimizer: Any,
     *,
@@ -54,11 +69,13 @@ def fit(
     model: keras.Model | None = None,
     rows: int = 32,
     compiled: Mapping[str, Any] | None = None,
+    kind: Callable[[np.ndarray, np.ndarray], Any] | None = None,
 ) -> keras.Model:
     model = model or build_model(seed)
     model.compile(optimizer, "mse", **(compiled or {}))
     x, y = (values[:rows] for values in data(rank))
-    model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
+    given = {"x": kind(x, y)} if kind else {"x": x, "y": y, "batch_size": 8}
+    model.fit(**given, epochs=2, verbose=0, shuffle=False, callbacks=list(callbacks))
     return model
 
 
@@ -136,13 +153,25 @@ facts["xla_with_synchronised_batch_norm"] = error_of(lambda: fit("sgd", model=no
 
 # Ranks that would not take the same steps; all of them learn of it, so that they can go on here.
 in_step = [BroadcastGlobalVariablesCallback()]
-facts["uneven"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=32 - 8 * (rank == 0)))
+few = 32 - 8 * (rank == 0)
+facts["uneven"] = {
+    "arrays": sha(fit(sgd(), callbacks=in_step, rows=few)),
+    "steps_of_parts": int(fit(sgd(), callbacks=in_step, rows=few, kind=Parts).optimizer.iterations),
+    "two_steps_a_call": sha(fit(sgd(), callbacks=in_step, rows=few, compiled={"steps_per_execution": 2})),
+}
+facts["even"] = {batches: sha(fit(sgd(), rows=8 * batches)) for batches in (2, 3)}
+switch(Guards(end_epochs_together=False))
+facts["uneven_refused"] = error_of(lambda: fit(sgd(), callbacks=in_step, rows=few))
+switch(Guards())
 facts["stopped_alone"] = error_of(lambda: fit(sgd(), callbacks=[*in_step, StopOneRank()]))
 stream = tf.data.Dataset.from_tensor_slices(data(rank)).batch(8).filter(lambda *_: True)
 endless = build_model(0)
 endless.compile(sgd(), "mse")
 facts["unknown_length"] = error_of(lambda: endless.fit(stream, verbose=0, callbacks=in_step))
 facts["known_length"] = error_of(lambda: endless.fit(stream.repeat(), steps_per_epoch=3, verbose=0, callbacks=in_step))
+steps_before = int(endless.optimizer.iterations)
+endless.fit(stream.repeat(), steps_per_epoch=3 + (rank == 0), epochs=3, verbose=0, callbacks=in_step)
+facts["uneven"]["steps_given"] = int(endless.optimizer.iterations) - steps_before
 facts["bfloat16"] = error_of(
     lambda: fit(
         sgd(), model=keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, dtype="bfloat16")]), callbacks=in_step

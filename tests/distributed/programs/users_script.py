@@ -16,7 +16,7 @@ from horovod_train.config.settings import WatchConfig
 
 OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=2, first_step_after_s=60)
-hvd.init(watch_ranks=LIMITS if TROUBLE == "hangs" else True)
+hvd.init(watch_ranks=LIMITS if TROUBLE == "hangs" else True, end_epochs_together=TROUBLE != "uneven-refused")
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -51,7 +51,7 @@ class Differ(keras.callbacks.Callback):
         logs["differs"] = -epoch if hvd.rank() else epoch
 
 
-rows = 257 if TROUBLE == "uneven" else 256
+rows = 257 if TROUBLE.startswith("uneven") else 256
 x = np.random.default_rng(0).normal(size=(rows, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)
 x, y = (values[hvd.rank() :: hvd.size()] for values in (x, y))
@@ -78,3 +78,4 @@ elif TROUBLE == "trains-on":
 epochs = 100_000 if TROUBLE == "trains-on" else 4
 history = model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
 print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)
+print(f"{int(optimizer.iterations)} steps", flush=True)
