@@ -69,6 +69,16 @@ def init(
         watch.prepare(started, device, limits)
 
 
+def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessSet:
+    """Collective: add a set of ranks that exchange among themselves; needs init(process_sets="dynamic").
+
+    Raises UserError in an elastic script, whose ranks may change.
+    """
+    if launcher.detect().is_elastic:
+        raise UserError("hvd.add_process_set: horovodrun --min-np started an elastic script, which has no such sets.")
+    return hvd.add_process_set(process_set)
+
+
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
     """Collective: return when every rank of the process set has called it."""
     with watch.exchanging():

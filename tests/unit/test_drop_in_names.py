@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import horovod_train.keras
 import horovod_train.keras.callbacks
 import horovod_train.tensorflow
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import UserError
 from horovod_train.tensorflow import INSTEAD
 
 HELPERS = {
@@ -72,6 +75,22 @@ def test_every_argument_is_taken(stock: ModuleType, ours: ModuleType) -> None:
             continue  # written in C
         takes_all = any(each.kind == each.VAR_KEYWORD for each in inspect.signature(own).parameters.values())
         assert takes_all or expected <= arguments(own), f"{ours.__name__}.{name}"
+
+
+@pytest.fixture
+def elastic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment of a rank of `horovodrun --min-np`."""
+    for name, value in {"RANK": "0", "SIZE": "2", "ELASTIC": "1"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    launcher.detect.cache_clear()
+    yield
+    launcher.detect.cache_clear()
+
+
+@pytest.mark.usefixtures("elastic")
+def test_an_elastic_script_has_no_process_sets() -> None:
+    with pytest.raises(UserError, match="add_process_set: horovodrun --min-np started an elastic script"):
+        horovod_train.tensorflow.add_process_set([0, 1])
 
 
 @pytest.mark.parametrize("module", [horovod_train.keras, horovod_train.tensorflow], ids=lambda module: module.__name__)
