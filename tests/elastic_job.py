@@ -23,13 +23,18 @@ def elastic_words(out: Path, hosts: Sequence[str], *options: str) -> list[str]:
 
     A host that has failed is tried again after 1 s. OUT/hosts is the list of hosts, for the script that tells them.
     """
-    (out / "hosts").write_text("".join(f"{host}:1\n" for host in hosts))
+    _list_hosts(out, hosts)
     script = out / "hosts.sh"
     script.write_text(f"#!/bin/sh\ncat {out}/hosts\n")
     script.chmod(0o755)
     least, most = ("--min-np", "2"), ("-np", str(len(hosts)), "--max-np", str(len(hosts)))
     words = ["horovodrun", "--gloo", *least, *most, "--host-discovery-script", str(script)]
     return [*words, "--blacklist-cooldown-range", "1", "2", *options]
+
+
+def _list_hosts(out: Path, hosts: Sequence[str]) -> None:
+    (out / "hosts.new").write_text("".join(f"{host}:1\n" for host in hosts))
+    (out / "hosts.new").replace(out / "hosts")
 
 
 @dataclass
@@ -76,6 +81,9 @@ class ElasticJob:
 
     def has_failed_to_start(self, host: str) -> bool:
         return (self.out / f"has-failed-{host}").exists()
+
+    def list_hosts(self, hosts: Sequence[str]) -> None:
+        _list_hosts(self.out, hosts)
 
     def kill(self, host: str) -> None:
         os.kill(self.at(host)[0], signal.SIGKILL)

@@ -67,9 +67,14 @@ replace_line horovod/tensorflow/mpi_ops.cc 'GpuStreamHandle AsGpuStreamValue(Str
     'template <class S> auto AsGpuStreamValue(S* s) { return GpuStreamHandle(s->platform_specific_handle().stream); }'
 
 # For elastic ranks: one that is lost while the others meet again would end them all, because nothing catches what gloo
-# throws. hvd.init raises ValueError instead, and may be called again. A rank that is to leave still ends.
+# throws. hvd.init raises ValueError instead, and may be called again. A rank whose host was taken from the list ends
+# there with 0; it would abort.
 caught='catch (const std::exception& e) {
-    if (std::getenv(HOROVOD_ELASTIC) == nullptr || std::strstr(e.what(), "has been removed") != nullptr) throw;
+    if (std::getenv(HOROVOD_ELASTIC) == nullptr) throw;
+    if (std::strstr(e.what(), "has been removed") != nullptr) {
+      LOG(WARNING) << e.what();
+      std::_Exit(0);
+    }
     LOG(WARNING) << "The ranks did not meet: " << e.what();
     state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
     global_gloo_context.Finalize();

@@ -71,6 +71,24 @@ def test_fit_takes_each_step_of_an_epoch_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_host_taken_from_the_list_leaves_in_order_and_may_come_back(tmp_path: Path) -> None:
+    with job_of(tmp_path, "loop") as job:
+        job.wait_until_trains(HOSTS)
+        removed = psutil.Process(job.at(HOSTS[1])[0])
+        job.list_hosts([HOSTS[0], HOSTS[2]])
+        job.wait_until_trains([HOSTS[0], HOSTS[2]])
+        job.wait_until(lambda: not removed.is_running(), "the rank of the removed host ends")
+        job.list_hosts(HOSTS)
+        job.wait_until_trains(HOSTS)
+        facts = job.finish()
+    said = job.said()
+    assert f"{HOSTS[1]}[0] has been removed from elastic job" in said
+    assert "terminate called" not in said
+    assert len({fact["weights"] for fact in facts}) == 1
+    assert all(fact["used"] == [fact["epoch"]] for fact in facts)
+
+
+@pytest.mark.long
 def test_a_host_that_comes_back_and_fails_to_start_does_not_end_the_others(tmp_path: Path) -> None:
     with job_of(tmp_path, "loop", "--gloo-timeout-seconds", "15") as job:
         job.wait_until_trains(HOSTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 
 import horovod.tensorflow as hvd
 from horovod.common.exceptions import HorovodInternalError
@@ -19,6 +20,7 @@ _connections: dict[int, str] = {}
 
 def connect() -> None:
     """Collective: start Horovod. Raises HorovodInternalError if a rank is lost meanwhile."""
+    sys.stdout.flush()  # a rank whose host was taken from the list ends inside hvd.init
     before = _sockets()
     try:
         hvd.init()
