@@ -1,4 +1,4 @@
-"""Reads what each rank left of its last start: its log from there on, and its end. rank_log writes them.
+"""Reads what each rank left: its log, start by start, and how its last start ended. rank_log writes them.
 
 Does not judge what happened; see commands/explain.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from horovod_train.output.rank_log import FOLDER, end_file
+from horovod_train.output.rank_log import FOLDER, end_file, log_file
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
 _INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
@@ -45,29 +45,42 @@ class RankStory:
 
 def read_stories(run_dir: Path) -> dict[int, RankStory]:
     """Return the stories of the last start's ranks, by rank. Lines cut short by a kill are read as far as possible."""
-    found = [_read_story(path) for path in (run_dir / FOLDER).glob("rank-*.log")]
-    stories = {story.rank: story for story in found if story is not None}
+    found = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
+    stories = {story.rank: story for starts in found for story in starts}
     # An earlier start may have had more ranks.
     size = stories[0].size if 0 in stories else len(stories)
     return {rank: stories[rank] for rank in sorted(stories) if rank < size}
 
 
-def _read_story(path: Path) -> RankStory | None:
-    entries: list[Entry] = []
+def read_starts_of_root(run_dir: Path) -> list[RankStory]:
+    """Return the stories of rank 0, one for each start of the run; `end` is known of the last one only."""
+    path = log_file(run_dir / FOLDER, 0)
+    return _read_starts(path) if path.exists() else []
+
+
+def _read_starts(path: Path) -> list[RankStory]:
+    starts: list[list[Entry]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         time, kind, text = (*line.split(" ", 2), "", "")[:3]
-        if not _TIME.fullmatch(time):  # continues the line above
-            entries[-1:] = [replace(entry, text=f"{entry.text}\n{line}") for entry in entries[-1:]]
-        elif kind == "start":
-            entries = [Entry(time, kind, text)]
-        else:
-            entries.append(Entry(time, kind, text))
-    said = _INTRODUCTION.match(entries[0].text) if entries else None
+        is_entry = _TIME.fullmatch(time) is not None
+        if is_entry and kind == "start":
+            starts.append([])
+        if starts and is_entry:
+            starts[-1].append(Entry(time, kind, text))
+        elif starts:  # continues the line above
+            last = starts[-1].pop()
+            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
+    stories = [story for story in map(_story, starts) if story is not None]
+    ends = [_read_end(end_file(path.parent, story.rank)) for story in stories[-1:]]
+    return [*stories[:-1], *(replace(story, end=end) for story, end in zip(stories[-1:], ends, strict=True))]
+
+
+def _story(entries: Sequence[Entry]) -> RankStory | None:
+    said = _INTRODUCTION.match(entries[0].text)
     if said is None:
         return None
     rank, size, launcher, pid, host = said.groups()
-    end = _read_end(end_file(path.parent, int(rank)))
-    return RankStory(int(rank), int(size), launcher, int(pid), host, tuple(entries), end)
+    return RankStory(int(rank), int(size), launcher, int(pid), host, tuple(entries), None)
 
 
 def _read_end(path: Path) -> Mapping[str, Any] | None:
