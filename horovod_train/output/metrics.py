@@ -15,7 +15,7 @@ METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: begins
 PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
 
 
-_ABOUT = ("step", "epoch", "split", "seconds")
+ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
 
 
@@ -77,7 +77,7 @@ class MetricsFile(JsonLines):
         with must_be_writable(self._lines.path):
             self._lines.path.touch()
         for row in self.read():
-            self.last[row["split"]] = {name: row[name] for name in row if name not in _ABOUT}
+            self.last[row["split"]] = {name: row[name] for name in row if name not in ABOUT}
 
 
 def _step_of(line: str) -> float:

@@ -98,6 +98,7 @@ def test_the_arguments_that_are_known_to_be_paths_are_among_those_tried() -> Non
         *((name, "--out") for name in ("export", "evaluate")),
         *(("index", name) for name in ("PATH", "--index-dir")),
         ("explain", "RUN_DIR"),
+        *(("report", name) for name in ("RUN_DIR", "--out")),
         ("check-data", "--audit"),
         ("bench", "PATH"),
         ("doctor", "--json"),

@@ -1,0 +1,40 @@
+"""The command `report`: one page of what runs were, to read in a browser or to send.
+
+python -m horovod_train.main report runs/a runs/b --out report.html
+
+The page holds curves, starts and settings of one run or of several beside each other. It asks nothing of any server.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from horovod_train.commands.report.page import HEAD, build_page
+from horovod_train.commands.report.story import read_run
+from horovod_train.errors import UserError
+from horovod_train.output.files import write_whole
+from horovod_train.output.removal import Made, NotOurs, begins, check
+
+_PAGE = Made("a report", r".+\.html", is_ours=lambda path: begins(path, HEAD))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
+    parser.add_argument("--out", default="report.html", metavar="FILE.html", help="default: report.html")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out)
+    if out.suffix != ".html":
+        raise UserError(f"--out: expected a name that ends in .html; received {out}.")
+    try:
+        check(out, _PAGE)
+        page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
+        write_whole(out, page, _PAGE)
+    except NotOurs as error:
+        raise UserError(f"--out {out}: {error.strerror}, and would be replaced. Give another name.") from error
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror}.") from error
+    print(f"{out}: {len(page) / 1e6:.1f} MB")
+    return 0

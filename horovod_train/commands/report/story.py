@@ -1,0 +1,153 @@
+"""For `report`: what a run was, from the files in its directory. Needs no TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from horovod_train.commands.explain import Explanation, explain
+from horovod_train.commands.explain_files import read_json
+from horovod_train.errors import UserError
+from horovod_train.output.metrics import ABOUT
+from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
+
+_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
+_RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
+_REMARKS = ("slow", "stall", "cause", "lost", "failed", "warning", "error")
+"""Kinds of lines in a log that tell of trouble."""
+
+
+class Phase(NamedTuple):
+    """What root was doing, and when, in seconds since the first start of the run."""
+
+    name: str
+    begin: float
+    end: float
+    step: int | None
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run, as root's log tells it. Times: seconds since the first start of the run."""
+
+    at: datetime
+    ranks: int
+    host: str
+    launcher: str
+    from_step: int
+    begin: float
+    end: float
+    phases: tuple[Phase, ...]
+    ended: str
+    remarks: tuple[str, ...]
+
+    def seconds_in(self, phase: str) -> float:
+        return sum(each.end - each.begin for each in self.phases if each.name == phase)
+
+    @property
+    def last_step(self) -> int:
+        return max((phase.step for phase in self.phases if phase.step is not None), default=self.from_step)
+
+
+class Row(NamedTuple):
+    """A line of metrics.jsonl. time: seconds since the first start. values: None for one that was not finite."""
+
+    step: int
+    split: str
+    time: float
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    explanation: Explanation
+    settings: Mapping[str, Any]
+    """`section.key` → value, of the newest start."""
+    summary: Mapping[str, Any]
+    starts: Sequence[Start]
+    rows: Sequence[Row]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of all values in the rows, in the order in which they appear."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.values))
+
+
+def read_run(run_dir: Path) -> Run:
+    """Raises UserError if no run has written to the directory, or its files cannot be read."""
+    explanation = explain(run_dir)
+    try:
+        starts = list(_starts(read_starts_of_root(run_dir)))
+        config = run_dir / "config.yaml"
+        settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
+        rows = list(_rows(run_dir / "metrics.jsonl", starts))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{run_dir}: cannot be read: {error}.") from error
+    flat = dict(_flat(settings if isinstance(settings, dict) else {}))
+    return Run(str(run_dir), explanation, flat, read_json(run_dir / "summary.json"), starts, rows)
+
+
+def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
+    first = datetime.fromisoformat(stories[0].entries[0].time) if stories else None
+    for story in stories:
+        at = [datetime.fromisoformat(entry.time) for entry in story.entries]
+        times = [(time - (first or time)).total_seconds() for time in at]
+        resumed = [_RESUMED.search(entry.text) for entry in story.find("info")]
+        yield Start(
+            at=at[0],
+            ranks=story.size,
+            host=story.host,
+            launcher=story.launcher,
+            from_step=max((int(found[1]) for found in resumed if found), default=0),
+            begin=times[0],
+            end=times[-1],
+            phases=tuple(_phases(story, times)),
+            ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
+            remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKS),
+        )
+
+
+def _phases(story: RankStory, times: Sequence[float]) -> Iterator[Phase]:
+    """Yield the phases of a start. The first is "start"; one ends where the next begins."""
+    name, begin, step = "start", times[0], None
+    for entry, time in zip(story.entries, times, strict=True):
+        found = _PHASE.match(entry.text) if entry.kind == "phase" else None
+        if found:
+            yield Phase(name, begin, time, step)
+            name, begin, step = found[1], time, int(found[2]) if found[2] else None
+    yield Phase(name, begin, times[-1], step)
+
+
+def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
+    """Yield the lines of metrics.jsonl; the last may be cut short.
+
+    A resume removes the lines after its step, so a line is of the last start that began before its step.
+    """
+    if not path.exists():
+        return
+    begins = [(start.from_step, start.begin) for start in starts] or [(0, 0.0)]
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+            step, split, seconds = row["step"], row["split"], row["seconds"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        begin = next((time for from_step, time in reversed(begins) if from_step < step), begins[0][1])
+        values = {name: value for name, value in row.items() if name not in ABOUT}
+        yield Row(step, split, begin + seconds, values)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

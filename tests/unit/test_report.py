@@ -1,0 +1,203 @@
+"""`report`: the page shows what is in the files of a run, asks no server, and replaces nothing of others."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_train.commands.report.charts import MOST_POINTS, Chart, build_charts, thin
+from horovod_train.commands.report.drawing import Drawer
+from horovod_train.commands.report.page import build_page
+from horovod_train.commands.report.story import read_run
+from horovod_train.errors import UserError
+from horovod_train.main import main
+
+TIME = "2026-11-22T10:00:{:06.3f}+00:00"
+FIRST = [
+    (0, "start", "rank 0 of 2, launcher horovodrun, process 7 on node1; on CPU, 1 threads"),
+    (1, "info", "starting from initial weights"),
+    (2, "phase", "compile"),
+    (5, "phase", "train after step 10"),
+    (8, "slow", "rank 1 (node1) has been in input for 3 s at step 20; 1 rank waits for it"),
+    (9, "phase", "save after step 40"),
+    (11, "phase", "train after step 40"),
+]
+SECOND = [
+    (30, "start", "rank 0 of 3, launcher srun, process 8 on node2; on CPU, 1 threads"),
+    (31, "info", "resumed from runs/a/checkpoints/step-000000040 at step 40"),
+    (32, "phase", "train after step 50"),
+    (39, "phase", "evaluate after step 60"),
+    (40, "phase", "train after step 60"),
+    (41, "end", "done, exit code 0"),
+]
+ROWS = [
+    {"step": 20, "epoch": 1, "split": "train", "seconds": 7.5, "loss": 2.0, "s_per_step": 0.1},
+    {"step": 40, "epoch": 1, "split": "train", "seconds": 8.5, "loss": None, "s_per_step": 0.2},
+    {"step": 60, "epoch": 2, "split": "train", "seconds": 8.75, "loss": 1.25, "s_per_step": 0.3},
+    {"step": 60, "epoch": 2, "split": "eval", "seconds": 10.0, "loss": 1.5},
+]
+
+
+def run_dir(folder: Path, rows: Sequence[object] = ROWS, config: str = "seed: 1\ndata: {shuffle: true}\n") -> Path:
+    """A run that was killed at step 40 on two ranks and resumed on three."""
+    (folder / "logs").mkdir(parents=True)
+    lines = [f"{TIME.format(second)} {kind} {text}\n" for second, kind, text in [*FIRST, *SECOND]]
+    (folder / "logs" / "rank-0.log").write_text("".join(lines))
+    end = {"rank": 0, "host": "node2", "pid": 8, "ended": "done", "exit_code": 0, "time": TIME.format(41)}
+    (folder / "logs" / "rank-0.end.json").write_text(json.dumps(end))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "config.yaml").write_text(config)
+    (folder / "summary.json").write_text('{"steps": 60, "ended": "done", "versions": {"keras": "3.15.1"}}')
+    return folder
+
+
+def chart_of(charts: Sequence[Chart], name: str) -> Chart:
+    return next(chart for chart in charts if chart.name == name)
+
+
+def drawn(svg: str, number: int, name: str = "chart") -> np.ndarray:
+    """The corners of the path of a curve, in the order in which it is drawn: [points, 2]."""
+    path = re.search(rf'id="{name}-curve-{number}">.*?<path d="(.*?)"', svg, re.DOTALL)
+    assert path
+    return np.array([[float(x), float(y)] for x, y in re.findall(r"[ML] (\S+) (\S+)", path[1])])
+
+
+def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:
+    first, second = (run := read_run(run_dir(tmp_path / "a"))).starts
+    assert (first.ranks, first.launcher, first.host, first.from_step, first.last_step) == (
+        2,
+        "horovodrun",
+        "node1",
+        0,
+        40,
+    )
+    assert (second.ranks, second.launcher, second.from_step, second.last_step) == (3, "srun", 40, 60)
+    assert (first.begin, first.end, second.begin, second.end) == (0, 11, 30, 41)
+    assert first.seconds_in("train") == 4
+    assert (first.seconds_in("save"), second.seconds_in("evaluate")) == (2, 1)
+    assert (first.ended, second.ended) == ("its log ends without a word", "done, exit code 0")
+    assert [remark.partition(" ")[2][:6] for remark in first.remarks] == ["rank 1"]
+    assert run.settings == {"seed": 1, "data.shuffle": True}
+
+
+def test_each_row_is_of_the_start_that_wrote_it(tmp_path: Path) -> None:
+    run = read_run(run_dir(tmp_path / "a"))
+    assert [row.time for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
+
+
+def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:
+    charts = build_charts([read_run(run_dir(tmp_path / "a"))])
+    assert [chart.name for chart in charts] == ["loss by step", "loss by time", "s_per_step by step"]
+    train, evaluated = chart_of(charts, "loss by step").curves
+    assert (train.x, evaluated.x, evaluated.y) == ([20, 40, 60], [60], [1.5])
+    assert train.y[0] == 2.0
+    assert math.isnan(train.y[1])
+    by_time = chart_of(charts, "loss by time")
+    assert (by_time.x_label, by_time.curves[0].x) == ("seconds since the first start", [7.5, 8.5, 38.75])
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_what_is_drawn_are_the_points_on_linear_axes(tmp_path: Path, is_shuffled: bool) -> None:
+    rng = np.random.default_rng(0)
+    steps, losses = np.arange(1, 201) * 10, np.cumsum(rng.normal(size=200))
+    rows = [
+        {"step": int(step), "epoch": 1, "split": "train", "seconds": float(step), "loss": float(loss)}
+        for step, loss in zip(steps, losses, strict=True)
+    ]
+    runs = [read_run(run_dir(tmp_path / "a", rows))]
+    svg = Drawer().chart(chart_of(build_charts(runs), "loss by step"), runs, "chart")
+    expected = rng.permutation(losses) if is_shuffled else losses
+    for pixels, values in zip(drawn(svg, 0).T, (steps, expected), strict=True):
+        slope, offset = np.polyfit(values, pixels, 1)
+        is_equal = np.max(np.abs(slope * values + offset - pixels)) < 1e-3
+        assert is_equal == (not is_shuffled or values is steps)
+
+
+def test_a_long_curve_keeps_its_peaks() -> None:
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[[777, 50_001]] = 50, -50
+    values[1234] = math.nan
+    points = list(enumerate(values.tolist()))
+    kept = thin(points, MOST_POINTS)
+    assert len(kept) == MOST_POINTS
+    assert set(kept) <= set(points)
+    assert {(777, 50.0), (50_001, -50.0)} <= set(kept)
+
+
+def test_the_page_asks_no_server_and_has_each_id_once(tmp_path: Path) -> None:
+    page = build_page([read_run(run_dir(tmp_path / name)) for name in ("a", "b")])
+    assert set(re.findall(r'(?:src|href|action)="(.)', page)) == {"#"}
+    assert not re.search(r"<script|<link|@import|url\((?!#)", page)
+    found = re.findall(r'\bid="(.*?)"', page)
+    assert len(found) == len(set(found))
+    assert set(re.findall(r'(?:href="|url\()#([\w-]+)', page)) <= set(found)
+
+
+def test_the_page_tells_the_outcome_the_starts_and_which_settings_differ(tmp_path: Path) -> None:
+    same, other = (
+        run_dir(tmp_path / name, config=f"seed: {seed}\nshared: 1\n") for name, seed in (("a", 1), ("<b>", 2))
+    )
+    page = build_page([read_run(same), read_run(other)])
+    assert f"{same}: finished after 60 steps" in page
+    assert "<td>seed</td><td>1</td><td>2</td>" in page
+    assert "<td>shared</td><td>1</td><td>1</td>" not in page
+    assert "its log ends without a word" in page
+    assert "<b>" not in page
+
+
+def test_a_run_that_never_trained_has_a_page_too(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    page = build_page([read_run(tmp_path)])
+    assert "No metrics were written." in page
+    assert "the run ended before its ranks had connected" in page
+
+
+def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = str(run_dir(tmp_path / "a")), tmp_path / "report.html"
+    assert [main(["report", run, "--out", str(out)]) for _ in range(2)] == [0, 0]
+    out.write_text("<!doctype html>my own page")
+    assert main(["report", run, "--out", str(out)]) == 2
+    assert "is not a report, and would be replaced. Give another name." in capsys.readouterr().err
+    assert out.read_text() == "<!doctype html>my own page"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["no-run"], "no-run: expected a run directory, with config.yaml"),
+        (["a", "--out", "a.pdf"], "--out: expected a name that ends in .html; received a.pdf."),
+        (["a", "--out", "missing/r.html"], "cannot be written: No such file or directory."),
+    ],
+)
+def test_what_cannot_be_reported_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    run_dir(tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a: cannot be read: "):
+        read_run(run_dir(tmp_path / "a", config="{"))
+
+
+def test_a_hundred_thousand_rows_make_a_page_of_few_megabytes_without_tensorflow(tmp_path: Path) -> None:
+    rows = [{"step": n, "epoch": 1, "split": "train", "seconds": n / 9, "loss": 1 / n} for n in range(1, 100_001)]
+    run, out = run_dir(tmp_path / "a", rows), tmp_path / "report.html"
+    program = (
+        "import sys; from horovod_train.main import main; code = main(sys.argv[1:]); "
+        "assert not {'tensorflow', 'keras', 'horovod'} & set(sys.modules); sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", program, "report", str(run), "--out", str(out)], check=True)
+    assert out.stat().st_size < 3e6
