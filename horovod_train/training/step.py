@@ -93,7 +93,8 @@ class TrainStep:
         self._set_dropout_seeds()
         with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)]):  # counting may communicate
             batch = batch._replace(count=self.count_over_ranks(batch))
-        self.phase_variable.enter("compute", after=batch.count)
+        with tf.control_dependencies([self.phase_variable.enter("compute", after=batch.count)]):
+            batch = tf.nest.map_structure(tf.identity, batch)  # what computes must wait until the phase is recorded
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), self._without_poison():
             own, shares = self.objective.gradients(batch, self.seen)
@@ -101,11 +102,11 @@ class TrainStep:
             losses = (total, self.state.failure.last_loss.read_value())
             self.state.failure.last_loss.assign(total)
             self.state.note_losses(shares)
-        with tf.name_scope("exchange"):
-            self.phase_variable.enter("exchange", after=own)
+        with tf.name_scope("exchange"), tf.control_dependencies([self.phase_variable.enter("exchange", after=own)]):
             exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
         with tf.control_dependencies(present(exchanged.gradients)):  # counts a step only after its exchange
             self.state.step.assign_add(1)
+            self.phase_variable.enter("compute")
         with tf.name_scope("update_parameters"):
             self._apply(exchanged, losses[self.state.synchronization.delay])
             failed = self.state.failure.step > 0

@@ -28,6 +28,10 @@ class PhaseVariable:
         with tf.name_scope("watch"), tf.control_dependencies(tensors):
             return self._phase.assign(FINE_PHASES.index(phase), read_value=False)
 
+    def phase(self) -> str:
+        """Return the phase that the step has entered last; may be called from any thread."""
+        return FINE_PHASES[int(self._phase)]
+
     def __call__(self) -> tuple[int, str, str]:
-        phase = FINE_PHASES[int(self._phase)]
+        phase = self.phase()
         return int(self._step), phase, files_being_read() if phase == "input" else ""
