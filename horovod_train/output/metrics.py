@@ -6,17 +6,28 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from horovod_train.output.files import Lines, json_text, must_be_writable
 from horovod_train.output.removal import Made, begins
 
 METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
+TIMES = Made("a run's times", r"times\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
 PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
 
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
+
+
+class Aside(NamedTuple):
+    """What a line of metrics has besides them: figures, which are not shown, and a phrase, which is only shown."""
+
+    figures: Mapping[str, float]
+    phrase: str
+
+
+NOTHING = Aside({}, "")
 
 
 class MetricsWriter(Protocol):

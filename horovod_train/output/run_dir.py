@@ -24,7 +24,16 @@ from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import unfailing
 from horovod_train.output.files import json_text, must_be_writable, write_whole
-from horovod_train.output.metrics import METRICS, PARAMETERS, JsonLines, MetricsFile, MetricsWriter
+from horovod_train.output.metrics import (
+    METRICS,
+    NOTHING,
+    PARAMETERS,
+    TIMES,
+    Aside,
+    JsonLines,
+    MetricsFile,
+    MetricsWriter,
+)
 from horovod_train.output.removal import Made, NotOurs, begins, check
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
 
@@ -41,7 +50,13 @@ def _is_resolved_config(path: Path) -> bool:
 
 _CONFIG = Made("a run's config", r"config\.yaml", is_ours=_is_resolved_config)
 _SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: begins(path, '{\n  "steps": '))
-_FILES = {"config.yaml": _CONFIG, "metrics.jsonl": METRICS, "parameters.jsonl": PARAMETERS, "summary.json": _SUMMARY}
+_FILES = {
+    "config.yaml": _CONFIG,
+    "metrics.jsonl": METRICS,
+    "parameters.jsonl": PARAMETERS,
+    "times.jsonl": TIMES,
+    "summary.json": _SUMMARY,
+}
 
 
 def check_writable(directory: str) -> Path:
@@ -87,10 +102,15 @@ class Output(Protocol):
 
     def show_progress(self, step: int) -> None: ...
 
-    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
+    def append_metrics(
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+    ) -> None: ...
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         """Add one line on how each rank alone changed each parameter: path → figure → by rank."""
+
+    def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
+        """Add one line on where the time since the last one went: phase → seconds by rank."""
 
     def last_metrics(self, split: str) -> Mapping[str, float]:
         """Return the last metrics of a split, also from before a resume; empty if there are none."""
@@ -113,9 +133,13 @@ class NullOutput:
 
     def show_progress(self, step: int) -> None: ...
 
-    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None: ...
+    def append_metrics(
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+    ) -> None: ...
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
+
+    def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None: ...
 
     def last_metrics(self, split: str) -> Mapping[str, float]:
         return {}
@@ -126,7 +150,7 @@ class NullOutput:
 
 
 class RunOutput:
-    """Writes config.yaml, metrics, parameters.jsonl if there are values, and summary.json; shows a progress bar."""
+    """Writes config.yaml, metrics, times.jsonl, parameters.jsonl if there are values, and summary.json; shows a bar."""
 
     def __init__(
         self, directory: Path, *, tensorboard: bool = False, bar: bool = False, more: Sequence[MetricsWriter] = ()
@@ -138,6 +162,7 @@ class RunOutput:
         self._metrics = MetricsFile(directory)
         self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, *more]
         self._started = time.time()
+        self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
         self._bar = _build_bar() if bar else None
         self._task: Any = None
@@ -149,6 +174,7 @@ class RunOutput:
     def rewind(self, step: int) -> None:
         for writer in self._writers:
             writer.rewind(step)
+        self._times.rewind(step)
         self._parameters.rewind(step)
 
     def start_progress(self, step: int, last_step: int) -> None:
@@ -160,19 +186,26 @@ class RunOutput:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step)
 
-    def append_metrics(self, split: str, step: int, epoch: int, values: Mapping[str, float]) -> None:
+    def append_metrics(
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+    ) -> None:
         self.show_progress(step)
         for writer in self._writers:
-            writer.write(step, epoch, split, values)
+            writer.write(step, epoch, split, {**values, **aside.figures})
         seconds = int(time.time() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        readable = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        readable = "  ".join(
+            [*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [aside.phrase])]
+        )
         log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {readable}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self._parameters.append({"step": step, "parameters": moves})
         means = {path: math.sqrt(statistics.fmean(x * x for x in each["apart"])) for path, each in moves.items()}
         self.tensorboard.add_scalars("train", step, {f"apart/{path}": mean for path, mean in means.items()})
+
+    def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
+        self._times.append({"step": step, "verdict": verdict, "seconds": seconds})
 
     def last_metrics(self, split: str) -> Mapping[str, float]:
         return self._metrics.last.get(split, {})
@@ -189,6 +222,7 @@ class RunOutput:
             self._bar.stop()
         for writer in self._writers:
             writer.close()
+        self._times.close()
         self._parameters.close()
 
 

@@ -16,6 +16,7 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.watchdog.heartbeat import TRAIN
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart
@@ -23,6 +24,7 @@ from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, open_output
 from horovod_train.training.build import build_components
+from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
 from horovod_train.training.shared_records import open_on_all_ranks
@@ -66,7 +68,8 @@ def open_run(config: Config) -> Iterator[Run]:
             parts = build_components(config, group, records["train"], records.get("eval"))
         deadline = _deadline(config, started)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
-        yield Run(config, group, output, store, stopping, run_end, parts, found, started)
+        times = PhaseTimes(lambda: parts.train_step.phase_variable.phase() if group.heartbeat.name == TRAIN else None)
+        yield Run(config, group, output, store, stopping, run_end, parts, found, started, times)
 
 
 def _environment(config: Config) -> dict[str, str]:

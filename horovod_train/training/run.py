@@ -44,7 +44,7 @@ def run(config: Config) -> int:
         run.state.restore_statistics(run.group, statistics)
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
-        with _last_save_finished(run), closing(audit), run.parts.train.explaining():
+        with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
 

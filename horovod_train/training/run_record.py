@@ -13,6 +13,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.output.run_dir import Output
 from horovod_train.training.build import Components
+from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.state import TrainState
 from horovod_train.training.stopping import StopCoordinator
 from horovod_train.training.stopwatch import Stopwatch
@@ -37,6 +38,7 @@ class Run:
     """On root, the checkpoint to resume from, if there is one."""
     started: float
     """Seconds since 1970."""
+    phase_times: PhaseTimes
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     @property

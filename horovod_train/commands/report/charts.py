@@ -15,6 +15,13 @@ UNITS = {
     "examples_per_s": "examples / s, all ranks",
     "examples_per_s_per_rank": "examples / s, one rank",
     "s_per_step": "seconds a step",
+    "input_share": "share of all ranks' time",
+    "compute_share": "share of all ranks' time",
+    "exchange_share": "share of all ranks' time",
+    "own_s_per_step_min": "seconds a step, without the exchange",
+    "own_s_per_step_median": "seconds a step, without the exchange",
+    "own_s_per_step_max": "seconds a step, without the exchange",
+    "slowest_rank": "rank",
     "save_blocked_s": "seconds that saving held up training",
     "learning_rate": "learning rate",
 }

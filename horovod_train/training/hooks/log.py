@@ -1,7 +1,12 @@
-"""Logs mean training loss and metrics since the last log, the learning rate and the speed."""
+"""Logs mean training loss and metrics since the last log, the learning rate, the speed, and what limits it."""
 
 from __future__ import annotations
 
+import numpy as np
+
+from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
+from horovod_train.output.metrics import NOTHING, Aside
+from horovod_train.training.phase_times import judge
 from horovod_train.training.run_record import Run
 
 
@@ -17,24 +22,44 @@ class LogTraining:
         self._last_step = step
         values = _losses_and_metrics(run) | _drift(run, step)
         values["learning_rate"] = float(run.state.optimizer.learning_rate)
-        values |= self._speed(run)
+        steps, speed = self._speed(run)
+        values |= speed
         if skipped := int(run.parts.train_step.skipped):
             values["skipped_updates"] = skipped
         if bad := int(run.group.sum([run.parts.train.skipped])[0]):
             values["skipped_records"] = bad
-        run.output.append_metrics("train", step, int(run.state.epoch), values | run.clock.take_blocked())
+        values |= run.clock.take_blocked()
+        run.output.append_metrics("train", step, int(run.state.epoch), values, _where_time_went(run, step, steps))
 
-    def _speed(self, run: Run) -> dict[str, float]:
+    def _speed(self, run: Run) -> tuple[int, dict[str, float]]:
+        """Return the steps since the last call that were timed, and how fast they were."""
         read = run.clock.read()
         seconds, steps, records = (now - before for now, before in zip(read, self._last_read, strict=True))
         self._last_read = read
         if not (steps and seconds):
-            return {}
-        return {
+            return 0, {}
+        return int(steps), {
             "examples_per_s": records / seconds,
             "examples_per_s_per_rank": records / seconds / run.group.size,
             "s_per_step": seconds / steps,
         }
+
+
+def _where_time_went(run: Run, step: int, steps: int) -> Aside:
+    """Collective: return what limits the run, and figures for it; write each rank's. steps: that were timed."""
+    table = np.zeros((run.group.size, len(FINE_PHASES)))
+    table[run.group.rank] = run.phase_times.take()
+    (seconds,) = run.group.sum([table])
+    if not steps or not seconds.any(axis=1).all():
+        return NOTHING  # too short for every rank to have looked
+    verdict = judge(seconds, run.group.name)
+    run.output.append_times(step, verdict.text, dict(zip(FINE_PHASES, seconds.T.tolist(), strict=True)))
+    shares = zip(FINE_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
+    own = seconds[:, :-1].sum(axis=1) / steps  # without the exchange, where ranks wait for each other
+    figures = {f"{phase}_share": float(share) for phase, share in shares}
+    figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
+    figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
+    return Aside(figures, verdict.text)
 
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:

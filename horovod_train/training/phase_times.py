@@ -1,0 +1,88 @@
+"""Where the time of training steps goes: how long each rank is in each phase, and what that says of the run.
+
+In a synchronous step every rank waits, in the exchange, for the rank that comes last. So a slow rank is known by the
+time it spends elsewhere, and the cost of the exchange itself by the rank that waits least.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
+
+LOOK_EVERY_S = 0.01
+"""A look takes some 30 µs, so 0.3 % of one core."""
+
+SLOW_FROM = 0.15
+"""A rank is a straggler if the others wait for it during so much of a step."""
+
+_OWN, _EXCHANGE = FINE_PHASES[:2], FINE_PHASES.index("exchange")
+
+
+class PhaseTimes:
+    """Measures how long this rank is in each phase of compiled training, by looking at it from a thread.
+
+    phase: returns the present one, or None outside compiled training.
+    """
+
+    def __init__(self, phase: Callable[[], str | None]) -> None:
+        self._phase, self._ended, self._lock = phase, threading.Event(), threading.Lock()
+        self._seconds = np.zeros(len(FINE_PHASES))
+        self._thread = threading.Thread(target=self._look, name="phase times", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def take(self) -> np.ndarray:
+        """Return the seconds in each of FINE_PHASES since the last call."""
+        with self._lock:
+            taken, self._seconds = self._seconds, np.zeros(len(FINE_PHASES))
+        return taken
+
+    def _look(self) -> None:
+        before, last = time.perf_counter(), None
+        while not self._ended.wait(LOOK_EVERY_S):
+            phase, now = self._phase(), time.perf_counter()
+            # The whole time since the last look: a process that was stopped has looked neither before nor after.
+            if phase is not None and last is not None:
+                with self._lock:
+                    self._seconds[FINE_PHASES.index(phase)] += now - before
+            before, last = now, phase
+
+
+class Verdict(NamedTuple):
+    text: str
+    """input-bound, compute-bound, exchange-bound, or `straggler rank 3 (node2): 38 % slower in compute`."""
+    straggler: int | None
+
+
+def judge(seconds: np.ndarray, name: Callable[[int], str]) -> Verdict:
+    """Say what limits the run. seconds: [ranks, FINE_PHASES], with a sum above 0. name: of a rank."""
+    own = seconds[:, : len(_OWN)].sum(axis=1)
+    slowest = int(own.argmax())
+    if len(seconds) > 1:
+        others = np.delete(seconds, slowest, axis=0)
+        waited = own[slowest] - np.median(np.delete(own, slowest))
+        if waited > SLOW_FROM * seconds.sum(axis=1).max():
+            what = _slower(seconds[slowest], np.median(others, axis=0))
+            return Verdict(f"straggler {name(slowest)}: {what}", slowest)
+    costs = np.append(seconds[:, : len(_OWN)].mean(axis=0), seconds[:, _EXCHANGE].min())
+    return Verdict(f"{FINE_PHASES[int(costs.argmax())]}-bound", None)
+
+
+def _slower(seconds: np.ndarray, usual: np.ndarray) -> str:
+    """Say in which phase a rank is slower than others usually are, and by how much. seconds, usual: [FINE_PHASES]"""
+    phase = int((seconds - usual)[: len(_OWN)].argmax())
+    if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing
+        return f"{seconds[phase] / seconds.sum():.0%} of its time in {_OWN[phase]}".replace("%", " %")
+    return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {_OWN[phase]}".replace("%", " %")

@@ -1,0 +1,72 @@
+"""Where time goes: what a thread sees of the phases of a step, and what is concluded from all ranks' times."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
+from horovod_train.training.phase_times import PhaseTimes, judge
+
+
+def name(rank: int) -> str:
+    return f"rank {rank} (node{rank})"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [
+        ([[6, 3, 1]], "input-bound"),
+        ([[1, 8, 1], [1, 7, 2]], "compute-bound"),
+        ([[1, 3, 6], [1, 3, 6]], "exchange-bound"),
+        # Three ranks wait for one, so what they wait is no cost of the exchange.
+        ([[1, 3, 6], [1, 8, 1], [1, 3, 6], [1, 3, 6]], "straggler rank 1 (node1): 167 % slower in compute"),
+        ([[0, 3, 7], [0, 3, 7], [6, 3, 1]], "straggler rank 2 (node2): 60 % of its time in input"),
+        # A little slower than the others, as some rank always is.
+        ([[0, 8, 2], [0, 9, 1]], "compute-bound"),
+        # The exchange is slow although nobody is late.
+        ([[0, 2, 8], [0, 3, 7]], "exchange-bound"),
+    ],
+)
+def test_the_verdict_follows_from_the_times_of_all_ranks(seconds: list[list[float]], verdict: str) -> None:
+    assert judge(np.array(seconds, float), name).text == verdict
+
+
+def test_the_straggler_is_found_wherever_it_is() -> None:
+    for slow in range(5):
+        seconds = np.tile([1.0, 2.0, 7.0], (5, 1))
+        seconds[slow] = [1.0, 8.0, 1.0]
+        assert judge(seconds, name).straggler == slow
+
+
+def test_times_add_up_to_what_has_passed_in_compiled_training() -> None:
+    now: list[str | None] = [None]
+    looked = threading.Event()
+
+    def phase() -> str | None:
+        looked.set()
+        return now[0]
+
+    def stay(name: str | None, seconds: float) -> float:
+        now[0] = name
+        for _ in range(2):  # the look after the next has seen it
+            looked.clear()
+            looked.wait()
+        began = time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            looked.clear()
+            looked.wait()
+        return time.perf_counter() - began
+
+    times = PhaseTimes(phase)
+    with times:
+        stay("compute", 0.0)
+        times.take()
+        stayed = stay("compute", 0.2)
+        stay(None, 0.1)
+        taken = dict(zip(FINE_PHASES, times.take(), strict=True))
+    assert taken["input"] == taken["exchange"] == 0
+    assert stayed - 0.1 < taken["compute"] < stayed + 0.1
