@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -60,14 +59,11 @@ class PhaseTimes:
             before, last = now, phase
 
 
-class Verdict(NamedTuple):
-    text: str
-    """input-bound, compute-bound, exchange-bound, or `straggler rank 3 (node2): 38 % slower in compute`."""
-    straggler: int | None
+def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
+    """Say what limits the run: `compute-bound`, or `straggler rank 3 (node2): 38 % slower in compute`.
 
-
-def judge(seconds: np.ndarray, name: Callable[[int], str]) -> Verdict:
-    """Say what limits the run. seconds: [ranks, FINE_PHASES], with a sum above 0. name: of a rank."""
+    seconds: [ranks, FINE_PHASES], with a sum above 0. name: of a rank.
+    """
     own = seconds[:, : len(_OWN)].sum(axis=1)
     slowest = int(own.argmax())
     if len(seconds) > 1:
@@ -75,9 +71,9 @@ def judge(seconds: np.ndarray, name: Callable[[int], str]) -> Verdict:
         waited = own[slowest] - np.median(np.delete(own, slowest))
         if waited > SLOW_FROM * seconds.sum(axis=1).max():
             what = _slower(seconds[slowest], np.median(others, axis=0))
-            return Verdict(f"straggler {name(slowest)}: {what}", slowest)
+            return f"straggler {name(slowest)}: {what}"
     costs = np.append(seconds[:, : len(_OWN)].mean(axis=0), seconds[:, _EXCHANGE].min())
-    return Verdict(f"{FINE_PHASES[int(costs.argmax())]}-bound", None)
+    return f"{FINE_PHASES[int(costs.argmax())]}-bound"
 
 
 def _slower(seconds: np.ndarray, usual: np.ndarray) -> str:

@@ -36,4 +36,4 @@ def test_it_would_not_be_found_in_shuffled_marks(rank_facts: RankFacts, reason: 
     second = rank_facts("slowed", "srun", 3)[0][reason]["times"][1]
     seconds = np.array([second["seconds"][phase] for phase in FINE_PHASES]).T
     shuffled = np.roll(seconds, 1, axis=0 if "straggler" in reason else 1)
-    assert not re.fullmatch(reason, said_by(judge(shuffled, lambda rank: f"rank {rank} (host)").text))
+    assert not re.fullmatch(reason, said_by(judge(shuffled, lambda rank: f"rank {rank} (host)")))

@@ -32,14 +32,14 @@ def name(rank: int) -> str:
     ],
 )
 def test_the_verdict_follows_from_the_times_of_all_ranks(seconds: list[list[float]], verdict: str) -> None:
-    assert judge(np.array(seconds, float), name).text == verdict
+    assert judge(np.array(seconds, float), name) == verdict
 
 
 def test_the_straggler_is_found_wherever_it_is() -> None:
     for slow in range(5):
         seconds = np.tile([1.0, 2.0, 7.0], (5, 1))
         seconds[slow] = [1.0, 8.0, 1.0]
-        assert judge(seconds, name).straggler == slow
+        assert judge(seconds, name).startswith(f"straggler rank {slow} (node{slow}): ")
 
 
 def test_times_add_up_to_what_has_passed_in_compiled_training() -> None:

@@ -53,13 +53,13 @@ def _where_time_went(run: Run, step: int, steps: int) -> Aside:
     if not steps or not seconds.any(axis=1).all():
         return NOTHING  # too short for every rank to have looked
     verdict = judge(seconds, run.group.name)
-    run.output.append_times(step, verdict.text, dict(zip(FINE_PHASES, seconds.T.tolist(), strict=True)))
+    run.output.append_times(step, verdict, dict(zip(FINE_PHASES, seconds.T.tolist(), strict=True)))
     shares = zip(FINE_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
     own = seconds[:, :-1].sum(axis=1) / steps  # without the exchange, where ranks wait for each other
     figures = {f"{phase}_share": float(share) for phase, share in shares}
     figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
     figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
-    return Aside(figures, verdict.text)
+    return Aside(figures, verdict)
 
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:
