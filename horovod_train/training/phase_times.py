@@ -40,7 +40,7 @@ class PhaseTimes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
-        self._thread.join()
+        self._thread.join(timeout=1.0)  # a look may hang with a stuck process, which then ends without it
 
     def take(self) -> np.ndarray:
         """Return the seconds in each of FINE_PHASES since the last call."""
