@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from horovod_train.config.settings import Config
+from horovod_train.config.settings import Config, DataConfig
 
 _EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
 _STOPS_EARLY = ("early_stopping.patience or early_stopping.target",)
@@ -57,6 +57,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.global_batch_size", "is required (or data.batch_size_per_rank)."
     if not data.train:
         yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+    yield from _without_files(data)
     if not (train.epochs or train.max_steps):
         yield "train.epochs", "is required (or train.max_steps)."
     if schedule.scaling != "none" and not schedule.base_batch_size:
@@ -94,6 +95,23 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
     yield from _without_effect(config, config)
+
+
+def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield settings that are about files, beside a source that may have none."""
+    if data.source is None:
+        return
+    if ":" not in data.source.name:
+        yield (
+            "data.source",
+            (
+                f"expected package.module:Class; received {data.source.name!r}. Files of a known kind need none: "
+                "data.train alone names them."
+            ),
+        )
+    for key in ("parse", "index_dir", "stage_dir"):
+        if getattr(data, key):
+            yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
 
 
 def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -50,10 +50,13 @@ class LossTerm(Spec):
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str, ...] = setting((), "training records: a folder of *.tfrecord, a glob, or a list of either")
+    train: tuple[str, ...] = setting((), "training records: a folder, file, glob, or a list of them; see docs/data.md")
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
-    features: dict[str, Any] = setting({}, "what a record holds; default: the dataset.json next to the records")
-    inputs: tuple[str, ...] = setting((), "features that the model gets; default: as dataset.json says")
+    source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
+    features: dict[str, Any] = setting({}, "what a record holds, where neither dataset.json nor the records say it")
+    inputs: tuple[str, ...] = setting(
+        (), "features that the model gets; default: as dataset.json says, or all but targets"
+    )
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
     parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")
     index_dir: str | None = setting(None, "folder for indexes; default: next to the records, or else ~/.cache")

@@ -8,12 +8,15 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.files import list_files
+from horovod_train.data.files import has_records, list_files, record_folders
 from horovod_train.data.identity import digest_of
+from horovod_train.data.random_access.formats import FILES, FOLDERS
+from horovod_train.data.random_access.source import OpenStore, open_described
+from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, dump_schema, find_schema, own_schema
 from horovod_train.data.source import OpenSource, RecordSource, problems_of
@@ -23,7 +26,10 @@ from horovod_train.errors import UserError
 Split = Literal["train", "eval"]
 
 SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords}
-"""Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind."""
+"""Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
+
+What a record holds stands beside these files. The kinds that say it themselves are in random_access.formats.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,19 @@ class Records:
         return {f"records of {self.setting}": self.digest, f"what a record of {self.setting} holds": kind}
 
 
+class OpenFiles(Protocol):
+    """Opens some or all of what was found. Raises UserError for what cannot be read."""
+
+    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records: ...
+
+
 class Found(NamedTuple):
-    """The files of a split that nothing has opened yet, and what their records hold."""
+    """The files of a split that nothing has opened yet."""
 
     files: list[str]
-    schema: Schema
-    open: OpenSource
+    """Folders too, if each is a data set of its own; with data.source whatever its class makes of these texts."""
+    are_paths: bool
+    open: OpenFiles
 
 
 def open_records(config: DataConfig, split: Split) -> Records:
@@ -89,23 +102,72 @@ def look_before_start(config: DataConfig, split: Split, *, ranks: int) -> None:
 def scan_records(config: DataConfig, split: Split) -> Records:
     """Do as open_records, but do not compare the records with the counts that `prepare` recorded."""
     found = find_records(config, split)
-    source = found.open(found.files, config, allow_damage=config.on_bad_record == "skip")
-    if not source.blocks.num_records:
-        raise UserError(f"data.{split}: no file holds a record. {problems_of(source.parts)[0]}")
-    return Records(source, found.schema, f"data.{split}")
+    records = found.open(found.files, allow_damage=config.on_bad_record == "skip")
+    if not records.num_records:
+        raise UserError(f"data.{split}: no file holds a record. {records.problems[0]}")
+    return records
 
 
 def find_records(config: DataConfig, split: Split) -> Found:
-    """Find the files of a split and what their records hold. Opens none of them. Raises UserError."""
-    setting = f"data.{split}"
-    kind, files = list_files(getattr(config, split), setting, SOURCES)
+    """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
+    setting, paths = f"data.{split}", getattr(config, split)
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
+    if config.source:
+        open_users = partial(UsersStore, spec=config.source)
+        return Found(list(paths), False, _OpenStores(open_users, config, setting))
+    of_folders = _kind_of_folders(paths)
+    if of_folders:
+        _check_no_effect(config, setting, paths[0])
+        return Found(list(paths), True, _OpenStores(of_folders, config, setting))
+    kind, files = list_files(paths, setting, [*SOURCES, *FILES])
+    if kind in FILES:
+        _check_no_effect(config, setting, files[0])
+        return Found(files, True, _OpenStores(FILES[kind], config, setting))
     if config.parse:
         schema = own_schema(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting)
-    return Found(files, schema, SOURCES[kind])
+    return Found(files, True, _OpenSource(SOURCES[kind], schema, config, setting))
+
+
+class _OpenSource(NamedTuple):
+    """Opens files whose schema is known."""
+
+    open: OpenSource
+    schema: Schema
+    config: DataConfig
+    setting: str
+
+    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
+        return Records(self.open(files, self.config, allow_damage=allow_damage), self.schema, self.setting)
+
+
+class _OpenStores(NamedTuple):
+    """Opens what says itself what its records hold."""
+
+    open: OpenStore
+    config: DataConfig
+    setting: str
+
+    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
+        return Records(*open_described(files, self.open, self.config, self.setting), self.setting)
+
+
+def _kind_of_folders(paths: Sequence[str]) -> OpenStore | None:
+    """Return what opens these folders, if each is a data set of one kind; None if they contain files of records."""
+    if not all(os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) for path in paths):
+        return None
+    if any(record_folders(path, SOURCES) != [path] or has_records(path, SOURCES) for path in paths):
+        return None
+    return next((opens for is_kind, opens in FOLDERS if all(map(is_kind, paths))), None)
+
+
+def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
+    """Raise UserError for settings that are about TFRecords."""
+    for key, what in (("parse", "gets serialized records, of TFRecords"), ("stage_dir", "keeps blocks of TFRecords")):
+        if getattr(config, key):
+            raise UserError(f"data.{key}: {what}, and {setting}, {path}, has none. Leave it out.")
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
@@ -117,7 +179,9 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
     blocks = records.source.blocks
     # Each rank keeps a window over all records as a whole in memory, so it must not be larger than the memory for it.
     record_bytes = blocks.total_bytes / max(blocks.num_records, 1)
-    window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / record_bytes), 1))
+    window = min(config.shuffle_window, max(int(config.shuffle_mb * 1e6 / max(record_bytes, 1)), 1))
+    if blocks.are_single:
+        window = 1  # the order of the blocks is that of the records: mixing would only keep more of them in memory
     drop = training and config.drop_remainder
     plan = Plan(blocks.records, global_batch_size, seed, order, window, drop, records.digest)
     if not plan.steps_per_epoch:

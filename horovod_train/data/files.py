@@ -35,13 +35,15 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) ->
 def record_folders(path: str, patterns: Collection[str]) -> list[str]:
     """Return the path itself, or if it is a folder without records, those of its folders that have some."""
 
-    def has_records(folder: str) -> bool:
-        return any(_records_in(folder, pattern) for pattern in patterns)
-
-    if not os.path.isdir(path) or has_records(path):
+    if not os.path.isdir(path) or has_records(path, patterns):
         return [path]
     below = sorted(os.path.join(path, name) for name in os.listdir(path))
-    return [folder for folder in below if os.path.isdir(folder) and has_records(folder)] or [path]
+    return [folder for folder in below if os.path.isdir(folder) and has_records(folder, patterns)] or [path]
+
+
+def has_records(folder: str, patterns: Collection[str]) -> bool:
+    """Return whether a folder has files of records in it."""
+    return any(_records_in(folder, pattern) for pattern in patterns)
 
 
 def _fits(path: str, pattern: str) -> bool:

@@ -21,6 +21,7 @@ from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource
 from horovod_train.errors import UserError
 
 _CHUNK_RECORDS = 4096
+_CHUNK_SINGLE_RECORDS = 256  # those may take long, and the first step waits for a whole chunk
 _CHUNK_BYTES = 16 << 20
 
 
@@ -95,7 +96,8 @@ class Loader:
         self.skipped: set[int] = set()
         """Records skipped so far on this rank."""
         record_bytes = source.blocks.total_bytes / max(source.blocks.num_records, 1)
-        records = min(_CHUNK_RECORDS, _CHUNK_BYTES / max(record_bytes, 1))
+        most = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
+        records = min(most, _CHUNK_BYTES / max(record_bytes, 1))
         self.steps_per_chunk = max(1, int(records / plan.rows_per_rank(ranks.size)))
         """Fewer at the end of an epoch."""
 

@@ -127,6 +127,7 @@ class EpochSequence:
             self.blocks = counter_rng.permutation(counter_rng.key(seed, epoch, _BLOCKS), self.blocks)
         self._key = counter_rng.key(seed, epoch, _RECORDS)
         self._shuffled = window is not None
+        self._are_single = self._shuffled and window == 1 and bool((block_counts == 1).all())
         self._first_record = _running_sum(block_counts)[:-1][self.blocks]  # each block's first record, in file order
         starts = _running_sum(block_counts[self.blocks])  # the position at which each block starts
         changes = np.diff(starts[:-1] // (window or 1), prepend=-1)
@@ -139,6 +140,8 @@ class EpochSequence:
         """Return the record at each position: int64 of the same shape."""
         if not self._shuffled or not positions.size:
             return positions
+        if self._are_single:
+            return self.blocks[positions]
         flat = positions.ravel()
         windows = self._windows(flat)
         by_window = np.argsort(windows, kind="stable")
@@ -151,6 +154,8 @@ class EpochSequence:
 
     def blocks_near(self, positions: np.ndarray) -> np.ndarray:
         """Return the blocks of every window that contains a position: those to keep while a lane is there."""
+        if self._are_single:
+            return self.blocks[positions.ravel()]
         windows = np.unique(self._windows(positions.ravel()))
         first, last = self._window_blocks[windows], self._window_blocks[windows + 1]
         return np.concatenate([self.blocks[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])

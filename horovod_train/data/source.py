@@ -1,9 +1,10 @@
-"""What the package knows of stored records, whatever stores them. Contains no format: see tfrecord, the one there is.
+"""What the package knows of stored records, whatever stores them. Contains no format: see tfrecord and random_access.
 
 A source is all records of one split in a fixed order. It stores them in blocks: runs of neighbours that are read in one
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
 
 To add a kind: a package with an OpenSource, such as tfrecord.source.open_tfrecords, and a line in dataset.SOURCES.
+Files that can be read by number need less: see random_access.formats.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ class Blocks:
     @property
     def num_records(self) -> int:
         return int(self.first_record[-1])
+
+    @cached_property
+    def are_single(self) -> bool:
+        """Whether each holds one record."""
+        return len(self.records) == self.num_records and bool((self.records == 1).all())
 
     @cached_property
     def total_bytes(self) -> int:

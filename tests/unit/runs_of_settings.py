@@ -4,7 +4,7 @@
 
 JOBS: a list of {"words": arguments of the command line, "unchecked": leave out the rules between settings}. OUT gets a
 list of {"exit_code", "stderr", "read": settings}. A run is a process of its own, forked when TensorFlow is loaded, so
-that loading it is paid for once. Also holds the model and the parse function that those configs name.
+that loading it is paid for once. Also holds the model, the parse function and what else those configs name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras import layers
+from made_records import pixels
 
 from horovod_train.config import loader, rules, settings
 
@@ -41,6 +42,21 @@ def parse(records: tf.Tensor) -> dict[str, tf.Tensor]:
     found = tf.io.parse_example(records, features)
     pixels = tf.cast(tf.io.decode_raw(found["image_raw"], tf.uint8), tf.float32)
     return {"image_raw": tf.ensure_shape(tf.reshape(pixels, [-1, 4, 4, 1]), [None, 4, 4, 1]), "label": found["label"]}
+
+
+class Images:
+    """Records as those of made_records, from no file."""
+
+    def __init__(self, path: str) -> None: ...
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, record: int) -> dict[str, Any]:
+        return {"image_raw": pixels(record), "label": record % 10}
+
+    def fingerprint(self) -> str:
+        return "made"
 
 
 class Writer:

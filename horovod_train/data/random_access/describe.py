@@ -1,0 +1,99 @@
+"""Finds out what records hold from the first one, where `data.features` does not say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature, parse_feature
+from horovod_train.data.schema import Schema
+from horovod_train.data.source import Arrays
+from horovod_train.errors import UserError
+
+_STORED_AS = {"bool": "uint8", "uint32": "int64"}
+"""The dtypes that records do not have as tensors → the smallest that has their values."""
+_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
+
+
+def wanted_names(config: DataConfig) -> tuple[str, ...]:
+    """Return the features that the config names; () if it leaves the choice to the records."""
+    given = (*config.inputs, *config.targets, *config.features)
+    return tuple(dict.fromkeys(given)) if config.inputs else ()
+
+
+def wanted_images(config: DataConfig) -> frozenset[str]:
+    """Return the features that the config declares as image files."""
+    given = config.features.items()
+    return frozenset(name for name, value in given if isinstance(value, Mapping) and value.get("decode") == "image")
+
+
+def describe(first: Arrays, known: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
+    """Return the schema of records. first: one of them, each array with one row. known: what their store adds.
+
+    What data.features says wins. Without data.inputs, all features but the targets are inputs. Raises UserError.
+    """
+    there = ", ".join(first) or "nothing"
+    for setting, names in (("targets", config.targets), ("inputs", config.inputs), ("features", config.features)):
+        for name in names:
+            if name not in first:
+                raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {there}.")
+    inputs = config.inputs or tuple(name for name in first if name not in config.targets)
+    if not inputs:
+        raise UserError(f"data.inputs: nothing is left for the model of {there}; name what it gets.")
+    names = dict.fromkeys([*inputs, *config.targets, *config.features])
+    features = {name: _feature(name, first[name], known.get(name, {}), config.features.get(name, {})) for name in names}
+    return Schema(features, inputs, config.targets, where=path)
+
+
+def _feature(name: str, values: np.ndarray, known: Mapping[str, Any], given: Any) -> Feature:
+    where = f"data.features: {name}"
+    if isinstance(given, str):
+        given = {"type": given}
+    if not isinstance(given, Mapping) or "type" in given:
+        return parse_feature(given, where)
+    given = {**known, **given}
+    if given.get("decode") == "image":
+        return parse_feature({"type": "bytes", **given}, where)
+    if "max_length" in given:
+        return parse_feature({"type": _type_in_lists(where, values), **given}, where)
+    return parse_feature({**_stored(where, values, given), **given}, where)
+
+
+def _stored(where: str, values: np.ndarray, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return type and shape of what the records hold."""
+    value = values[0]
+    shape = list(values.shape[1:])
+    if isinstance(value, np.ndarray) and values.dtype == object:
+        if "shape" not in given:
+            raise UserError(
+                f"{where}: holds lists of any length. Give the most values that one has, like max_length: "
+                f"{max(len(value), 1)}, or shape: [{len(value)}] if all have as many."
+            )
+        values, shape = value, []
+    elif values.dtype == object or values.dtype.kind in "SU":
+        if values.dtype == object and not isinstance(value, bytes | str):
+            raise UserError(f"{where}: expected numbers or text; the first record holds {value!r:.80}.")
+        return {"type": "bytes", "shape": shape}
+    dtype = _STORED_AS.get(values.dtype.name, values.dtype.name)
+    if dtype in ("int64", "float32"):
+        return {"type": "int64" if dtype == "int64" else "float", "shape": shape}
+    if dtype not in _RAW:
+        raise UserError(
+            f"{where}: {values.dtype} is not supported; store it as one of int64, float32, {', '.join(_RAW)}."
+        )
+    return {"type": "bytes", "decode": "raw", "raw_dtype": dtype, "shape": shape}
+
+
+def _type_in_lists(where: str, values: np.ndarray) -> str:
+    """Return the type of the values in lists: whole numbers are read as int64, others as float32."""
+    value = np.asarray(values[0])
+    if value.dtype.kind in "biu":
+        return "int64"
+    if value.dtype.kind == "f":
+        return "float"
+    if value.dtype.kind in "OSU":
+        return "bytes"
+    raise UserError(f"{where}: {value.dtype} is not supported in lists; store whole numbers, floats or text.")

@@ -1,0 +1,156 @@
+"""Parquet and Arrow files: each column is a feature. Reads row groups, or record batches, whole. Uses pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_train.config.registry import import_extra
+from horovod_train.data.random_access.digests import content_digest
+from horovod_train.data.random_access.store import FileStamps, Request, blocks_of, objects
+from horovod_train.data.source import Arrays
+from horovod_train.errors import UserError
+
+
+class _Batches:
+    """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow. A Store."""
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
+        arrow = import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
+        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
+        try:
+            schema, counts, size = self._open()
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{path}: cannot be read as {self.form}: {' '.join(str(error).split())}.") from error
+        self._names = request.choose(schema.names, path)
+        check_types(schema, self._names, path)
+        self.size, self.blocks = self._stamps.size, blocks_of([count for count in counts if count], size)
+        self._numbers = [number for number, count in enumerate(counts) if count]
+
+    form = "Arrow"
+
+    def read(self, first: int, last: int) -> Arrays:
+        self._stamps.check(self.path)
+        starts = self.blocks.first_record
+        batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
+        assert batch == end, "asked for records of two batches"
+        start = int(starts[batch])
+        return to_arrays(self._read_batch(self._numbers[batch]).slice(first - start, last - first))
+
+    def digest(self, index_dir: str | None) -> str:
+        return content_digest(self.path, self._stamps.stats, index_dir)
+
+    def _open(self) -> tuple[Any, Sequence[int], int]:
+        """Return the schema, the number of records of each batch, and the bytes of all in memory."""
+        raise NotImplementedError
+
+    def _read_batch(self, number: int) -> Any:
+        """Return a batch with the columns that are used."""
+        raise NotImplementedError
+
+
+class ParquetFile(_Batches):
+    """The records of a Parquet file, a row group a block."""
+
+    form = "Parquet"
+
+    def _open(self) -> tuple[Any, Sequence[int], int]:
+        parquet = import_extra("pyarrow.parquet", "parquet", self.path)
+        with parquet.ParquetFile(self.path) as file:
+            self._metadata, groups = file.metadata, range(file.metadata.num_row_groups)
+            sizes = [self._metadata.row_group(group).total_byte_size for group in groups]
+            return file.schema_arrow, [self._metadata.row_group(group).num_rows for group in groups], sum(sizes)
+
+    def _read_batch(self, number: int) -> Any:
+        parquet = import_extra("pyarrow.parquet", "parquet", self.path)
+        # Opened again for each row group, because an open file is not for several threads.
+        with parquet.ParquetFile(self.path, metadata=self._metadata) as file:
+            return file.read_row_group(number, columns=self._names, use_threads=False)
+
+
+class ArrowFile(_Batches):
+    """The records of an Arrow file (Feather 2), a record batch a block."""
+
+    def _open(self) -> tuple[Any, Sequence[int], int]:
+        arrow = import_extra("pyarrow", "parquet", self.path)
+        with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
+            counts = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
+            size = sum(reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
+            return reader.schema, counts, size
+
+    def _read_batch(self, number: int) -> Any:
+        arrow = import_extra("pyarrow", "parquet", self.path)
+        with arrow.OSFile(self.path) as file, arrow.ipc.open_file(file) as reader:
+            return arrow.table({name: reader.get_batch(number).column(name) for name in self._names})
+
+
+def check_types(schema: Any, names: Sequence[str], path: str) -> None:
+    """Raise UserError for columns of a type that has no tensor."""
+    for name in names:
+        if not _is_supported(schema.field(name).type):
+            raise UserError(
+                f"{path}: column {name} is {schema.field(name).type}; expected numbers, text, or lists of numbers. "
+                "Name the columns to read in data.inputs and data.targets."
+            )
+
+
+def to_arrays(table: Any) -> Arrays:
+    """Return the columns of an Arrow table as arrays; text, lists of any length and nulls as objects."""
+    return {name: _to_array(table.column(name).combine_chunks()) for name in table.column_names}
+
+
+def _is_supported(kind: Any) -> bool:
+    types = import_extra("pyarrow", "parquet", "data.train").types
+    if types.is_dictionary(kind):
+        return _is_supported(kind.value_type)
+    if _is_file(kind) or _is_text(kind):
+        return True
+    if types.is_fixed_size_list(kind):
+        return _is_supported(kind.value_type) and not _is_text(kind.value_type)
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_supported(kind.value_type) and not types.is_nested(kind.value_type)
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    types = import_extra("pyarrow", "parquet", "data.train").types
+    kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def _is_file(kind: Any) -> bool:
+    """Return whether it is a struct with the bytes of a file, as Hugging Face stores images."""
+    types = import_extra("pyarrow", "parquet", "data.train").types
+    return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
+
+
+def _to_array(column: Any) -> np.ndarray:
+    arrow = import_extra("pyarrow", "parquet", "data.train")
+    kind = column.type
+    if isinstance(column, arrow.ChunkedArray):
+        column = column.chunk(0) if column.num_chunks == 1 else arrow.concat_arrays(column.chunks)
+    if arrow.types.is_dictionary(kind):
+        return _to_array(column.dictionary_decode())
+    if _is_file(kind):
+        return _to_array(column.field("bytes"))
+    if column.null_count:
+        return objects([None if value is None else _of_python(value) for value in column.to_pylist()])
+    if arrow.types.is_fixed_size_list(kind):
+        return _to_array(column.flatten()).reshape(len(column), kind.list_size, *_inner_shape(kind.value_type))
+    if arrow.types.is_list(kind) or arrow.types.is_large_list(kind):
+        values = _to_array(column.flatten())
+        ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
+        return objects(np.split(values, ends[:-1]))
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _inner_shape(kind: Any) -> tuple[int, ...]:
+    types = import_extra("pyarrow", "parquet", "data.train").types
+    return (kind.list_size, *_inner_shape(kind.value_type)) if types.is_fixed_size_list(kind) else ()
+
+
+def _of_python(value: Any) -> Any:
+    return np.array(value) if isinstance(value, list) else value

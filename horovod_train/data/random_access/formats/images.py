@@ -1,0 +1,53 @@
+"""Image files in a folder for each class: features `image`, the file, and `label`, the number of its folder."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from horovod_train.data.prepare.images import SUFFIXES, list_images
+from horovod_train.data.random_access.digests import content_digest
+from horovod_train.data.random_access.store import FileStamps, Request, objects, single_blocks
+from horovod_train.data.source import Arrays
+
+
+class ImageFolder:
+    """The images below a folder, in the order of their names. A Store."""
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError if there are none."""
+        self.path = path
+        classes, files = list_images(path)
+        labels = {name: label for label, name in enumerate(classes)}
+        self._files = [str(file) for file in files]
+        self._labels = np.array([labels[file.parent.name] for file in files])
+        self._names = request.choose(["image", "label"], path)
+        self._stamps = FileStamps(self._files)
+        self.known: dict[str, dict[str, Any]] = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
+        self.size = self._stamps.size
+        sizes = np.array([stat.st_size for stat in self._stamps.stats.values()])
+        self.blocks = single_blocks(len(files), sizes)
+
+    def read(self, first: int, last: int) -> Arrays:
+        found = {"label": self._labels[first:last]}
+        if "image" in self._names:
+            found["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
+        return {name: found[name] for name in self._names}
+
+    def digest(self, index_dir: str | None) -> str:
+        return content_digest(self.path, self._stamps.stats, index_dir)
+
+
+def is_image_folder(path: str) -> bool:
+    """Return whether a folder's folders have images."""
+    folders = [entry.path for entry in os.scandir(path) if entry.is_dir()]
+    return any(name.lower().endswith(SUFFIXES) for folder in folders for name in os.listdir(folder))
+
+
+def read_file(path: str, stamps: FileStamps) -> bytes:
+    """Return what a file holds. Raises UserError if it has changed since it was listed."""
+    stamps.check(path)
+    with open(path, "rb") as file:
+        return file.read()

@@ -1,0 +1,120 @@
+"""Arrays of numpy: a folder of NAME.npy files, or an npz archive. Each array is a feature, with a row for each record.
+
+Rows are read from the file when they are needed. The arrays of a compressed archive are kept in memory whole.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_train.data.random_access.digests import content_digest
+from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
+from horovod_train.data.source import Arrays
+from horovod_train.errors import UserError
+
+_ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
+
+
+class _Rows(NamedTuple):
+    """Rows of an array that lie in a file one after the other."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        length = (last - first) * self.row_bytes
+        with open(self.path, "rb", buffering=0) as file:
+            data = os.pread(file.fileno(), length, self.offset + first * self.row_bytes)
+        if len(data) < length:
+            raise UserError(f"{self.path}: is not complete: {length} bytes expected for rows {first} to {last - 1}.")
+        return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
+
+
+class NumpyArrays:
+    """The records of a folder of npy files, or of an npz archive. A Store."""
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError for files that hold no rows of numbers or text."""
+        self.path, self.known = path, dict[str, dict[str, Any]]()
+        try:
+            found, files = (_open_folder if os.path.isdir(path) else _open_archive)(path, request)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
+        except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
+        self._arrays, self._stamps = found, FileStamps(files)
+        for name, array in found.items():
+            if not array.shape or array.dtype.kind not in "biufSU":
+                raise UserError(
+                    f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or text."
+                )
+        records = check_lengths({name: array.shape[0] for name, array in found.items()}, path, request.setting)
+        self.size = self._stamps.size
+        self.blocks = even_blocks(records, sum(_row_bytes(array) for array in found.values()) * records)
+
+    def read(self, first: int, last: int) -> Arrays:
+        for path in self._stamps.stats:
+            self._stamps.check(path)
+        return {name: _read(array, first, last) for name, array in self._arrays.items()}
+
+    def digest(self, index_dir: str | None) -> str:
+        return content_digest(self.path, self._stamps.stats, index_dir)
+
+
+def is_numpy_folder(path: str) -> bool:
+    return any(name.endswith(".npy") for name in os.listdir(path))
+
+
+def _read(array: _Rows | np.ndarray, first: int, last: int) -> np.ndarray:
+    return array.read(first, last) if isinstance(array, _Rows) else array[first:last]
+
+
+def _row_bytes(array: _Rows | np.ndarray) -> int:
+    return int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize
+
+
+def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
+    there = sorted(name.removesuffix(".npy") for name in os.listdir(path) if name.endswith(".npy"))
+    files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(there, path)}
+    return {name: _find_rows(file, 0) for name, file in files.items()}, list(files.values())
+
+
+def _open_archive(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
+    found: dict[str, _Rows | np.ndarray] = {}
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        for name in request.choose(list(members), path):
+            info = members[name]
+            if info.compress_type == zipfile.ZIP_STORED:
+                file.seek(info.header_offset)
+                header = file.read(_ZIP_HEADER.size)
+                found[name] = _find_rows(path, info.header_offset + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(header)))
+            else:
+                with archive.open(info) as member:
+                    found[name] = np.lib.format.read_array(member, allow_pickle=False)
+    return found, [path]
+
+
+def _find_rows(path: str, start: int) -> _Rows:
+    """Return where the rows of an array are that begins at a byte of a file. Raises ValueError."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        version = np.lib.format.read_magic(file)
+        if version == (1, 0):
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+        else:
+            shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        if is_fortran and len(shape) > 1:
+            raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
+        return _Rows(path, file.tell(), shape, dtype)

@@ -1,0 +1,143 @@
+"""Checks arrays of records against a schema, pads lists and converts dtypes. Needs no TensorFlow.
+
+Casting, scaling and image decoding follow later; see transforms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horovod_train.data.features import Feature
+from horovod_train.data.random_access.store import objects, stack
+from horovod_train.data.source import Arrays, Data
+
+
+class ArraysParser:
+    """Parses records that are arrays by name. A Parser."""
+
+    def __init__(self, features: dict[str, Feature]) -> None:
+        self._features = features
+        self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
+        self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        parsed = {}
+        for name, feature in self._features.items():
+            values = self._values(records, name)
+            array = None if values is None else _convert(feature, values)
+            if array is None or not _is_in_range(feature, array):
+                return None
+            parsed[name] = array
+        return parsed
+
+    def problem(self, record: Any) -> str | None:
+        for name, feature in self._features.items():
+            if name not in record:
+                return f"feature {name}: the record does not have it; it has {', '.join(record) or 'nothing'}"
+            values = stack([record[name]])
+            array = _convert(feature, values)
+            if array is None:
+                return f"feature {name}: expected {_expected(feature)}; the record holds {_kind_of(values)}"
+            if not _is_in_range(feature, array):
+                wrong = array[(array < 0) | (array >= feature.classes)][0]
+                return f"feature {name}: expected a value from 0 to {(feature.classes or 0) - 1}; received {wrong}"
+        return None
+
+    def _values(self, records: Data, name: str) -> np.ndarray | None:
+        if isinstance(records, dict):
+            return records.get(name)
+        if any(name not in row for row in records):
+            return None
+        return stack([row[name] for row in records])
+
+
+def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
+    """Return the values as the schema has them; None if they do not fit."""
+    if feature.max_length:
+        return _pad(feature, values)
+    if feature.stored_dtype == "string" or feature.decode == "image":
+        shape = () if feature.decode == "image" else feature.shape
+        texts = _as_bytes(values)
+        return texts if texts is not None and texts.shape[1:] == shape else None
+    if values.dtype == object:
+        values = _stack_lists(values, feature.shape)
+    if values.shape[1:] != feature.shape or not _goes_into(values.dtype, feature.stored_dtype):
+        return None
+    return values.astype(feature.stored_dtype, copy=False)
+
+
+def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
+    """Return lists of any length as rows of `max_length`."""
+    assert feature.max_length is not None
+    lists = [np.asarray(value) for value in values]
+    if any(value.ndim != 1 or len(value) > feature.max_length for value in lists):
+        return None
+    lengths = np.array([len(value) for value in lists])
+    flat = np.concatenate([value for value in lists if len(value)] or [np.zeros(0, np.bool_)])
+    if feature.type == "bytes":
+        texts = _as_bytes(flat) if len(flat) else flat
+        if texts is None:
+            return None
+        flat, dtype, padding = texts, np.dtype(object), b""
+    else:
+        dtype, padding = np.dtype(feature.stored_dtype), feature.padding  # type: ignore[assignment]
+        if not _goes_into(flat.dtype, feature.stored_dtype):
+            return None
+    rows = np.full((len(lists), feature.max_length), padding, dtype)
+    rows[np.arange(feature.max_length) < lengths[:, None]] = flat
+    return rows
+
+
+def _as_bytes(values: np.ndarray) -> np.ndarray | None:
+    """Return texts as bytes objects; None if some are no texts."""
+    if values.dtype.kind == "S":
+        return values.astype(object)
+    if values.dtype.kind == "U":
+        return np.char.encode(values, "utf-8").astype(object)
+    if values.dtype != object:
+        return None
+    flat = [value.encode() if isinstance(value, str) else value for value in values.ravel()]
+    return objects(flat).reshape(values.shape) if all(isinstance(value, bytes) for value in flat) else None
+
+
+def _stack_lists(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return objects as rows of one array if all have this shape; else as they are."""
+    fits = all(isinstance(value, np.ndarray) and value.shape == shape and value.dtype != object for value in values)
+    return np.stack(list(values)) if fits and len({value.dtype for value in values}) == 1 else values
+
+
+def _goes_into(dtype: np.dtype, stored: str) -> bool:
+    """Return whether the conversion keeps every value; also True between floats, where it rounds."""
+    return dtype.kind != "O" and (
+        np.can_cast(dtype, stored, "safe") or (dtype.kind, np.dtype(stored).kind) == ("f", "f")
+    )
+
+
+def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
+    if feature.decode == "image" or not feature.classes or not array.size:
+        return True
+    return bool(array.min() >= 0 and array.max() < feature.classes)
+
+
+def _expected(feature: Feature) -> str:
+    if feature.decode == "image":
+        return "the bytes of an image's file"
+    if feature.max_length:
+        return f"at most {feature.max_length} values of {feature.stored_dtype}"
+    return _named("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
+
+
+def _kind_of(values: np.ndarray) -> str:
+    (value,) = values
+    if value is None:
+        return "nothing"
+    if isinstance(value, bytes | str) or values.dtype.kind in "SU":
+        return _named("text", values.shape[1:])
+    array = np.asarray(value)
+    return _named("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
+
+
+def _named(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}"

@@ -1,0 +1,98 @@
+"""Records that can be read by number, from one or several stores, as a source of records. Knows no format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature
+from horovod_train.data.random_access.blocks import StoreBlocks
+from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
+from horovod_train.data.random_access.parser import ArraysParser
+from horovod_train.data.random_access.store import Request, Store, describe_error
+from horovod_train.data.schema import Schema
+from horovod_train.data.source import Arrays, Blocks, Parser, Part
+from horovod_train.errors import UserError
+
+OpenStore = Callable[[str, Request], Store]
+"""Opens one entry of data.train. Raises UserError."""
+
+BuildParser = Callable[[dict[str, Feature]], Parser]
+
+_TRIED_RECORDS = 100
+
+
+class RandomAccessRecords:
+    """The records of some stores, one store after the other. A RecordSource."""
+
+    def __init__(self, stores: Sequence[Store], index_dir: str | None, build_parser: BuildParser) -> None:
+        """Raises UserError if files have to be read to identify them, and cannot be read."""
+        self._stores, self._build_parser = stores, build_parser
+        columns = [np.concatenate([getattr(store.blocks, name) for store in stores]) for name in ("records", "bytes")]
+        self._blocks = Blocks(*columns)
+        self._parts = [
+            Part(os.path.normpath(store.path), store.size, store.blocks.num_records, store.digest(index_dir))
+            for store in stores
+            if store.blocks.num_records
+        ]
+
+    @property
+    def blocks(self) -> Blocks:
+        return self._blocks
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return self._parts
+
+    def open(self) -> StoreBlocks:
+        return StoreBlocks(self._stores, self._blocks)
+
+    def parser(self, features: dict[str, Feature]) -> Parser:
+        return self._build_parser(features)
+
+
+def open_described(
+    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str
+) -> tuple[RandomAccessRecords, Schema]:
+    """Open records that say themselves what they hold; also return that. setting: names them in messages.
+
+    Raises UserError for a store that cannot be read, or whose records differ from those of the first one.
+    """
+    request = Request(wanted_names(config), wanted_images(config), setting)
+    stores = [open_store(path, request) for path in paths]
+    filled = [store for store in stores if store.blocks.num_records]
+    if not filled:
+        raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
+    schema = describe(_first_record(filled[0])[1], filled[0].known, config, filled[0].path)
+    if config.on_bad_record == "error":
+        for store in filled:
+            _check_first(store, ArraysParser(schema.features))
+    return RandomAccessRecords(filled, config.index_dir, ArraysParser), schema
+
+
+def _check_first(store: Store, parser: Parser) -> None:
+    number, arrays = _first_record(store)
+    problem = parser.problem({name: values[0] for name, values in arrays.items()})
+    if problem:
+        raise UserError(f"{store.path}: record {number}: {problem}.")
+
+
+def _first_record(store: Store) -> tuple[int, Arrays]:
+    """Return the first record that can be read, and its number. Raises UserError if there is none."""
+    failure: Exception | None = None
+    for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
+        try:
+            found = store.read(record, record + 1)
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            failure = failure or error
+            continue
+        assert isinstance(found, dict), "serialized records do not describe themselves"
+        return record, found
+    assert failure is not None
+    said = describe_error(failure)
+    raise UserError(f"{store.path}: none of its first records can be read; record 0: {said}.") from failure

@@ -1,0 +1,155 @@
+"""What this package asks of each kind of storage, and what all kinds share. Contains no format; see formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_train.config.registry import raised_at
+from horovod_train.data.source import Arrays, Blocks
+from horovod_train.errors import UserError
+
+_BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
+_MOST_BLOCKS = 4_000_000
+_PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the config asks of each record."""
+
+    names: tuple[str, ...] = ()
+    """The features to read; () for all."""
+    images: frozenset[str] = frozenset()
+    """Those that data.features calls `decode: image`."""
+    setting: str = "data.train"
+    """The config key that names the records, for messages."""
+
+    def choose(self, there: Sequence[str], path: str) -> list[str]:
+        """Return the names to read of those that are there. Raises UserError for one that is not."""
+        for name in self.names:
+            if name not in there:
+                raise UserError(f"{self.setting}: {path} has no feature {name}; it has {', '.join(there) or 'none'}.")
+        return list(self.names or there)
+
+
+class Store(Protocol):
+    """The records of one entry of data.train or data.eval, opened. A record's number counts from 0 in it."""
+
+    path: str
+    size: int
+    """In bytes."""
+    blocks: Blocks
+    known: dict[str, dict[str, Any]]
+    """What it knows about features beyond their values, as in data.features."""
+
+    def read(self, first: int, last: int) -> Arrays | list[bytes]:
+        """Return the records [first, last): arrays by name with these rows, or what is serialized.
+
+        Several threads call it. A feature whose rows differ in length, or hold text, is an array of objects. Raises
+        UserError if reading must end; any other exception means that some of these records cannot be read.
+        """
+
+    def digest(self, index_dir: str | None) -> str:
+        """Return a digest of what the records hold, in hex. index_dir: where digests are kept, if set."""
+
+
+class FileStamps:
+    """Some files as they were when they were opened."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        """Raises UserError for a file that does not exist."""
+        self.stats: dict[str, os.stat_result] = {}
+        for path in paths:
+            try:
+                self.stats[path] = os.stat(path)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+
+    @property
+    def size(self) -> int:
+        return sum(stat.st_size for stat in self.stats.values())
+
+    def check(self, path: str) -> None:
+        """Raise UserError if the file has disappeared or has changed."""
+        before = self.stats[path]
+        try:
+            now = os.stat(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read any more: {error.strerror}.") from error
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise UserError(
+                f"{path}: was changed while in use: {before.st_size} bytes before, {now.st_size} now, "
+                "or a newer date. Put it back as it was, or start again on the new file."
+            )
+
+
+def even_blocks(records: int, total_bytes: int, multiple: int = 1) -> Blocks:
+    """Return blocks of up to 256 records or 1 MiB, which begin at multiples of `multiple` records."""
+    each = total_bytes / max(records, 1)
+    rows = int(min(_BLOCK_RECORDS, max(_BLOCK_BYTES // max(each, 1), 1)))
+    rows = max(rows // multiple, 1) * multiple
+    return blocks_of(np.diff(np.append(np.arange(0, records, rows), records)), total_bytes)
+
+
+def single_blocks(records: int, sizes: np.ndarray | float) -> Blocks:
+    """Return a block for each record, to read nothing but what is needed; of millions of records, for several.
+
+    sizes: bytes of each record, or of all alike.
+    """
+    together = -(-records // _MOST_BLOCKS)
+    starts = np.arange(0, records, max(together, 1))
+    counts = np.diff(np.append(starts, records))
+    if isinstance(sizes, float):
+        return Blocks(counts, (counts * sizes).astype(np.int64))
+    return Blocks(counts, np.add.reduceat(sizes, starts) if records else counts)
+
+
+def blocks_of(counts: Sequence[int] | np.ndarray, total_bytes: int) -> Blocks:
+    """Return blocks with these numbers of records; the bytes are shared out evenly."""
+    records = np.array(counts, np.int64)
+    return Blocks(records, (records * (total_bytes / max(int(records.sum()), 1))).astype(np.int64))
+
+
+def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
+    """Return the number of records. Raises UserError if the features have different numbers of rows, or none."""
+    if not lengths:
+        raise UserError(f"{setting}: {path} holds no features.")
+    first, *others = lengths
+    for other in others:
+        if lengths[other] != lengths[first]:
+            raise UserError(
+                f"{setting}: {path}: {first} has {lengths[first]} rows, {other} has {lengths[other]}. If only some "
+                "are records, name those in data.inputs and data.targets."
+            )
+    return lengths[first]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return what was raised in a library or in a user's class, and where in the user's code."""
+    text, where = " ".join(str(error).split()).rstrip("."), raised_at(error)
+    name = type(error).__name__
+    sentence = f"{name}: {text}" if text else name
+    return sentence if str(_PACKAGE) in where else sentence + where
+
+
+def stack(values: Sequence[Any]) -> np.ndarray:
+    """Return one array of the values of some records: of objects if they are texts, or differ in shape or dtype."""
+    arrays = [value if isinstance(value, bytes | str) else np.asarray(value) for value in values]
+    kinds = {None if isinstance(value, bytes | str) else (value.dtype, value.shape) for value in arrays}
+    if len(kinds) == 1 and None not in kinds:
+        return np.stack(arrays)
+    return objects(arrays)
+
+
+def objects(values: Sequence[Any]) -> np.ndarray:
+    """Return an array with one object for each value."""
+    array = np.empty(len(values), object)
+    for row, value in enumerate(values):  # numpy would take arrays of equal length for rows
+        array[row] = value
+    return array

@@ -1,0 +1,183 @@
+"""Reads records by a user's own class, which `data.source` names."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from horovod_train.config.registry import call, load_function
+from horovod_train.config.settings import Spec
+from horovod_train.data.random_access.store import Request, describe_error, even_blocks, single_blocks, stack
+from horovod_train.data.source import Arrays
+from horovod_train.errors import UserError
+
+SAMPLED_RECORDS = 64
+"""By how many records a source without `fingerprint` is identified."""
+
+log = logging.getLogger(__name__)
+
+
+class UsersStore:
+    """The records that an object of a user's class gives. A Store."""
+
+    def __init__(self, path: str, request: Request, spec: Spec) -> None:
+        """Build the object. Raises UserError for anything that is wrong with its class."""
+        self.path, self.known, self._spec, self._request = path, dict[str, dict[str, Any]](), spec, request
+        self._made = _make(path, spec)
+        count = self._length()
+        self._reads_many = callable(getattr(self._made, "read", None))
+        record_bytes = self._first_bytes(count) if count else 0.0
+        if self._reads_many:
+            self.blocks = even_blocks(count, int(record_bytes * count))
+        else:
+            self.blocks = single_blocks(count, record_bytes)
+        self.size = int(record_bytes * count)
+
+    def read(self, first: int, last: int) -> Arrays:
+        found = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
+        names = self._request.names
+        return {name: found[name] for name in names if name in found} if names else found
+
+    def digest(self, index_dir: str | None) -> str:
+        facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
+        own = getattr(self._made, "fingerprint", None)
+        total = hashlib.sha256()
+        if own is not None:
+            facts.append(self._fingerprint(own))
+        else:
+            self._add_sample(total)
+            log.warning(
+                f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of "
+                f"records and {SAMPLED_RECORDS} of them, so a change of others is not noticed."
+            )
+        total.update(repr(facts).encode())
+        return total.hexdigest()
+
+    def _length(self) -> int:
+        try:
+            return len(self._made)
+        except Exception as error:
+            raise UserError(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
+
+    def _first_bytes(self, count: int) -> float:
+        """Return the bytes of one record, after reading the first and the last one.
+
+        Raises UserError if there are fewer records than the class says. Any other record is read when it is needed.
+        """
+        sizes = [0.0]
+        for record in dict.fromkeys([0, count - 1]):
+            try:
+                sizes.append(float(sum(_bytes_of(value) for value in self.read(record, record + 1).values())))
+            except UserError:
+                raise
+            except IndexError as error:
+                raise UserError(
+                    f"{self._where}: its __len__ is {count}, but record {record} raises {describe_error(error)}. "
+                    "Records are numbered from 0 to __len__ - 1."
+                ) from error
+            except Exception:
+                continue  # a bad record; data.on_bad_record says what to do about it
+        return max(sizes)
+
+    def _read_singly(self, first: int, last: int) -> Arrays:
+        rows = [self._checked(self._made[record]) for record in range(first, last)]
+        if any(row.keys() != rows[0].keys() for row in rows):
+            raise ValueError("records have other features than their neighbours")  # they are then read one by one
+        return {name: stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _read_many(self, first: int, last: int) -> Arrays:
+        found = self._checked(self._made.read(np.arange(first, last)))
+        arrays = {
+            name: values if isinstance(values, np.ndarray) and values.ndim else stack(list(values))
+            for name, values in found.items()
+        }
+        for name, array in arrays.items():
+            if len(array) != last - first:
+                raise UserError(
+                    f"{self._where}: its read gives {len(array)} rows of {name} for {last - first} records. It must "
+                    "give one row for each record, in their order."
+                )
+        return arrays
+
+    def _checked(self, found: Any) -> Mapping[str, Any]:
+        if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found):
+            method = "read" if self._reads_many else "__getitem__"
+            raise UserError(
+                f"{self._where}: its {method} must return a dict of features by name; received {found!r:.80}."
+            )
+        return found
+
+    def _fingerprint(self, own: Any) -> str:
+        try:
+            value = own()
+        except Exception as error:
+            raise UserError(f"{self._where}: its fingerprint raises {describe_error(error)}.") from error
+        if not isinstance(value, str) or not value:
+            raise UserError(
+                f"{self._where}: its fingerprint must return a string that is not empty; received {value!r}."
+            )
+        return value
+
+    def _add_sample(self, total: Any) -> None:
+        chosen = np.unique(np.linspace(0, self.blocks.num_records - 1, SAMPLED_RECORDS).astype(np.int64))
+        for record in chosen.tolist():
+            try:
+                row = self.read(record, record + 1)
+            except UserError:
+                raise
+            except Exception as error:  # reading it again raises the same
+                total.update(describe_error(error).encode())
+                continue
+            for name, values in sorted(row.items()):
+                total.update(f"{name} {values.dtype} {values.shape} ".encode())
+                total.update(_content(values))
+
+    @property
+    def _where(self) -> str:
+        return f"data.source: {self._spec.name}"
+
+
+def _make(path: str, spec: Spec) -> Any:
+    own = load_function(spec.name, "data.source")
+    if not callable(own):
+        raise UserError(f"data.source: {spec.name} is no class, nor a function that returns records.")
+    try:
+        made = call(functools.partial(own, path), spec, "data.source")
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"data.source: {spec.name} for {path} raises {describe_error(error)}.") from error
+    missing = [] if hasattr(made, "__len__") else ["__len__"]
+    if not hasattr(made, "__getitem__") and not callable(getattr(made, "read", None)):
+        missing.append("__getitem__ or read")
+    if missing:
+        raise UserError(f"data.source: {spec.name} needs {' and '.join(missing)}; see docs/data.md.")
+    return made
+
+
+def _bytes_of(values: np.ndarray) -> int:
+    return sum(map(_bytes_of_one, values.ravel())) if values.dtype == object else values.nbytes
+
+
+def _bytes_of_one(value: Any) -> int:
+    return (
+        len(value.encode())
+        if isinstance(value, str)
+        else len(value)
+        if isinstance(value, bytes)
+        else np.asarray(value).nbytes
+    )
+
+
+def _content(values: np.ndarray) -> bytes:
+    if values.dtype != object:
+        return values.tobytes()
+    return b"\0".join(
+        value if isinstance(value, bytes) else repr(np.asarray(value).tolist()).encode() for value in values
+    )

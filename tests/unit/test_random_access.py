@@ -1,0 +1,295 @@
+"""Records read by number: arrays, HDF5, Parquet, tables, images and a user's own class have all that TFRecords have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tensorflow as tf
+from made_records import batches, config, example, ids, pipeline, write_file
+from made_stores import WITH_LISTS, WRITERS, write_hdf5, write_npy, write_parquet
+from user_sources import RECORDS, row
+
+from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.dataset import open_records
+from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.data.validation import check_split
+from horovod_train.errors import UserError
+
+ROWS = [row(record) for record in range(RECORDS)]
+ARRAYS = {name: np.stack([one[name] for one in ROWS]) for name in ROWS[0]}
+LISTS = [list(range(record % 10)) for record in range(RECORDS)]
+
+
+def of_class(name: str, **options: Any) -> DataConfig:
+    return DataConfig(train=("anywhere",), source=Spec(f"user_sources:{name}", options), targets=("y",))
+
+
+def read(made: Pipeline, epoch: int = 0) -> list[Batch]:
+    with made.explaining():
+        return batches(made, epoch)
+
+
+def assert_each_once(data: DataConfig, size: int = 3) -> None:
+    found = []
+    for rank in range(size):
+        for batch in read(pipeline(data, rank, size)):
+            for place, number in enumerate(batch.ids.tolist()):
+                if number >= 0:
+                    assert np.array_equal(batch.inputs[place], ROWS[number]["x"])
+                    assert batch.targets[place] == ROWS[number]["y"]
+                    found.append(number)
+    assert sorted(found) == list(range(RECORDS))
+    assert found != sorted(found)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_every_record_comes_once_with_its_own_values(form: str, tmp_path: Path) -> None:
+    assert_each_once(config(WRITERS[form](tmp_path, ARRAYS), targets=("y",)))
+
+
+@pytest.mark.parametrize("name", ["Items", "Many", "Named"])
+def test_every_record_of_a_class_comes_once_with_its_own_values(name: str) -> None:
+    assert_each_once(of_class(name))
+
+
+def test_several_files_follow_each_other(tmp_path: Path) -> None:
+    for part, rows in enumerate([slice(0, 5), slice(5, 100), slice(100, None)]):
+        (tmp_path / str(part)).mkdir()
+        write_parquet(tmp_path / str(part), {name: array[rows] for name, array in ARRAYS.items()})
+    assert_each_once(config(tmp_path / "*" / "*.parquet", targets=("y",)))
+
+
+@pytest.mark.parametrize("form", WITH_LISTS)
+def test_lists_are_padded(form: str, tmp_path: Path) -> None:
+    path = WITH_LISTS[form](tmp_path, {"y": ARRAYS["y"]}, LISTS)
+    data = config(path, features={"words": {"max_length": 9, "padding": -1}}, targets=("y",))
+    for batch in read(pipeline(data)):
+        assert batch.inputs.dtype == np.int64
+        for number, words in zip(batch.ids.tolist(), batch.inputs.tolist(), strict=True):
+            assert number < 0 or words == LISTS[number] + [-1] * (9 - len(LISTS[number]))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.arange(9) % 2 == 0, "uint8"),
+        (np.arange(9, dtype=">i4"), "int32"),
+        (np.arange(9, dtype=np.uint32), "int64"),
+        (np.arange(9, dtype=np.float64), "float64"),
+        (np.arange(18, dtype=np.float16).reshape(9, 2), "float16"),
+        (np.array([b"a", b"bcd"] * 4 + [b""]), "object"),
+        (np.array(["ä", "bcd"] * 4 + [""]), "object"),
+    ],
+)
+def test_dtype_and_shape_come_from_the_records(values: np.ndarray, dtype: str, tmp_path: Path) -> None:
+    (batch,) = read(pipeline(config(write_npy(tmp_path, {"v": values})), batch=9))
+    assert batch.inputs.dtype == dtype
+    expected = np.char.encode(values, "utf-8") if values.dtype.kind == "U" else values
+    assert np.array_equal(batch.inputs[np.argsort(batch.ids)], expected.astype(dtype))
+
+
+def test_what_the_config_says_of_a_feature_is_added(tmp_path: Path) -> None:
+    features = {"x": {"scale": 0.5, "offset": 1}, "y": {"classes": 10, "cast": "float32"}}
+    batch = read(pipeline(config(write_npy(tmp_path, ARRAYS), features=features, targets=("y",))))[0]
+    assert np.array_equal(batch.inputs, [ROWS[number]["x"] * np.float32(0.5) + 1 for number in batch.ids])
+    assert batch.targets.dtype == np.float32
+
+
+def test_the_order_is_that_of_tfrecord_files_with_the_same_blocks(tmp_path: Path) -> None:
+    write_file(tmp_path / "r" / "0.tfrecord", [example(x=one["x"].tobytes(), y=one["y"]) for one in ROWS])
+    features = {"x": {"type": "bytes", "decode": "raw", "shape": [4, 4, 1]}, "y": {"type": "int64"}}
+    values: dict[str, Any] = {"shuffle_window": 20, "features": features, "inputs": ("x",), "targets": ("y",)}
+    arrays, files = config(write_npy(tmp_path, ARRAYS), **values), config(tmp_path / "r", **values)
+    for here, there in zip(read(pipeline(arrays)), read(pipeline(files)), strict=True):
+        assert all(np.array_equal(value, same) for value, same in zip(here, there, strict=True))
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for number in range(23):
+        file = tmp_path / "images" / f"class{number % 3}" / f"{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(tf.io.encode_png(np.full((8, 6, 3), number, np.uint8)).numpy())
+    return tmp_path / "images"
+
+
+IMAGE = {"image": {"decode": "image", "shape": [4, 4, 3], "resize": "stretch"}}
+
+
+def shown(made: Pipeline) -> dict[int, int]:
+    """Which picture → its label."""
+    found = [(batch.inputs[row], batch.targets[row]) for batch in read(made) for row in np.flatnonzero(batch.ids >= 0)]
+    return {int(picture[0, 0, 0]): int(label) for picture, label in found}
+
+
+def test_images_in_folders_need_no_preparation(images: Path) -> None:
+    data = config(images, features=IMAGE, targets=("label",))
+    assert shown(pipeline(data)) == {number: number % 3 for number in range(23)}
+    assert open_records(data, "train").schema.features["label"].classes == 3
+
+
+def test_a_table_of_image_files_needs_no_preparation(images: Path) -> None:
+    lines = [f"class{number % 3}/{number:02}.png,{number * 2}" for number in range(23)]
+    (images / "table.csv").write_text("\n".join(["image,double", *lines]))
+    data = config(images / "table.csv", features=IMAGE, targets=("double",))
+    assert shown(pipeline(data)) == {number: number * 2 for number in range(23)}
+    (images / "class1" / "04.png").unlink()
+    with pytest.raises(UserError, match=r"table\.csv: record 4: image: .*class1/04\.png does not exist"):
+        open_records(data, "train")
+
+
+def test_a_file_that_is_no_image_is_named(images: Path) -> None:
+    (images / "class0" / "03.png").write_bytes(b"text")
+    data = config(images, features=IMAGE, targets=("label",))
+    with pytest.raises(UserError, match=r"images: record 1: feature image: expected a JPEG or PNG image"):
+        read(pipeline(data))
+    assert len(shown(pipeline(dataclasses.replace(data, on_bad_record="skip")))) == 22
+
+
+# --- records that cannot be used --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (of_class("Items", torn=[41]), r"anywhere: record 41: ValueError: torn page \(at .*user_sources\.py:\d+\)\."),
+        (of_class("Many", torn=[41]), r"anywhere: record 41: OSError: torn page \(at .*user_sources\.py:\d+\)\."),
+        (
+            of_class("Items", odd=[41]),
+            r"record 41: feature x: expected uint8\[4, 4, 1\]; the record holds uint8\[3, 4, 1\]",
+        ),
+    ],
+)
+def test_a_bad_record_is_named_or_skipped(data: DataConfig, said: str) -> None:
+    with pytest.raises(UserError, match=f"{said}.* Read by rank 0 of 1; data.on_bad_record=skip"):
+        read(pipeline(data))
+    made = pipeline(dataclasses.replace(data, on_bad_record="skip"))
+    assert sorted(ids(read(made))) == [number for number in range(RECORDS) if number != 41]
+    assert made.skipped == 1
+
+
+def test_a_damaged_chunk_of_hdf5_is_named_or_skipped(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path, ARRAYS)
+    with h5py.File(path) as file:
+        chunk = file["x"].id.get_chunk_info(1)
+    with path.open("r+b") as damaged:
+        damaged.seek(chunk.byte_offset)
+        damaged.write(bytes(chunk.size))
+    data = config(path, targets=("y",))
+    with pytest.raises(UserError, match=r"a\.h5: record \d+: OSError: .*Read by rank 0 of 1"):
+        read(pipeline(data))
+    left = ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))
+    assert sorted(left) == [*range(50), *range(100, RECORDS)]
+
+
+def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
+    pa.parquet.write_table(pa.table({"x": [0.5, None, 1.5], "y": [0, 1, 2]}), tmp_path / "a.parquet")
+    data = config(tmp_path / "a.parquet", targets=("y",))
+    with pytest.raises(
+        UserError, match=r"a\.parquet: record 1: feature x: expected float64\[\]; the record holds nothing"
+    ):
+        read(pipeline(data))
+    assert sorted(ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))) == [0, 2]
+
+
+def test_check_data_names_all_bad_records() -> None:
+    report = check_split(of_class("Items", torn=[3, 40], odd=[41]), "train")
+    assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 3", "record 40", "record 41"]
+    assert report.features["y"].high == 9
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_reads_only_its_own_records_of_a_class_that_gives_them_singly() -> None:
+    made = pipeline(of_class("Items"), 1, 4)
+    own = made._records.source._stores[0]._made  # type: ignore[attr-defined]
+    own.read_records.clear()
+    assert {*ids(read(made))} <= {*own.read_records}
+    assert len(own.read_records) <= -(-RECORDS // 4) + 8  # as many more as a step has rows of padding
+
+
+def test_what_is_kept_in_memory_is_not_read_again() -> None:
+    made = pipeline(dataclasses.replace(of_class("Items"), cache="memory"))
+    first = ids(read(made))
+    own = made._records.source._stores[0]._made  # type: ignore[attr-defined]
+    own.read_records.clear()
+    assert sorted(ids(read(made, epoch=1))) == sorted(first)
+    assert own.read_records == []
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def digest(data: DataConfig) -> str:
+    return open_records(data, "train").digest
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_copies_are_equal_and_changed_files_are_not(form: str, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    path = WRITERS[form](tmp_path / "one", ARRAYS)
+    first = digest(config(path, targets=("y",)))
+    shutil.copytree(tmp_path / "one", tmp_path / "two", ignore=shutil.ignore_patterns("digests.json"))
+    copy = tmp_path / "two" / path.name
+    for file in [copy, *copy.glob("*")]:
+        os.utime(file, (1, 1))
+    assert digest(config(copy, targets=("y",))) == first
+    WRITERS[form](tmp_path / "two", ARRAYS | {"y": np.roll(ARRAYS["y"], 1)})
+    assert digest(config(copy, targets=("y",))) != first
+
+
+def test_a_file_is_read_whole_only_once(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path, ARRAYS)
+    digest(config(path, targets=("y",)))
+    kept = json.loads((tmp_path / "digests.json").read_text())
+    kept["digests"]["a.h5"]["digest"] = "as it was kept"
+    (tmp_path / "digests.json").write_text(json.dumps(kept))
+    assert open_records(config(path, targets=("y",)), "train").source.parts[0].digest == "as it was kept"
+    os.utime(path, (1, 1))
+    assert open_records(config(path, targets=("y",)), "train").source.parts[0].digest != "as it was kept"
+
+
+def test_digests_go_where_the_config_says_and_replace_no_file_of_others(tmp_path: Path) -> None:
+    path = write_hdf5(tmp_path, ARRAYS)
+    (tmp_path / "digests.json").write_text("{}")
+    one = digest(config(path, targets=("y",)))
+    assert (tmp_path / "digests.json").read_text() == "{}"
+    assert digest(config(path, targets=("y",), index_dir=str(tmp_path / "kept"))) == one
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+
+
+def test_a_class_is_identified_by_its_fingerprint_or_else_by_some_records(caplog: pytest.LogCaptureFixture) -> None:
+    first = digest(of_class("Named"))
+    assert digest(of_class("Named", changed=5)) != first  # other options
+    assert "no fingerprint" not in caplog.text
+    assert digest(of_class("Named", says="second")) != digest(of_class("Named", says="third"))
+    assert digest(of_class("Items")) == digest(of_class("Items"))
+    assert digest(of_class("Items")) != digest(of_class("Items", records=RECORDS - 1))
+    assert "user_sources:Items has no fingerprint()" in caplog.text
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_file_that_changes_while_in_use_ends_the_run(form: str, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    path = WRITERS[form](tmp_path, ARRAYS)
+    made = pipeline(config(path, targets=("y",), on_bad_record="skip"))
+    other = WRITERS[form](tmp_path / "new", {name: array[:-1] for name, array in ARRAYS.items()})
+    for old, new in zip([path, *sorted(path.glob("*.npy"))], [other, *sorted(other.glob("*.npy"))], strict=True):
+        if old.is_file():
+            new.replace(old)
+    with pytest.raises(UserError, match="was changed while in use"):
+        read(made)
