@@ -20,6 +20,14 @@ def small(hidden: int = 16) -> keras.Model:
     return keras.Model(image, layers.Dense(10)(x))
 
 
+def of_lists(hidden: int = 16) -> keras.Model:
+    """Grey 28×28 images `image`, and lists of 11 tokens `words` → 10 logits."""
+    image, words = keras.Input((28, 28, 1), name="image"), keras.Input((11,), dtype="int64", name="words")
+    tokens = layers.Flatten()(layers.Embedding(11, 2)(words))
+    x = layers.Concatenate()([layers.Dense(hidden, activation="relu")(layers.Flatten()(image)), tokens])
+    return keras.Model({"image": image, "words": words}, layers.Dense(10)(x))
+
+
 def mixed(dropout: float = 0.5, batch_norm: bool = True) -> keras.Model:
     """Embedding, BatchNorm and Dropout on images whose pixels are taken for 16 kinds of tokens."""
     image = keras.Input((28, 28, 1))

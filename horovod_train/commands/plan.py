@@ -137,7 +137,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     lines = [("ranks", f"{facts['ranks']}")]
     for split, found in facts["records"].items():
         if found:
-            shown = f"{found['records']:,} records in {found['files']} files, {_bytes(found['bytes'])}"
+            where = f"from {found['source']}" if found["source"] else f"in {found['files']} files"
+            shown = f"{found['records']:,} records {where}, {_bytes(found['bytes'])}"
             names = f"{', '.join(found['inputs'])} → {', '.join(found['targets']) or 'nothing'}"
             lines.append((f"{split} data", f"{shown}; {names}"))
     last = steps["records_in_last_of_epoch"]

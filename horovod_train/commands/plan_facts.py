@@ -79,8 +79,8 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     facts: Facts = {
         "ranks": ranks,
         "records": {
-            "train": _records(outlook.records),
-            "eval": _records(outlook.eval_records) if outlook.eval_records else None,
+            "train": _records(outlook.records, config),
+            "eval": _records(outlook.eval_records, config) if outlook.eval_records else None,
         },
         "batch": {"global": batch, "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items()))},
         "steps": {
@@ -163,7 +163,7 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
     ]
 
 
-def _records(records: Records) -> Facts:
+def _records(records: Records, config: Config) -> Facts:
     parts = records.source.parts
     return {
         "records": records.num_records,
@@ -171,6 +171,7 @@ def _records(records: Records) -> Facts:
         "bytes": sum(part.size for part in parts),
         "inputs": list(records.schema.inputs),
         "targets": list(records.schema.targets),
+        "source": config.data.source.name if config.data.source else None,
     }
 
 

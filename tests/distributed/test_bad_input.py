@@ -43,6 +43,16 @@ BEFORE_TENSORFLOW = {
     "empty folder": (["data.train={here}/empty"], "data.train: {here}/empty"),
     "not a TFRecord": (["data.train={here}/text/*.tfrecord"], "text/a.tfrecord"),
     "truncated TFRecord": (["data.train={here}/cut"], "cut/"),
+    "source of a known kind": (["data.source=hdf5"], "data.source: expected package.module:Class; received 'hdf5'"),
+    "no such source": (["data.source=user_sources:Item"], "data.source: user_sources has no 'Item'; it has Items"),
+    "index of a source": (
+        ["data.source=user_sources:Items", "data.index_dir={here}/empty"],
+        "data.index_dir: is for files, and has no effect beside data.source",
+    ),
+    "source of another length": (
+        ["data.source={{name: user_sources:Items, options: {{says: 200}}}}"],
+        "data.source: user_sources:Items: its __len__ is 200, but record 199 raises IndexError: no record 199",
+    ),
     "output is a file": (["--output-dir", "{here}/broken.yaml"], "output_dir: cannot write to"),
     "output not writable": (["--output-dir", "/proc/run"], "output_dir: cannot write to /proc/run"),
 }

@@ -66,6 +66,16 @@ def test_figures_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str])
     assert any("a global batch of 18" in note for note in facts["notes"])
 
 
+def test_records_of_a_class_are_shown_as_its(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.source=user_sources:Named", "data.inputs=x", "data.targets=y", "data.features={x: {cast: float32}}"]
+    found = facts_of(config_file, capsys, *words)["records"]["train"]
+    assert (found["records"], found["source"], found["inputs"]) == (137, "user_sources:Named", ["x"])
+    parser = argparse.ArgumentParser()
+    plan.add_arguments(parser)
+    plan.run(parser.parse_args(["--config", str(config_file), "--fast", *words]))
+    assert "137 records from user_sources:Named" in capsys.readouterr().out
+
+
 def test_sizes_are_those_of_the_model_as_built(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """16 → 6 → 10: 172 weights, each with a momentum, and with a moving average if there are any."""
     plain = facts_of(config_file, capsys)["memory_per_rank"]

@@ -17,6 +17,7 @@ from horovod_train.data.parsing import example_spec
 from horovod_train.data.pipeline import Pipeline, build_pipeline
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.data.transforms import cast_and_scale
+from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
 
@@ -28,7 +29,13 @@ def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
 
 
 def build(records: Records, config: Config, batch_size: int, parse_calls: int, plan_name: str) -> dict[str, Contender]:
-    """Build the contenders by name. `parse_calls`: parallel parse calls of the contender that parses records singly."""
+    """Build the contenders by name. `parse_calls`: parallel parse calls of the contender that parses records singly.
+
+    Raises UserError for records that are not in TFRecord files; benchmarks/sources.py compares readers of others.
+    """
+    source = records.source
+    if not isinstance(source, TFRecords):
+        raise UserError(f"bench input: compares readers of TFRecords; {records.setting} names records of another kind.")
     pipeline, window = build_ours(records, config, batch_size), config.data.shuffle_window
     used = {*records.schema.inputs, *records.schema.targets}
     features = {name: feature for name, feature in records.schema.features.items() if name in used}
@@ -40,8 +47,7 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         return pipeline.batches(epoch, epochs=passes)
 
     def shuffled(passes: int) -> tf.data.Dataset:
-        assert isinstance(records.source, TFRecords)
-        files = records.source.index.files
+        files = source.index.files
         names, packing = [file.path for file in files], files[0].packing
         data = tf.data.TFRecordDataset(names, packing, num_parallel_reads=tf.data.AUTOTUNE)
         return data.shuffle(window, reshuffle_each_iteration=True).repeat(passes)

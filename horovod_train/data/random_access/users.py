@@ -107,10 +107,8 @@ class UsersStore:
 
     def _checked(self, found: Any) -> Mapping[str, Any]:
         if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found):
-            method = "read" if self._reads_many else "__getitem__"
-            raise UserError(
-                f"{self._where}: its {method} must return a dict of features by name; received {found!r:.80}."
-            )
+            method, kind = "read" if self._reads_many else "__getitem__", type(found).__name__
+            raise UserError(f"{self._where}: its {method} must return a dict of features by name; received a {kind}.")
         return found
 
     def _fingerprint(self, own: Any) -> str:

@@ -8,11 +8,12 @@ from horovod_train.data.random_access.formats.arrow import ArrowFile, ParquetFil
 from horovod_train.data.random_access.formats.csv_table import CSVTable
 from horovod_train.data.random_access.formats.hdf5 import HDF5File
 from horovod_train.data.random_access.formats.images import ImageFolder, is_image_folder
-from horovod_train.data.random_access.formats.numpy_files import NumpyArrays, is_numpy_folder
+from horovod_train.data.random_access.formats.numpy_files import NumpyArrays, is_numpy_folder, refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
 
 FILES: dict[str, OpenStore] = {
     "*.npz": NumpyArrays,
+    "*.npy": refuse_one_array,
     "*.h5": HDF5File,
     "*.hdf5": HDF5File,
     "*.parquet": ParquetFile,

@@ -26,15 +26,11 @@ class HDF5File:
         found: dict[str, Any] = {}
         self._file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
         self._datasets = {name: found[name] for name in request.choose(list(found), path)}
-        self._is_list = {}
         for name, dataset in self._datasets.items():
-            in_lists = h5py.check_vlen_dtype(dataset.dtype)
-            is_text = h5py.check_string_dtype(dataset.dtype) is not None
-            self._is_list[name] = in_lists is not None
-            if not dataset.shape or not (is_text or (in_lists or dataset.dtype).kind in "biuf"):
-                raise UserError(
-                    f"{path}: {name} is {dataset.dtype}; expected rows of numbers, text, or lists of numbers."
-                )
+            kind = h5py.check_vlen_dtype(dataset.dtype) or dataset.dtype
+            if not dataset.shape or not (h5py.check_string_dtype(dataset.dtype) or kind.kind in "biuf"):
+                shape = list(dataset.shape or ())
+                raise UserError(f"{path}: {name} is {dataset.dtype}{shape}; expected rows of numbers, text, or lists.")
         lengths = {name: dataset.shape[0] for name, dataset in self._datasets.items()}
         records = check_lengths(lengths, path, request.setting)
         self.size = self._stamps.size

@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
         with open(self.path, "rb", buffering=0) as file:
             data = os.pread(file.fileno(), length, self.offset + first * self.row_bytes)
         if len(data) < length:
-            raise UserError(f"{self.path}: is not complete: {length} bytes expected for rows {first} to {last - 1}.")
+            raise UserError(f"{self.path}: {length} bytes expected for rows {first} to {last - 1}, {len(data)} came.")
         return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
 
 
@@ -70,6 +70,12 @@ class NumpyArrays:
 
     def digest(self, index_dir: str | None) -> str:
         return content_digest(self.path, self._stamps.stats, index_dir)
+
+
+def refuse_one_array(path: str, request: Request) -> NumpyArrays:
+    """Raise UserError: which other arrays belong to the records is not known."""
+    folder = os.path.dirname(path) or "."
+    raise UserError(f"{request.setting}: {path} is one array. Name its folder, whose NAME.npy are features: {folder}")
 
 
 def is_numpy_folder(path: str) -> bool:
@@ -117,4 +123,8 @@ def _find_rows(path: str, start: int) -> _Rows:
             shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
         if is_fortran and len(shape) > 1:
             raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
-        return _Rows(path, file.tell(), shape, dtype)
+        rows = _Rows(path, file.tell(), shape, dtype)
+        expected, there = rows.offset + shape[0] * rows.row_bytes if shape else 0, os.fstat(file.fileno()).st_size
+        if there < expected:
+            raise UserError(f"{path}: is not complete: {expected} bytes expected, {there} there. Copy it again.")
+        return rows

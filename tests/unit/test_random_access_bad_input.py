@@ -1,0 +1,212 @@
+"""What is wrong with files and classes that are read by number is said in one line, before anything is trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from made_records import config
+from made_stores import write_npy
+
+from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.dataset import open_records
+from horovod_train.errors import UserError
+
+FIVE = {"x": np.arange(10.0, dtype=np.float32).reshape(5, 2), "y": np.arange(5)}
+
+
+def refusal(data: DataConfig) -> str:
+    with pytest.raises(UserError) as error:
+        open_records(data, "train")
+    said = str(error.value)
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("NoLength", {}, "user_sources:NoLength needs __len__; see docs/data.md."),
+        ("NoRecords", {}, "user_sources:NoRecords needs __getitem__ or read; see docs/data.md."),
+        ("RECORDS", {}, "user_sources:RECORDS is no class, nor a function that returns records."),
+        ("Items", {"says": -1}, "user_sources:Items: its __len__ raises ValueError: __len__() should return >= 0."),
+        ("Items", {"says": 2.5}, "its __len__ raises TypeError: 'float' object cannot be interpreted as an integer"),
+        ("Items", {"says": 138}, "its __len__ is 138, but record 137 raises IndexError: no record 137 (at "),
+        ("Items", {"rows": 3}, "data.source.options: user_sources:Items: got an unexpected keyword argument 'rows'"),
+        ("Many", {"short": True}, "user_sources:Many: its read gives 0 rows of x for 1 records. It must give one row"),
+        ("Lists", {}, "user_sources:Lists: its __getitem__ must return a dict of features by name; received a list."),
+        ("Broken", {}, "user_sources:Broken for anywhere raises FileNotFoundError: no anywhere (at "),
+        ("Named", {"says": ""}, "user_sources:Named: its fingerprint must return a string that is not empty"),
+        (
+            "Named",
+            {"says": 5},
+            "user_sources:Named: its fingerprint must return a string that is not empty; received 5",
+        ),
+        ("Items", {"torn": list(range(137))}, "anywhere: none of its first records can be read; record 0: ValueError"),
+    ],
+)
+def test_a_class_that_does_not_serve_is_named(name: str, options: dict[str, Any], said: str) -> None:
+    found = refusal(DataConfig(train=("anywhere",), source=Spec(f"user_sources:{name}", options), targets=("y",)))
+    assert said in found
+    assert found.startswith(("data.source", "anywhere"))
+
+
+@pytest.mark.parametrize("name", ["Items", "Many"])
+def test_no_records_are_an_error(name: str) -> None:
+    data = DataConfig(train=("anywhere",), source=Spec(f"user_sources:{name}", {"records": 0}), targets=("y",))
+    assert refusal(data) == "data.train: anywhere holds no record."
+
+
+def test_the_class_of_the_second_entry_must_give_the_same_kind_of_record(tmp_path: Path) -> None:
+    write_npy(tmp_path / "one", FIVE)
+    write_npy(tmp_path / "two", FIVE | {"x": np.zeros((5, 3), np.float32)})
+    data = DataConfig(train=(f"{tmp_path}/one/arrays", f"{tmp_path}/two/arrays"), targets=("y",))
+    said = refusal(data)
+    assert said.endswith("two/arrays: record 0: feature x: expected float32[2]; the record holds float32[3].")
+
+
+def in_folder(**arrays: np.ndarray) -> Callable[[Path], Path]:
+    return lambda folder: write_npy(folder, arrays)
+
+
+def as_hdf5(name: str, values: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        with h5py.File(folder / "a.h5", "w") as file:
+            file[name] = values
+        return folder / "a.h5"
+
+    return write
+
+
+def as_parquet(values: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        pa.parquet.write_table(pa.table({"x": values}), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return write
+
+
+def as_file(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+def fortran(folder: Path) -> Path:
+    np.save(folder / "x.npy", np.asfortranarray(np.zeros((5, 2))))
+    return folder
+
+
+def cut(folder: Path) -> Path:
+    file = write_npy(folder, FIVE) / "x.npy"
+    file.write_bytes(file.read_bytes()[:-30])
+    return file.parent
+
+
+LISTS = pa.array([[1, 2], [3]])
+
+BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
+    "unequal lengths": (in_folder(x=np.zeros(5), y=np.zeros(4)), {}, "arrays: x has 5 rows, y has 4. If only some are"),
+    "no such input": (in_folder(x=np.zeros(5)), {"inputs": ("z",)}, "has no feature z; it has x."),
+    "no such target": (in_folder(x=np.zeros(5)), {"targets": ("z",)}, "data.targets: the records of {path} have no z"),
+    "no such feature": (
+        in_folder(x=np.zeros(5)),
+        {"features": {"z": {}}},
+        "data.features: the records of {path} have no z",
+    ),
+    "nothing left": (in_folder(y=np.zeros(5)), {"targets": ("y",)}, "data.inputs: nothing is left for the model of y"),
+    "complex": (in_folder(x=np.zeros(5, complex)), {}, "x is complex128[5]; expected rows of numbers or text."),
+    "unsigned 64": (in_folder(x=np.zeros(5, np.uint64)), {}, "data.features: x: uint64 is not supported; store it as"),
+    "another shape": (
+        in_folder(x=np.zeros((5, 2))),
+        {"features": {"x": {"shape": [3]}}},
+        "record 0: feature x: expected float64[3]",
+    ),
+    "another type": (
+        in_folder(x=np.zeros(5)),
+        {"features": {"x": "int64"}},
+        "x: expected int64[]; the record holds float64[]",
+    ),
+    "no image": (
+        in_folder(x=np.zeros(5)),
+        {"features": {"x": {"decode": "image", "shape": [4, 4, 3]}}},
+        "feature x: expected the bytes of an image's file; the record holds float64[]",
+    ),
+    "class out of range": (
+        in_folder(x=np.arange(3, 8)),
+        {"features": {"x": {"classes": 3}}},
+        "from 0 to 2; received 3",
+    ),
+    "pickled": (in_folder(x=np.array([{}], object)), {}, "x is object[1]; expected rows of numbers or text"),
+    "Fortran order": (fortran, {}, "x.npy is in Fortran order; save np.ascontiguousarray of it."),
+    "cut short": (cut, {}, "x.npy: is not complete: 168 bytes expected, 138 there."),
+    "one array": (as_file("x.npy", b""), {}, "x.npy is one array. Name its folder"),
+    "no npz": (as_file("x.npz", b"text"), {}, "x.npz: is no npz archive of arrays, nor a folder of npy files"),
+    "no HDF5": (as_file("x.h5", b"text"), {}, "x.h5: cannot be read as HDF5"),
+    "no Parquet": (as_file("x.parquet", b"text"), {}, "x.parquet: cannot be read as Parquet"),
+    "no Arrow": (as_file("x.arrow", b"text"), {}, "x.arrow: cannot be read as Arrow"),
+    "no table": (as_file("x.csv", b"a,b\n1\n"), {}, "x.csv:2: expected 2 cells, as in the header; got 1."),
+    "scalar in HDF5": (
+        as_hdf5("x", 3.0),
+        {},
+        "a.h5: x is float64[]; expected rows of numbers, text, or lists.",
+    ),
+    "empty HDF5": (as_hdf5("group/x", np.zeros((0, 3))), {}, "a.h5 holds no record."),
+    "nested column": (as_parquet([{"a": 1}]), {}, "a.parquet: column x is struct<a: int64>; expected numbers, text"),
+    "lists of any length": (as_parquet(LISTS), {}, "data.features: x: holds lists of any length. Give the most values"),
+    "lists that are too long": (
+        as_parquet(LISTS),
+        {"features": {"x": {"max_length": 1}}},
+        "record 0: feature x: expected at most 1 values of int64; the record holds int64[2].",
+    ),
+    "lists of other lengths": (
+        as_parquet(LISTS),
+        {"features": {"x": {"shape": [1]}}},
+        "record 0: feature x: expected int64[1]; the record holds int64[2].",
+    ),
+    "stage_dir": (
+        in_folder(x=np.zeros(5)),
+        {"stage_dir": "/tmp"},
+        "data.stage_dir: keeps blocks of TFRecords, and data.train",
+    ),
+    "parse": (
+        in_folder(x=np.zeros(5)),
+        {"parse": "a:b"},
+        "data.parse: gets serialized records, of TFRecords, and data.train",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_does_not_serve_is_named(name: str, tmp_path: Path) -> None:
+    write, values, said = BAD_FILES[name]
+    path = write(tmp_path)
+    assert said.format(path=path) in refusal(config(path, **values))
+
+
+@pytest.mark.parametrize(("library", "file", "extra"), [("pyarrow", "a.parquet", "parquet"), ("h5py", "a.h5", "hdf5")])
+def test_a_missing_library_is_one_line_that_names_the_extra(
+    library: str, file: str, extra: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).touch()
+    script = (
+        f"import sys; sys.modules['{library}'] = sys.modules['tensorflow'] = None\n"
+        "from horovod_train.config.settings import DataConfig\n"
+        "from horovod_train.data.dataset import open_records\n"
+        f"open_records(DataConfig(train=({str(tmp_path / file)!r},)), 'train')"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300)
+    assert finished.returncode == 1
+    last = finished.stderr.splitlines()[-1]
+    assert f"data.train: {tmp_path / file}: needs {library} (" in last
+    assert last.endswith(f"pip install 'horovod_train[{extra}]'.")
