@@ -108,7 +108,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }
-    return facts, [*_kept_batch(outlook.asked, batch, ranks), *_second_look(config, facts)]
+    return facts, [*_kept_batch(outlook.asked, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:

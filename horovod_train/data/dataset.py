@@ -40,6 +40,8 @@ class Records:
     schema: Schema
     setting: str
     """The config key that names them, `data.train` or `data.eval`."""
+    notes: Sequence[str] = ()
+    """What users should know before a run."""
 
     @property
     def num_records(self) -> int:
@@ -151,7 +153,8 @@ class _OpenStores(NamedTuple):
     setting: str
 
     def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
-        return Records(*open_described(files, self.open, self.config, self.setting), self.setting)
+        source, schema = open_described(files, self.open, self.config, self.setting)
+        return Records(source, schema, self.setting, source.notes)
 
 
 def _kind_of_folders(paths: Sequence[str]) -> OpenStore | None:

@@ -71,6 +71,8 @@ def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
 
 
 def _warn(records: Records) -> None:
+    for note in records.notes:
+        log.warning(note)
     problems = records.problems
     for problem in problems[:_SHOWN]:
         log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")

@@ -1,5 +1,8 @@
 """Tells whether files hold the same bytes: a digest of each, computed once and kept as long as size and time are equal.
 
+The digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it finds what has
+changed by accident, not what somebody has forged.
+
 Kept as indexes of TFRecords are: in `digests.json` next to the records, in `data.index_dir`, or in the user's cache
 folder if the records' folder is read-only. Modification times only say whether a digest is still valid, so copies are
 equal whatever their dates.
@@ -15,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import google_crc32c
 
 from horovod_train.data.progress import track
 from horovod_train.errors import UserError
@@ -38,7 +43,7 @@ _DIGESTS = Made("digests of records", r"digests\.json|[0-9a-f]{16}\.json", is_ou
 
 
 def content_digest(path: str, stats: Mapping[str, os.stat_result], index_dir: str | None) -> str:
-    """Return the SHA-256 of what some files hold, in their order. Reads them whole unless that was done before.
+    """Return a digest of what some files hold, in their order. Reads them whole unless that was done before.
 
     path: the file, or the folder that contains the files. Raises UserError if a file cannot be read.
     """
@@ -69,7 +74,7 @@ def _digest_file(path: str) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:
             while piece := file.read(_PIECE):
-                digest.update(piece)
+                digest.update(google_crc32c.value(piece).to_bytes(4, "little"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     return digest.digest()

@@ -47,6 +47,11 @@ class RandomAccessRecords:
     def parts(self) -> Sequence[Part]:
         return self._parts
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What users should know before a run."""
+        return [store.note for store in self._stores if store.note]
+
     def open(self) -> StoreBlocks:
         return StoreBlocks(self._stores, self._blocks)
 

@@ -48,6 +48,10 @@ class Store(Protocol):
     known: dict[str, dict[str, Any]]
     """What it knows about features beyond their values, as in data.features."""
 
+    @property
+    def note(self) -> str:
+        """Return what users should know before a run; "" if nothing."""
+
     def read(self, first: int, last: int) -> Arrays | list[bytes]:
         """Return the records [first, last): arrays by name with these rows, or what is serialized.
 

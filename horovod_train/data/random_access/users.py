@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +18,6 @@ from horovod_train.errors import UserError
 
 SAMPLED_RECORDS = 64
 """By how many records a source without `fingerprint` is identified."""
-
-log = logging.getLogger(__name__)
 
 
 class UsersStore:
@@ -39,6 +36,15 @@ class UsersStore:
             self.blocks = single_blocks(count, record_bytes)
         self.size = int(record_bytes * count)
 
+    @property
+    def note(self) -> str:
+        if hasattr(self._made, "fingerprint"):
+            return ""
+        return (
+            f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of records "
+            f"and {SAMPLED_RECORDS} of them, so a change of others is not noticed."
+        )
+
     def read(self, first: int, last: int) -> Arrays:
         found = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
         names = self._request.names
@@ -52,10 +58,6 @@ class UsersStore:
             facts.append(self._fingerprint(own))
         else:
             self._add_sample(total)
-            log.warning(
-                f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of "
-                f"records and {SAMPLED_RECORDS} of them, so a change of others is not noticed."
-            )
         total.update(repr(facts).encode())
         return total.hexdigest()
 

@@ -17,6 +17,8 @@ from horovod_train.errors import UserError
 class _Batches:
     """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow. A Store."""
 
+    note = ""
+
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
         arrow = import_extra("pyarrow", "parquet", f"{request.setting}: {path}")

@@ -21,6 +21,8 @@ class CSVTable:
     Names of image files are relative to the folder of the CSV file.
     """
 
+    note = ""
+
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
         self.path, self.known = path, dict[str, dict[str, Any]]()

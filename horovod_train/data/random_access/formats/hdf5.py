@@ -15,6 +15,8 @@ from horovod_train.errors import UserError
 class HDF5File:
     """The records of an HDF5 file. A Store. h5py lets one thread read at a time."""
 
+    note = ""
+
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""
         h5py = import_extra("h5py", "hdf5", f"{request.setting}: {path}")

@@ -16,6 +16,8 @@ from horovod_train.data.source import Arrays
 class ImageFolder:
     """The images below a folder, in the order of their names. A Store."""
 
+    note = ""
+
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
         self.path = path

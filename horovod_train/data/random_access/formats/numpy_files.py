@@ -44,6 +44,8 @@ class _Rows(NamedTuple):
 class NumpyArrays:
     """The records of a folder of npy files, or of an npz archive. A Store."""
 
+    note = ""
+
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
         self.path, self.known = path, dict[str, dict[str, Any]]()
