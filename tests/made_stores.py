@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
+from array_record.python.array_record_module import ArrayRecordWriter
 
 Arrays = dict[str, np.ndarray]
 
@@ -66,6 +68,32 @@ def write_feather(folder: Path, arrays: Arrays, lists: Sequence[Sequence[int]] |
     return folder / "a.feather"
 
 
+def write_hugging_face(folder: Path, arrays: Arrays, lists: Sequence[Sequence[int]] | None = None) -> Path:
+    features: dict[str, Any] = {name: _hugging_face_feature(array) for name, array in arrays.items()}
+    columns: dict[str, Any] = {name: list(array) for name, array in arrays.items()}
+    if lists is not None:
+        features["words"] = datasets.List(datasets.Value("int32"))
+        columns["words"] = [list(values) for values in lists]
+    made = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    made.save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def _hugging_face_feature(array: np.ndarray) -> Any:
+    shape, dtype = array.shape[1:], array.dtype.name
+    kinds = {2: datasets.Array2D, 3: datasets.Array3D}
+    return kinds[len(shape)](shape=shape, dtype=dtype) if shape else datasets.Value(dtype)
+
+
+def write_array_record(path: Path, records: Sequence[bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "npy": write_npy,
     "npz": write_npz,
@@ -73,5 +101,11 @@ WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
     "hdf5": write_hdf5,
     "parquet": write_parquet,
     "feather": write_feather,
+    "hugging face": write_hugging_face,
 }
-WITH_LISTS: dict[str, Callable[..., Path]] = {"hdf5": write_hdf5, "parquet": write_parquet, "feather": write_feather}
+WITH_LISTS: dict[str, Callable[..., Path]] = {
+    "hdf5": write_hdf5,
+    "parquet": write_parquet,
+    "feather": write_feather,
+    "hugging face": write_hugging_face,
+}

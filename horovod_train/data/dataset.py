@@ -15,6 +15,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import has_records, list_files, record_folders
 from horovod_train.data.identity import digest_of
 from horovod_train.data.random_access.formats import FILES, FOLDERS
+from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan
@@ -25,7 +26,7 @@ from horovod_train.errors import UserError
 
 Split = Literal["train", "eval"]
 
-SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords}
+SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
 What a record holds stands beside these files. The kinds that say it themselves are in random_access.formats.
@@ -106,7 +107,7 @@ def scan_records(config: DataConfig, split: Split) -> Records:
     found = find_records(config, split)
     records = found.open(found.files, allow_damage=config.on_bad_record == "skip")
     if not records.num_records:
-        raise UserError(f"data.{split}: no file holds a record. {records.problems[0]}")
+        raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
     return records
 
 

@@ -9,14 +9,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from made_records import batches, config, example, ids, pipeline, write_file
-from made_stores import WITH_LISTS, WRITERS, write_hdf5, write_npy, write_parquet
+from made_records import batches, config, example, ids, image_record, make_images, pipeline, write_file
+from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
 from horovod_train.config.settings import DataConfig, Spec
@@ -112,6 +113,38 @@ def test_the_order_is_that_of_tfrecord_files_with_the_same_blocks(tmp_path: Path
     arrays, files = config(write_npy(tmp_path, ARRAYS), **values), config(tmp_path / "r", **values)
     for here, there in zip(read(pipeline(arrays)), read(pipeline(files)), strict=True):
         assert all(np.array_equal(value, same) for value, same in zip(here, there, strict=True))
+
+
+def test_records_of_array_record_are_those_of_tfrecords(tmp_path: Path) -> None:
+    records = [image_record(number) for number in range(70)]
+    make_images(tmp_path / "train", shards=[70])
+    write_array_record(tmp_path / "other" / "a.array_record-00000-of-00001", records)
+    (tmp_path / "other" / "dataset.json").write_text((tmp_path / "dataset.json").read_text())
+    here, there = config(tmp_path / "other"), config(tmp_path / "train")
+    for one, other in zip(read(pipeline(here)), read(pipeline(there)), strict=True):
+        assert all(np.array_equal(value, same) for value, same in zip(one, other, strict=True))
+    path = tmp_path / "other" / "a.array_record-00000-of-00001"
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.find(records[41][5:30]) + 8] ^= 0xFF
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"a\.array_record.*: record 41: RuntimeError: .*Read by rank 0 of 1"):
+        read(pipeline(here))
+    assert len(ids(read(pipeline(dataclasses.replace(here, on_bad_record="skip"))))) == 69
+    path.write_bytes(b"text")
+    with pytest.raises(UserError, match="is not an ArrayRecord file, or is not complete"):
+        open_records(here, "train")
+    with pytest.raises(UserError, match=r"data\.stage_dir: keeps blocks of TFRecords"):
+        open_records(dataclasses.replace(here, stage_dir="/tmp"), "train")
+
+
+def test_classes_of_hugging_face_are_known_and_several_splits_refused(tmp_path: Path) -> None:
+    features = datasets.Features({"x": datasets.Value("float32"), "kind": datasets.ClassLabel(names=["a", "b", "c"])})
+    made = datasets.Dataset.from_dict({"x": [0.5] * 6, "kind": [0, 1, 2] * 2}, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "all"))
+    data = config(tmp_path / "all" / "train", targets=("kind",))
+    assert open_records(data, "train").schema.features["kind"].classes == 3
+    with pytest.raises(UserError, match=r"holds the splits test, train\. Name one of their folders\."):
+        open_records(config(tmp_path / "all", targets=("kind",)), "train")
 
 
 # --- images -----------------------------------------------------------------------------------------------------------
@@ -289,8 +322,7 @@ def test_a_file_that_changes_while_in_use_ends_the_run(form: str, tmp_path: Path
     path = WRITERS[form](tmp_path, ARRAYS)
     made = pipeline(config(path, targets=("y",), on_bad_record="skip"))
     other = WRITERS[form](tmp_path / "new", {name: array[:-1] for name, array in ARRAYS.items()})
-    for old, new in zip([path, *sorted(path.glob("*.npy"))], [other, *sorted(other.glob("*.npy"))], strict=True):
-        if old.is_file():
-            new.replace(old)
+    for new in [other] if other.is_file() else other.iterdir():
+        new.replace(path if other.is_file() else path / new.name)
     with pytest.raises(UserError, match="was changed while in use"):
         read(made)

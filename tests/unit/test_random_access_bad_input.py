@@ -194,11 +194,24 @@ def test_a_file_that_does_not_serve_is_named(name: str, tmp_path: Path) -> None:
     assert said.format(path=path) in refusal(config(path, **values))
 
 
-@pytest.mark.parametrize(("library", "file", "extra"), [("pyarrow", "a.parquet", "parquet"), ("h5py", "a.h5", "hdf5")])
+@pytest.mark.parametrize(
+    ("library", "file", "extra"),
+    [
+        ("pyarrow", "a.parquet", "parquet"),
+        ("h5py", "a.h5", "hdf5"),
+        ("array_record", "a.array_record", "array_record"),
+        ("datasets", "saved", "huggingface"),
+    ],
+)
 def test_a_missing_library_is_one_line_that_names_the_extra(
     library: str, file: str, extra: str, tmp_path: Path
 ) -> None:
-    (tmp_path / file).touch()
+    if library == "datasets":
+        (tmp_path / file).mkdir()
+        (tmp_path / file / "state.json").touch()
+    else:
+        (tmp_path / file).touch()
+    (tmp_path / "dataset.json").write_text('{"features": {"x": "int64"}, "inputs": ["x"]}')
     script = (
         f"import sys; sys.modules['{library}'] = sys.modules['tensorflow'] = None\n"
         "from horovod_train.config.settings import DataConfig\n"

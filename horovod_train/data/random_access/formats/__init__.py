@@ -7,6 +7,7 @@ from collections.abc import Callable
 from horovod_train.data.random_access.formats.arrow import ArrowFile, ParquetFile
 from horovod_train.data.random_access.formats.csv_table import CSVTable
 from horovod_train.data.random_access.formats.hdf5 import HDF5File
+from horovod_train.data.random_access.formats.hugging_face import HuggingFaceFolder, is_hugging_face_folder
 from horovod_train.data.random_access.formats.images import ImageFolder, is_image_folder
 from horovod_train.data.random_access.formats.numpy_files import NumpyArrays, is_numpy_folder, refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
@@ -24,6 +25,7 @@ FILES: dict[str, OpenStore] = {
 """Names of files, as a pattern → what opens one. A folder stands for those of its files that fit one pattern."""
 
 FOLDERS: list[tuple[Callable[[str], bool], OpenStore]] = [
+    (is_hugging_face_folder, HuggingFaceFolder),
     (is_numpy_folder, NumpyArrays),
     (is_image_folder, ImageFolder),
 ]

@@ -108,7 +108,7 @@ def _is_supported(kind: Any) -> bool:
     types = import_extra("pyarrow", "parquet", "data.train").types
     if types.is_dictionary(kind):
         return _is_supported(kind.value_type)
-    if _is_file(kind) or _is_text(kind):
+    if _is_file(kind) or _is_text(kind) or _is_tensor(kind):
         return True
     if types.is_fixed_size_list(kind):
         return _is_supported(kind.value_type) and not _is_text(kind.value_type)
@@ -129,6 +129,12 @@ def _is_file(kind: Any) -> bool:
     return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
 
 
+def _is_tensor(kind: Any) -> bool:
+    """Return whether each value is an array of one shape: Arrow's own type, or Hugging Face's Array2D and so on."""
+    arrow = import_extra("pyarrow", "parquet", "data.train")
+    return isinstance(kind, arrow.BaseExtensionType) and None not in getattr(kind, "shape", [None])
+
+
 def _to_array(column: Any) -> np.ndarray:
     arrow = import_extra("pyarrow", "parquet", "data.train")
     kind = column.type
@@ -138,6 +144,8 @@ def _to_array(column: Any) -> np.ndarray:
         return _to_array(column.dictionary_decode())
     if _is_file(kind):
         return _to_array(column.field("bytes"))
+    if _is_tensor(kind):
+        return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     if column.null_count:
         return objects([None if value is None else _of_python(value) for value in column.to_pylist()])
     if arrow.types.is_fixed_size_list(kind):

@@ -1,0 +1,59 @@
+"""ArrayRecord files: serialized records, as in TFRecord files, that can be read by number. Uses array_record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from horovod_train.config.registry import import_extra
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature
+from horovod_train.data.random_access.digests import content_digest
+from horovod_train.data.random_access.source import RandomAccessRecords
+from horovod_train.data.random_access.store import FileStamps, even_blocks
+from horovod_train.data.source import Parser
+from horovod_train.errors import UserError
+
+_NO_READAHEAD = "readahead_buffer_size:0"
+
+
+class ArrayRecordFile:
+    """The records of an ArrayRecord file. A Store."""
+
+    note = ""
+
+    def __init__(self, path: str) -> None:
+        """Raises UserError for a file of another format."""
+        module = import_extra("array_record.python.array_record_module", "array_record", f"data.train: {path}")
+        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
+        try:
+            self._reader = module.ArrayRecordReader(path, _NO_READAHEAD)
+            records = self._reader.num_records() if self._reader.ok() else None
+        except (ValueError, RuntimeError, OSError):
+            records = None
+        if records is None:
+            raise UserError(f"{path}: is not an ArrayRecord file, or is not complete.")
+        self.size = self._stamps.size
+        self.blocks = even_blocks(records, self.size)
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        self._stamps.check(self.path)
+        found: list[bytes] = self._reader.read(first, last)
+        return found
+
+    def digest(self, index_dir: str | None) -> str:
+        return content_digest(self.path, self._stamps.stats, index_dir)
+
+
+def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RandomAccessRecords:
+    """Open ArrayRecord files. Damaged records are found when they are read. Raises UserError."""
+    if config.stage_dir:
+        raise UserError(f"data.stage_dir: keeps blocks of TFRecords; {files[0]} is an ArrayRecord file. Leave it out.")
+    stores = [ArrayRecordFile(path) for path in files]
+    return RandomAccessRecords(stores, config.index_dir, _parser_of_examples)
+
+
+def _parser_of_examples(features: dict[str, Feature]) -> Parser:
+    from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
+
+    return SchemaParser(features)

@@ -1,0 +1,60 @@
+"""Datasets of Hugging Face as `save_to_disk` writes them: each column is a feature. Uses datasets."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from horovod_train.config.registry import import_extra
+from horovod_train.data.random_access.digests import content_digest
+from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
+from horovod_train.data.random_access.store import FileStamps, Request, even_blocks
+from horovod_train.data.source import Arrays
+from horovod_train.errors import UserError
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+class HuggingFaceFolder:
+    """The records of one split. A Store."""
+
+    note = ""
+
+    def __init__(self, path: str, request: Request) -> None:
+        """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""
+        if os.path.exists(os.path.join(path, _SPLITS)):
+            splits = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+            raise UserError(
+                f"{request.setting}: {path} holds the splits {', '.join(splits)}. Name one of their folders."
+            )
+        datasets = import_extra("datasets", "huggingface", f"{request.setting}: {path}")
+        self.path = path
+        try:
+            dataset = datasets.load_from_disk(path)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: cannot be read as a dataset: {' '.join(str(error).split())}") from error
+        self._names = request.choose(dataset.column_names, path)
+        self._dataset = dataset.select_columns(self._names).with_format("arrow")
+        check_types(dataset.features.arrow_schema, self._names, path)
+        self.known: dict[str, dict[str, Any]] = {name: _known(dataset.features[name], datasets) for name in self._names}
+        self._stamps = FileStamps(sorted(file["filename"] for file in dataset.cache_files))
+        self.size = self._stamps.size
+        self.blocks = even_blocks(len(dataset), self.size)
+
+    def read(self, first: int, last: int) -> Arrays:
+        for path in self._stamps.stats:
+            self._stamps.check(path)
+        return to_arrays(self._dataset[first:last])
+
+    def digest(self, index_dir: str | None) -> str:
+        return content_digest(self.path, self._stamps.stats, index_dir)
+
+
+def is_hugging_face_folder(path: str) -> bool:
+    return any(os.path.exists(os.path.join(path, name)) for name in (_STATE, _SPLITS))
+
+
+def _known(feature: Any, datasets: Any) -> dict[str, Any]:
+    if isinstance(feature, datasets.ClassLabel):
+        return {"classes": feature.num_classes}
+    return {"decode": "image"} if isinstance(feature, datasets.Image) else {}
