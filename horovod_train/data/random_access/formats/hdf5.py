@@ -22,7 +22,7 @@ class HDF5File:
         h5py = import_extra("h5py", "hdf5", f"{request.setting}: {path}")
         self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
         try:
-            self._file = h5py.File(path, "r")
+            self._file = h5py.File(path, "r", locking="best-effort")  # some network file systems cannot lock
         except OSError as error:
             raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}.") from error
         found: dict[str, Any] = {}
