@@ -126,8 +126,9 @@ def _show_shares(console: Console, config: Config, size: int, epochs: int) -> in
     records = open_records(data, "train")
     batch = data.global_batch_size or (data.batch_size_per_rank or _ROWS_PER_RANK) * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)
+    where = ", ".join(data.paths("train"))
     console.print(
-        f"{', '.join(data.train)}: {plan.num_records} records in {len(plan.block_counts)} blocks; {size} ranks, "
+        f"{where}: {plan.num_records} records in {len(plan.block_counts)} blocks; {size} ranks, "
         f"global batch {batch}, {plan.steps_per_epoch} steps an epoch, seed {config.seed}",
         markup=False,
     )
@@ -155,6 +156,7 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
         ranks = " → ".join(map(str, e.sizes))
         rows.append((e.epoch, f"{e.steps} of {e.steps_per_epoch}", ranks, e.records, missing, len(e.twice)))
     console.print(build_table(("epoch", "steps", "ranks", "records", "missing", "twice"), rows, left=()))
+    _show_data_sets(console, epochs)
     for e in epochs:
         for what, records in (("missing", e.missing), ("twice", e.twice)):
             if records:
@@ -164,6 +166,18 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
             raise UserError(f"check-data: in epoch {e.epoch} a resume read other data, under the same numbers.")
     if any(e.missing or e.twice for e in epochs):
         raise UserError("check-data: not every record was consumed once an epoch.")
+
+
+def _show_data_sets(console: Console, epochs: Sequence[EpochAudit]) -> None:
+    """Show what was read of each data set, if there are several."""
+    rows = []
+    for e in epochs:
+        for part in e.data_sets if len(e.data_sets) > 1 else ():
+            missing = str(part.missing) if e.is_whole else "not over"
+            rows.append((e.epoch, f"{part.repeats} ×", part.records, missing, part.twice, part.name))
+    if rows:
+        titles = ("epoch", "repeats", "records", "missing", "twice", "data set")
+        console.print(build_table(titles, rows, left=titles[-1:]))
 
 
 def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:

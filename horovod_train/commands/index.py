@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     folders = [folder for path in arguments.paths for folder in record_folders(path, _PATTERNS)]
     for folder in folders:
         started = time.perf_counter()
-        _, files = list_files([folder], "index", _PATTERNS)
+        files = list_files([folder], "index", _PATTERNS).files
         blocks = open_tfrecords(files, config, allow_damage=False).blocks
         print(
             f"{folder}: {blocks.num_records} records in {len(files)} files, {len(blocks.records)} blocks, "

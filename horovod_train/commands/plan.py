@@ -141,6 +141,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
             shown = f"{found['records']:,} records {where}, {_bytes(found['bytes'])}"
             names = f"{', '.join(found['inputs'])} → {', '.join(found['targets']) or 'nothing'}"
             lines.append((f"{split} data", f"{shown}; {names}"))
+            lines += [("", line) for line in _data_set_lines(found["data_sets"])]
     last = steps["records_in_last_of_epoch"]
     partial = "" if last == batch["global"] else f", the last with {last}"
     epochs = f"{steps['epochs']:g} epoch{'s' * (steps['epochs'] != 1)}"
@@ -162,6 +163,13 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     if facts["time"]:
         lines.append(("time", _time_line(facts["time"])))
     return lines
+
+
+def _data_set_lines(data_sets: Sequence[Facts]) -> list[str]:
+    """Return a line for each data set that is repeated, and for those beside it."""
+    if all(one["repeats"] == 1 for one in data_sets):
+        return []
+    return [f"{one['records']:,} of {one['name']}, {one['repeats']} × an epoch" for one in data_sets]
 
 
 def _rate_lines(facts: Facts) -> list[tuple[str, str]]:

@@ -164,13 +164,14 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
 
 
 def _records(records: Records, config: Config) -> Facts:
-    parts = records.source.parts
+    parts = {part.path: part for part in records.source.parts}.values()  # of a mixture, without repeats
     return {
         "records": records.num_records,
         "files": len(parts),
         "bytes": sum(part.size for part in parts),
         "inputs": list(records.schema.inputs),
         "targets": list(records.schema.targets),
+        "data_sets": [data_set._asdict() for data_set in records.data_sets],
         "source": config.data.source.name if config.data.source else None,
     }
 

@@ -238,7 +238,9 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        chosen = type(value) if type(value) in arguments else next(a for a in arguments if a is not type(None))
+        kinds = [a for a in arguments if dataclasses.is_dataclass(a)] if isinstance(value, dict) else []
+        others = [a for a in arguments if a is not type(None)]
+        chosen = type(value) if type(value) in arguments else (kinds or others)[0]
         return _convert(value, chosen, path, origins)
     if origin is Literal:
         if value not in arguments:

@@ -49,8 +49,18 @@ class LossTerm(Spec):
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """One of several sets of training records. In YAML a bare string is a path."""
+
+    path: str
+    repeats: int = setting(1, "how often each of its records comes in an epoch", minimum=1)
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str, ...] = setting((), "training records: a folder, file, glob, or a list of them; see docs/data.md")
+    train: tuple[str | Mixed, ...] = setting(
+        (), "training records: a folder, file, glob, or a list of them, each with repeats or without; see docs/data.md"
+    )
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
     source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
     features: dict[str, Any] = setting({}, "what a record holds, where neither dataset.json nor the records say it")
@@ -73,6 +83,16 @@ class DataConfig:
     prefetch_batches: int | None = setting(None, "batches prepared ahead; default: chosen by TensorFlow", minimum=1)
     audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")
     on_bad_record: Literal["error", "skip"] = setting("error", "error: name it and stop; skip: leave it out, count it")
+
+    def paths(self, split: Literal["train", "eval"]) -> tuple[str, ...]:
+        """Return the folders, files and globs of a split."""
+        given: tuple[str | Mixed, ...] = getattr(self, split)
+        return tuple(entry.path if isinstance(entry, Mixed) else entry for entry in given)
+
+    def repeats(self, split: Literal["train", "eval"]) -> tuple[int, ...]:
+        """Return how often the records of each of them come in an epoch."""
+        given: tuple[str | Mixed, ...] = getattr(self, split)
+        return tuple(entry.repeats if isinstance(entry, Mixed) else 1 for entry in given)
 
     def global_batch(self, size: int) -> int:
         """Return the records of an update over `size` ranks; 0 if neither batch size is given."""

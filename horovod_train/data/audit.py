@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -49,6 +49,8 @@ class Start:
     steps_per_epoch: int
     data: str = ""
     """A digest of what the records hold; "" if an earlier version wrote the file."""
+    data_sets: Sequence[tuple[str, int, int]] = ()
+    """Of each: its name, its records and their repeats. Records are numbered in this order, repeats one by one."""
 
     @property
     def position(self) -> Position:
@@ -117,6 +119,17 @@ def _prepare(folder: Path, start: Start) -> None:
             remove(path, _FILE)
 
 
+class DataSetAudit(NamedTuple):
+    """What all ranks together consumed of one data set in one epoch."""
+
+    name: str
+    repeats: int
+    records: int
+    missing: int
+    twice: int
+    """Beyond its repeats."""
+
+
 @dataclass
 class EpochAudit:
     """What all ranks together consumed in one epoch."""
@@ -132,6 +145,7 @@ class EpochAudit:
     twice: list[int]
     data: tuple[str, ...]
     """The digests of the data, one start after the other. With several digests, a number stands for several records."""
+    data_sets: tuple[DataSetAudit, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -230,7 +244,18 @@ def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochA
         missing=missing,
         twice=np.flatnonzero(counts > 1).tolist(),
         data=tuple(dict.fromkeys(start.data for start in starts)),
+        data_sets=tuple(_by_data_set(start, counts, missing)),
     )
+
+
+def _by_data_set(start: Start, counts: np.ndarray, missing: list[int]) -> Iterator[DataSetAudit]:
+    first = 0
+    for name, records, repeats in start.data_sets:
+        last = first + records * repeats
+        inside = counts[first:last]
+        missed = sum(first <= number < last for number in missing)
+        yield DataSetAudit(name, repeats, int(inside.sum()), missed, int((inside > 1).sum()))
+        first = last
 
 
 def _text(position: Position) -> str:

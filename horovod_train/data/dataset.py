@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import has_records, list_files, record_folders
 from horovod_train.data.identity import digest_of
+from horovod_train.data.mixture import DataSet, Entry, Mixture, split_by_entry
 from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
@@ -43,6 +44,8 @@ class Records:
     """The config key that names them, `data.train` or `data.eval`."""
     notes: Sequence[str] = ()
     """What users should know before a run."""
+    data_sets: Sequence[DataSet] = ()
+    """Those that the records are from, in their order."""
 
     @property
     def num_records(self) -> int:
@@ -78,6 +81,8 @@ class Found(NamedTuple):
     files: list[str]
     """Folders too, if each is a data set of its own; with data.source whatever its class makes of these texts."""
     are_paths: bool
+    entries: list[Entry]
+    """The data sets that the files are of."""
     open: OpenFiles
 
 
@@ -87,7 +92,7 @@ def open_records(config: DataConfig, split: Split) -> Records:
     The first time may take long: TFRecord files without a current index are scanned.
     """
     records = scan_records(config, split)
-    check_counts(records, getattr(config, split))
+    check_counts(records, config.paths(split))
     return records
 
 
@@ -108,30 +113,35 @@ def scan_records(config: DataConfig, split: Split) -> Records:
     records = found.open(found.files, allow_damage=config.on_bad_record == "skip")
     if not records.num_records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
-    return records
+    data_sets = split_by_entry(records.source, found.entries)
+    mixed = any(entry.repeats > 1 for entry in found.entries)
+    source = Mixture(records.source, found.entries) if mixed else records.source
+    return dataclasses.replace(records, source=source, data_sets=data_sets)
 
 
 def find_records(config: DataConfig, split: Split) -> Found:
     """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
-    setting, paths = f"data.{split}", getattr(config, split)
+    setting, paths, repeats = f"data.{split}", config.paths(split), config.repeats(split)
+    each_alone = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
     if config.source:
         open_users = partial(UsersStore, spec=config.source)
-        return Found(list(paths), False, _OpenStores(open_users, config, setting))
+        return Found(list(paths), False, each_alone, _OpenStores(open_users, config, setting))
     of_folders = _kind_of_folders(paths)
     if of_folders:
         _check_no_effect(config, setting, paths[0])
-        return Found(list(paths), True, _OpenStores(of_folders, config, setting))
-    kind, files = list_files(paths, setting, [*SOURCES, *FILES])
+        return Found(list(paths), True, each_alone, _OpenStores(of_folders, config, setting))
+    kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES])
+    entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return Found(files, True, _OpenStores(FILES[kind], config, setting))
+        return Found(files, True, entries, _OpenStores(FILES[kind], config, setting))
     if config.parse:
         schema = own_schema(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting)
-    return Found(files, True, _OpenSource(SOURCES[kind], schema, config, setting))
+    return Found(files, True, entries, _OpenSource(SOURCES[kind], schema, config, setting))
 
 
 class _OpenSource(NamedTuple):
@@ -215,7 +225,8 @@ def check_counts(records: Records, folders: Sequence[str]) -> None:
     A folder with a file that is known to be damaged may hold fewer records.
     """
     for folder in filter(os.path.isdir, folders):
-        inside = [part for part in records.source.parts if os.path.dirname(part.path) == folder.rstrip("/")]
+        parts = {part.path: part for part in records.source.parts}.values()  # of a mixture, without repeats
+        inside = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
         found, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))
         if expected is None or found == expected.records or (problems_of(inside) and found < expected.records):
             continue

@@ -6,6 +6,7 @@ import fnmatch
 import glob
 import os
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from horovod_train.errors import UserError
 
@@ -13,23 +14,32 @@ INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index_file."""
 
 
-def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) -> tuple[str, list[str]]:
-    """Return the files that folders and globs stand for: in the order given, and by name within each.
+class Listed(NamedTuple):
+    """The files that folders and globs stand for: in the order given, and by name within each."""
 
-    All are of one kind, which is returned too: the first of `patterns` that fits any of the paths, or else the first.
-    `setting` is the config key of the paths, for messages. Raises UserError if there are no files.
+    kind: str
+    """The pattern that they fit."""
+    files: list[str]
+    counts: list[int]
+    """How many of them each path stands for."""
+
+
+def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) -> Listed:
+    """Return the files that folders and globs stand for.
+
+    All are of one kind: the first of `patterns` that fits any of the paths, or else the first. `setting` is the config
+    key of the paths, for messages. Raises UserError if there are no files.
     """
     first = next(iter(patterns))
     kind = next((pattern for pattern in patterns if any(_fits(path, pattern) for path in paths)), first)
-    files: list[str] = []
-    for path in paths:
-        files.extend(_list_folder(path, setting, kind) if os.path.isdir(path) else _list_glob(path, setting))
+    found = [_list_folder(path, setting, kind) if os.path.isdir(path) else _list_glob(path, setting) for path in paths]
+    files = [name for names in found for name in names]
     seen: set[str] = set()
     for name in map(os.path.normpath, files):
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)
-    return kind, files
+    return Listed(kind, files, [len(names) for names in found])
 
 
 def record_folders(path: str, patterns: Collection[str]) -> list[str]:

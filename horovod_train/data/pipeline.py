@@ -10,7 +10,7 @@ import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -26,6 +26,7 @@ from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffl
 from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed
 from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
+from horovod_train.data.mixture import DataSet
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Transforms
@@ -90,6 +91,11 @@ class Pipeline:
     def content(self) -> str:
         """A digest of what the records hold: equal if a record's number means the same record."""
         return self._records.digest
+
+    @property
+    def data_sets(self) -> Sequence[DataSet]:
+        """The data sets that the records are from."""
+        return self._records.data_sets
 
     @cached_property
     def files(self) -> str:

@@ -78,7 +78,7 @@ class Report:
 
 def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
-    found, paths = find_records(config, split), getattr(config, split)
+    found, paths = find_records(config, split), config.paths(split)
     report = Report(", ".join(paths), files=len(found.files))
     readable = [name for name in found.files if not found.are_paths or os.access(name, os.R_OK)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*found.files} - {*readable})]

@@ -93,6 +93,7 @@ def _open_audit(run: Run) -> Audit:
         global_batch_size=train.global_batch_size,
         steps_per_epoch=train.steps_per_epoch,
         data=train.content,
+        data_sets=[(found.name, found.records, found.repeats) for found in train.data_sets],
     )
     return AuditLog(directory, start)
 

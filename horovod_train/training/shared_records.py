@@ -38,7 +38,7 @@ def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: Worker
         _check_equal(group, records)
     with group.raise_together():
         for split, records in opened.items():
-            check_counts(records, getattr(config, split))
+            check_counts(records, config.paths(split))
     for records in opened.values():
         _warn(records)
     return opened

@@ -91,6 +91,27 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_each_record_once(
     assert "data.train holds what the run read" in verified.stdout
 
 
+def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) -> None:
+    """Stopped at 2 ranks inside the first epoch, and ended at 3."""
+    parts = {"first": slice(0, 400), "second": slice(400, None)}
+    for name, rows in parts.items():
+        (tmp_path / name).mkdir()
+        text = as_npy(tmp_path / name, {key: array[rows] for key, array in arrays.items()})
+    config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    train_on = f"[{{path: {tmp_path}/first/arrays, repeats: 3}}, {tmp_path}/second/arrays]"
+    config.write_text(text.replace(f"train: {tmp_path}/second/arrays", f"train: {train_on}"))
+    words = ["--config", config, "--output-dir", run_dir]
+    for np_, max_steps in [(2, 7), (3, 24)]:
+        finished = train([*words, f"train.max_steps={max_steps}"], launcher="mpirun", np=np_)
+        assert finished.returncode == 0, finished.text
+    (epoch,) = audit(str(run_dir))
+    assert (epoch.sizes, epoch.missing, epoch.twice) == ((2, 3), [], [])
+    assert [(one.repeats, one.records) for one in epoch.data_sets] == [(3, 1200), (1, RECORDS - 400)]
+    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    assert verified.returncode == 0, verified.text
+    assert re.search(r"0 +3 × +1200 +0 +0 +/", verified.stdout), verified.stdout
+
+
 def test_the_weights_are_those_of_tfrecords_of_the_same_records(digits: Path, arrays: Arrays, tmp_path: Path) -> None:
     """Shuffled by the same plan: the records lie in one file, so that both have the same blocks."""
     (tmp_path / "records").mkdir()

@@ -36,7 +36,6 @@ class RandomAccessRecords:
         self._parts = [
             Part(os.path.normpath(store.path), store.size, store.blocks.num_records, store.digest(index_dir))
             for store in stores
-            if store.blocks.num_records
         ]
 
     @property
@@ -75,7 +74,7 @@ def open_described(
     if config.on_bad_record == "error":
         for store in filled:
             _check_first(store, ArraysParser(schema.features))
-    return RandomAccessRecords(filled, config.index_dir, ArraysParser), schema
+    return RandomAccessRecords(stores, config.index_dir, ArraysParser), schema
 
 
 def _check_first(store: Store, parser: Parser) -> None:

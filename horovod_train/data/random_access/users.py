@@ -125,8 +125,9 @@ class UsersStore:
         return value
 
     def _add_sample(self, total: Any) -> None:
-        chosen = np.unique(np.linspace(0, self.blocks.num_records - 1, SAMPLED_RECORDS).astype(np.int64))
-        for record in chosen.tolist():
+        count = self.blocks.num_records
+        chosen = np.linspace(0, max(count - 1, 0), SAMPLED_RECORDS).astype(np.int64)
+        for record in np.unique(chosen[chosen < count]).tolist():
             try:
                 row = self.read(record, record + 1)
             except UserError:
