@@ -139,6 +139,8 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         if found:
             where = f"from {found['source']}" if found["source"] else f"in {found['files']} files"
             shown = f"{found['records']:,} records {where}, {_bytes(found['bytes'])}"
+            if found["fold"]:
+                shown += f", {'only' if split == 'eval' else 'without'} part {found['fold']}"
             names = f"{', '.join(found['inputs'])} → {', '.join(found['targets']) or 'nothing'}"
             lines.append((f"{split} data", f"{shown}; {names}"))
             lines += [("", line) for line in _data_set_lines(found["data_sets"])]

@@ -164,7 +164,7 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
 
 
 def _records(records: Records, config: Config) -> Facts:
-    parts = {part.path: part for part in records.source.parts}.values()  # of a mixture, without repeats
+    parts = records.stored or records.source.parts
     return {
         "records": records.num_records,
         "files": len(parts),
@@ -172,6 +172,7 @@ def _records(records: Records, config: Config) -> Facts:
         "inputs": list(records.schema.inputs),
         "targets": list(records.schema.targets),
         "data_sets": [data_set._asdict() for data_set in records.data_sets],
+        "fold": config.data.fold,
         "source": config.data.source.name if config.data.source else None,
     }
 

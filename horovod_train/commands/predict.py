@@ -36,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
     run_selection.check_out(arguments.out, PREDICTIONS)
+    if arguments.data:  # data.fold is of the records of training
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
     data = dataclasses.replace(config.data, eval=paths, targets=())
     look_before_start(data, "eval", ranks=launcher.detect().size)
     tensorflow_noise.load_tensorflow()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,6 +59,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     if not data.train:
         yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
     yield from _without_files(data)
+    yield from _wrong_fold(data)
     if not (train.epochs or train.max_steps):
         yield "train.epochs", "is required (or train.max_steps)."
     if schedule.scaling != "none" and not schedule.base_batch_size:
@@ -112,6 +114,22 @@ def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
     for key in ("parse", "index_dir", "stage_dir"):
         if getattr(data, key):
             yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
+
+
+def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.fold is None:
+        return
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
+    if not found or not (1 <= int(found[1]) <= int(found[2]) and int(found[2]) >= 2):
+        yield "data.fold", f"expected k/K with k from 1 to K, and K at least 2, like 1/5; received {data.fold}."
+    if data.eval and data.paths("eval") != data.paths("train"):
+        yield (
+            "data.fold",
+            (
+                "parts the records of data.train, so data.eval must name the same, or be left out; "
+                f"received {', '.join(data.eval)}."
+            ),
+        )
 
 
 def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

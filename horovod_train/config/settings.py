@@ -63,6 +63,7 @@ class DataConfig:
     )
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
     source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
+    fold: str | None = setting(None, "k/K: train on all but part k of K of the records, evaluate on that part")
     features: dict[str, Any] = setting({}, "what a record holds, where neither dataset.json nor the records say it")
     inputs: tuple[str, ...] = setting(
         (), "features that the model gets; default: as dataset.json says, or all but targets"

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import has_records, list_files, record_folders
+from horovod_train.data.fold import Fold, FoldedRecords
 from horovod_train.data.identity import digest_of
 from horovod_train.data.mixture import DataSet, Entry, Mixture, split_by_entry
 from horovod_train.data.random_access.formats import FILES, FOLDERS
@@ -21,7 +22,7 @@ from horovod_train.data.random_access.source import OpenStore, open_described
 from horovod_train.data.random_access.users import UsersStore
 from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, dump_schema, find_schema, own_schema
-from horovod_train.data.source import OpenSource, RecordSource, problems_of
+from horovod_train.data.source import OpenSource, Part, RecordSource, problems_of
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 
@@ -44,6 +45,8 @@ class Records:
     """The config key that names them, `data.train` or `data.eval`."""
     notes: Sequence[str] = ()
     """What users should know before a run."""
+    stored: Sequence[Part] = ()
+    """The parts as they are stored, where the source repeats some records or leaves some out."""
     data_sets: Sequence[DataSet] = ()
     """Those that the records are from, in their order."""
 
@@ -113,10 +116,20 @@ def scan_records(config: DataConfig, split: Split) -> Records:
     records = found.open(found.files, allow_damage=config.on_bad_record == "skip")
     if not records.num_records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
-    data_sets = split_by_entry(records.source, found.entries)
-    mixed = any(entry.repeats > 1 for entry in found.entries)
-    source = Mixture(records.source, found.entries) if mixed else records.source
-    return dataclasses.replace(records, source=source, data_sets=data_sets)
+    source = records.source
+    if config.fold:
+        source = _fold(source, config.fold, split)
+    data_sets = split_by_entry(source, found.entries)
+    if any(entry.repeats > 1 for entry in found.entries):
+        source = Mixture(source, found.entries)
+    return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
+
+
+def _fold(source: RecordSource, text: str, split: Split) -> RecordSource:
+    fold = Fold.parse(text)
+    if source.blocks.num_records < fold.of:
+        raise UserError(f"data.fold: {text} needs at least {fold.of} records; there are {source.blocks.num_records}.")
+    return FoldedRecords(source, fold, is_left_out=split == "eval")
 
 
 def find_records(config: DataConfig, split: Split) -> Found:
@@ -225,7 +238,7 @@ def check_counts(records: Records, folders: Sequence[str]) -> None:
     A folder with a file that is known to be damaged may hold fewer records.
     """
     for folder in filter(os.path.isdir, folders):
-        parts = {part.path: part for part in records.source.parts}.values()  # of a mixture, without repeats
+        parts = records.stored or records.source.parts
         inside = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
         found, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))
         if expected is None or found == expected.records or (problems_of(inside) and found < expected.records):

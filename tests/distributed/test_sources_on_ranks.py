@@ -15,6 +15,7 @@ from conftest import BIN, rank_environment, run_process, split_records, summary_
 from made_stores import write_hdf5, write_npy, write_npz, write_parquet
 
 from horovod_train.data.audit import audit
+from horovod_train.data.fold import parts_of_records
 
 RECORDS, STEPS_PER_EPOCH = 1437, 15
 
@@ -110,6 +111,22 @@ def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) ->
     verified = train(["check-data", "--config", config, "--audit", run_dir])
     assert verified.returncode == 0, verified.text
     assert re.search(r"0 +3 × +1200 +0 +0 +/", verified.stdout), verified.stdout
+
+
+def test_a_fold_is_left_out_and_evaluated(arrays: Arrays, tmp_path: Path) -> None:
+    config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    config.write_text(as_hdf5(tmp_path, arrays))
+    fold = ["data.fold=2/5", f"data.eval={tmp_path}/a.h5"]
+    finished = train(["--config", config, "--output-dir", run_dir, "train.epochs=1", *fold], launcher="mpirun", np=2)
+    assert finished.returncode == 0, finished.text
+    left_out = int((parts_of_records(RECORDS, 5) == 1).sum())
+    (epoch,) = audit(str(run_dir))
+    assert (epoch.records, epoch.missing, epoch.twice) == (RECORDS - left_out, [], [])
+    evaluated = train(["evaluate", run_dir], launcher="mpirun", np=3)
+    assert evaluated.returncode == 0, evaluated.text
+    assert f"records {left_out} " in evaluated.stdout
+    predicted = train(["predict", run_dir, "--data", tmp_path / "a.h5", "--out", tmp_path / "all.npz"])
+    assert f"{RECORDS} records" in predicted.stdout, predicted.text
 
 
 def test_the_weights_are_those_of_tfrecords_of_the_same_records(digits: Path, arrays: Arrays, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ VALUES: dict[str, list[Any]] = {
     "data.inputs": ["image_raw"],
     "data.targets": ["label"],
     "data.parse": ["runs_of_settings:parse"],
+    "data.fold": ["1/3"],
     "data.source": ["runs_of_settings:Images"],
     "data.index_dir": ["{here}/indexes"],
     "data.stage_dir": ["{here}/stage"],
@@ -60,6 +61,7 @@ FIXED = ("output_dir", "data.train", "data.eval", "model", "loss", "metrics")
 WITH: dict[str, Values] = {
     "data.features": {"data.inputs": "image_raw", "data.targets": "label"},
     "data.parse": {"data.inputs": "image_raw", "data.targets": "label"},
+    "data.fold": {"data.eval": "{here}/data/train"},
     "data.source": {"data.features": FEATURES, "data.inputs": "image_raw", "data.targets": "label"},
     "data.batch_size_per_rank": {"data.global_batch_size": None},
     "lr_schedule.scaling": {"lr_schedule.base_batch_size": 4},

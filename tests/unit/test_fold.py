@@ -1,0 +1,145 @@
+"""Cross-validation: parts are equal and the same in every run; training leaves one out, and evaluation reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_records import batches, ids, image_record, make_images, pixels, write_file
+from made_stores import write_npy
+
+from horovod_train.config.loader import load
+from horovod_train.config.settings import DataConfig, Mixed
+from horovod_train.data.dataset import Split, open_records
+from horovod_train.data.fold import parts_of_records
+from horovod_train.data.loader import Ranks
+from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.errors import UserError
+
+RECORDS, FOLDS = 70, 4
+
+
+@pytest.fixture(params=["tfrecords", "arrays"])
+def stored(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "tfrecords":
+        path = str(make_images(tmp_path / "data" / "all"))
+        found = json.loads((tmp_path / "data" / "dataset.json").read_text())
+        (tmp_path / "data" / "dataset.json").write_text(json.dumps(found | {"counts": {"all": RECORDS}}))
+        return {"train": (path,), "eval": (path,)}
+    images = np.stack([pixels(number) for number in range(RECORDS)])
+    path = str(write_npy(tmp_path, {"image_raw": images, "label": np.arange(RECORDS) % 10}))
+    features = {"image_raw": {"scale": 1 / 255, "offset": -0.5}}
+    return {"train": (path,), "eval": (path,), "features": features, "targets": ("label",)}
+
+
+def pipeline(data: DataConfig, split: Split, rank: int = 0, size: int = 1, seed: int = 1) -> Pipeline:
+    records = open_records(data, split)
+    ranks, training = Ranks(rank, size), split == "train"
+    return build_pipeline(records, data, ranks, seed=seed, training=training, global_batch_size=8)
+
+
+def shown(data: DataConfig, split: Split, size: int = 1, seed: int = 1) -> list[int]:
+    """The images that all ranks read."""
+    found = []
+    for rank in range(size):
+        for batch in batches(pipeline(data, split, rank, size, seed)):
+            for row in np.flatnonzero(batch.ids >= 0):
+                image = round((float(batch.inputs[row, 0, 0, 0]) + 0.5) * 255)
+                assert np.allclose((batch.inputs[row] + 0.5) * 255, pixels(image))
+                assert batch.targets[row] == image % 10
+                found.append(image)
+    return found
+
+
+def test_each_record_is_evaluated_in_one_fold_and_trained_on_in_the_others(stored: dict[str, Any]) -> None:
+    evaluated: list[int] = []
+    for number in range(1, FOLDS + 1):
+        data = DataConfig(**stored, fold=f"{number}/{FOLDS}")
+        left_out, used = shown(data, "eval", 2), shown(data, "train", 3)
+        assert sorted(left_out + used) == list(range(RECORDS))
+        evaluated += left_out
+    assert sorted(evaluated) == list(range(RECORDS))
+
+
+def test_folds_are_those_of_any_seed_and_other_folds_are_other_data(stored: dict[str, Any]) -> None:
+    first, second = (DataConfig(**stored, fold=f"{number}/{FOLDS}") for number in (1, 2))
+    assert shown(first, "train", seed=1) != shown(first, "train", seed=2)
+    assert sorted(shown(first, "train", seed=1)) == sorted(shown(first, "train", seed=2))
+    digests = [open_records(data, split).digest for data in (first, second) for split in ("train", "eval")]
+    assert len({*digests, open_records(DataConfig(**stored), "train").digest}) == 5
+
+
+def test_numbers_of_records_have_no_gaps_at_any_number_of_ranks(stored: dict[str, Any]) -> None:
+    data = DataConfig(**stored, fold=f"2/{FOLDS}")
+    found = [number for rank in range(3) for number in ids(batches(pipeline(data, "train", rank, 3)))]
+    assert sorted(found) == list(range(len(shown(data, "train"))))
+
+
+def test_a_fold_of_a_mixture_repeats_what_it_has(stored: dict[str, Any]) -> None:
+    (path,) = stored["train"]
+    data = DataConfig(**stored | {"train": (Mixed(path, 2),)}, fold=f"1/{FOLDS}")
+    found, left_out = shown(data, "train"), shown(data, "eval")
+    assert sorted(found) == sorted([*({*range(RECORDS)} - {*left_out})] * 2)
+    (data_set,) = open_records(data, "train").data_sets
+    assert (data_set.records, data_set.repeats) == (RECORDS - len(left_out), 2)
+
+
+def test_a_bad_record_has_its_number_in_the_file(tmp_path: Path) -> None:
+    make_images(tmp_path / "all", shards=[5])
+    write_file(
+        tmp_path / "all" / "0.tfrecord", [*map(image_record, range(40)), b"text", *map(image_record, range(41, 50))]
+    )
+    part = int(parts_of_records(50, 5)[40]) + 1
+    path = (str(tmp_path / "all"),)
+    made = pipeline(DataConfig(train=path, eval=path, fold=f"{part}/5"), "eval")
+    with pytest.raises(UserError, match=r"0\.tfrecord: record 40 at byte"), made.explaining():
+        batches(made)
+    data = DataConfig(train=path, eval=path, fold=f"{part}/5", on_bad_record="skip")
+    assert len(shown(data, "eval")) == 9
+    assert len(shown(data, "train")) == 40
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 40), st.integers(0, 400))
+def test_parts_have_equal_sizes_and_are_spread_evenly(folds: int, more: int) -> None:
+    records = folds + more
+    parts = parts_of_records(records, folds)
+    assert len(parts) == records
+    for group in np.split(parts, range(folds, records, folds)):
+        assert len({*group.tolist()}) == len(group)
+    assert np.ptp(np.bincount(parts, minlength=folds)) <= 1
+
+
+def test_parts_are_drawn() -> None:
+    parts = parts_of_records(4000, 4).reshape(-1, 4)
+    assert np.all(np.abs((parts == 0).mean(axis=0) - 0.25) < 0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.fold=3"], "data.fold: expected a string; received 3."),
+        (["data.fold=five"], "data.fold: expected k/K with k from 1 to K, and K at least 2, like 1/5; received five."),
+        (["data.fold=0/5"], "data.fold: expected k/K"),
+        (["data.fold=6/5"], "data.fold: expected k/K"),
+        (["data.fold=1/1"], "data.fold: expected k/K"),
+        (
+            ["data.fold=1/5", "data.eval=other"],
+            "data.fold: parts the records of data.train, so data.eval must name the same",
+        ),
+    ],
+)
+def test_a_wrong_fold_is_named(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        load([], ["data.train=a", "data.global_batch_size=8", "train.epochs=1", *words])
+    assert said in str(error.value)
+
+
+def test_more_folds_than_records_are_refused(stored: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"data\.fold: 1/71 needs at least 71 records; there are 70\."):
+        open_records(DataConfig(**stored, fold="1/71"), "train")
