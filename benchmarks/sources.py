@@ -6,7 +6,7 @@ Makes records of grey images 28×28 with a label, and for some forms a list of 0
 same tensors, drained inside TensorFlow, on one rank. `plan` is this project's order. `library` reads batches in the
 file's order by the format's own library, for tf.data's from_generator. `shuffled` does the same by 4096 records, which
 tf.data then takes apart, shuffles in a window of 10 000 and batches. `slices` is from_tensor_slices of arrays in
-memory, shuffled in the same way.
+memory, shuffled in the same way. `class` reads one record at a time in Python, and so do its readers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyarrow.parquet
 import tensorflow as tf
 
 from horovod_train.commands.tables import build_table, open_screen
-from horovod_train.config.settings import DataConfig
+from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import build_pipeline
@@ -110,12 +110,39 @@ def read_parquet(path: Path, step: int) -> Iterator[Arrays]:
         yield found
 
 
+# --- a class of one's own --------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """Records of npy files, one at a time; `data.source` names it as sources:Rows."""
+
+    def __init__(self, path: str) -> None:
+        self.opened = {name: np.load(f"{path}/{name}.npy", mmap_mode="r") for name in ("x", "y")}
+
+    def __len__(self) -> int:
+        return len(self.opened["y"])
+
+    def __getitem__(self, record: int) -> Arrays:
+        return {name: array[record] for name, array in self.opened.items()}
+
+    def fingerprint(self) -> str:
+        return "made"
+
+
+def read_singly(path: Path, step: int) -> Iterator[Arrays]:
+    rows = Rows(str(path))
+    for first in range(0, len(rows), step):
+        found = [rows[record] for record in range(first, min(first + step, len(rows)))]
+        yield {name: np.stack([row[name] for row in found]) for name in found[0]}
+
+
 FORMS: dict[str, tuple[Callable[[Path, Arrays, list[np.ndarray]], Path], Read, bool]] = {
     "npy": (write_npy, read_npy, False),
     "HDF5": (write_hdf5, read_hdf5, False),
     "HDF5 with lists": (write_hdf5, read_hdf5, True),
     "Parquet": (write_parquet, read_parquet, False),
     "Parquet with lists": (write_parquet, read_parquet, True),
+    "class": (write_npy, read_singly, False),
 }
 
 
@@ -135,7 +162,8 @@ def contenders(path: Path, read: Read, arrays: Arrays, has_lists: bool) -> dict[
 
     lists = {"words": {"max_length": LONGEST}} if has_lists else {}
     shape = {"x": {"shape": [28, 28, 1]}} if path.suffix != ".parquet" else {"x": {"shape": [784]}}
-    config = DataConfig(train=(str(path),), targets=("y",), features=lists | shape)
+    source = Spec("sources:Rows") if read is read_singly else None
+    config = DataConfig(train=(str(path),), source=source, targets=("y",), features=lists | shape)
     records = open_records(config, "train")
     made = build_pipeline(records, config, Ranks(0, 1), seed=1, training=True, global_batch_size=BATCH)
     epochs = itertools.count()

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.files import has_records, list_files, record_folders
+from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
 from horovod_train.data.fold import Fold, FoldedRecords
 from horovod_train.data.identity import digest_of
 from horovod_train.data.mixture import DataSet, Entry, Mixture, split_by_entry
@@ -139,10 +139,12 @@ def find_records(config: DataConfig, split: Split) -> Found:
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
     if config.source:
+        check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
         return Found(list(paths), False, each_alone, _OpenStores(open_users, config, setting))
     of_folders = _kind_of_folders(paths)
     if of_folders:
+        check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
         return Found(list(paths), True, each_alone, _OpenStores(of_folders, config, setting))
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES])

@@ -34,12 +34,17 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) ->
     kind = next((pattern for pattern in patterns if any(_fits(path, pattern) for path in paths)), first)
     found = [_list_folder(path, setting, kind) if os.path.isdir(path) else _list_glob(path, setting) for path in paths]
     files = [name for names in found for name in names]
+    check_named_once(files, setting)
+    return Listed(kind, files, [len(names) for names in found])
+
+
+def check_named_once(files: Sequence[str], setting: str) -> None:
+    """Raise UserError for a name that comes twice."""
     seen: set[str] = set()
     for name in map(os.path.normpath, files):
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)
-    return Listed(kind, files, [len(names) for names in found])
 
 
 def record_folders(path: str, patterns: Collection[str]) -> list[str]:

@@ -48,11 +48,15 @@ def test_a_file_is_read_whole_only_once(tmp_path: Path) -> None:
     assert open_records(config(path, targets=("y",)), "train").source.parts[0].digest != "as it was kept"
 
 
-def test_digests_go_where_the_config_says_and_replace_no_file_of_others(tmp_path: Path) -> None:
+def test_digests_go_where_the_config_says_and_replace_no_file_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     path = write_hdf5(tmp_path, ARRAYS)
     (tmp_path / "digests.json").write_text("{}")
     one = digest(config(path, targets=("y",)))
     assert (tmp_path / "digests.json").read_text() == "{}"
+    assert len(list((tmp_path / "home/.cache/horovod_train/index").iterdir())) == 1
     assert digest(config(path, targets=("y",), index_dir=str(tmp_path / "kept"))) == one
     assert len(list((tmp_path / "kept").iterdir())) == 1
 

@@ -73,6 +73,17 @@ def test_the_class_of_the_second_entry_must_give_the_same_kind_of_record(tmp_pat
     assert said.endswith("two/arrays: record 0: feature x: expected float32[2]; the record holds float32[3].")
 
 
+def test_records_that_would_be_read_twice_are_refused(tmp_path: Path) -> None:
+    path = write_npy(tmp_path, FIVE)
+    said = "is named twice; its records would be read twice. Name it once."
+    assert refusal(DataConfig(train=(str(path), f"{path}/"))).endswith(said)
+    source = Spec("user_sources:Items")
+    assert refusal(DataConfig(train=("a", "a"), source=source)) == f"data.train: a {said}"
+    (tmp_path / "link").symlink_to(path)
+    linked = refusal(DataConfig(train=(str(path), f"{tmp_path}/link")))
+    assert linked == f"{tmp_path}/link/x.npy: is the same file as {path}/x.npy; its records would be read twice."
+
+
 def in_folder(**arrays: np.ndarray) -> Callable[[Path], Path]:
     return lambda folder: write_npy(folder, arrays)
 

@@ -203,3 +203,13 @@ print(json.dumps([plan.num_records, memory]))
     records, memory = json.loads(output)
     assert records == 100_000_000
     assert memory < 4e8  # eight bytes a record would be twice that: nothing is made for each of them
+
+
+def test_blocks_of_one_record_are_a_permutation_of_all_that_needs_no_window() -> None:
+    single = Plan(np.ones(3000, np.int64), 32, seed=1, shuffle_window=1)
+    orders = [single.sequence(epoch).records(np.arange(3000)) for epoch in range(2)]
+    assert sorted(orders[0].tolist()) == sorted(orders[1].tolist()) == list(range(3000))
+    assert np.mean(orders[0] == orders[1]) < 0.01
+    assert np.mean(np.abs(np.diff(orders[0]))) > 800  # of a third of 3000, as neighbours of a uniform order are
+    sequence = single.sequence(0)
+    assert sequence.blocks_near(np.array([5, 7])).tolist() == orders[0][[5, 7]].tolist()

@@ -28,6 +28,10 @@ from horovod_train.output.removal import Made
 
 NAME = "digests.json"
 _PIECE = 1 << 22
+
+Stats = Mapping[str, os.stat_result]
+"""By a file's path, in the order of the files."""
+
 _FORMAT = "horovod_train digests 1"
 
 
@@ -42,31 +46,57 @@ def _is_ours(path: Path) -> bool:
 _DIGESTS = Made("digests of records", r"digests\.json|[0-9a-f]{16}\.json", is_ours=_is_ours)
 
 
-def content_digest(path: str, stats: Mapping[str, os.stat_result], index_dir: str | None) -> str:
-    """Return a digest of what some files hold, in their order. Reads them whole unless that was done before.
+def content_digests(entries: Mapping[str, Stats], index_dir: str | None) -> dict[str, str]:
+    """Return a digest of what the files of each entry hold, in their order. Reads them unless that was done before.
 
-    path: the file, or the folder that contains the files. Raises UserError if a file cannot be read.
+    entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.
     """
-    folder, key = (path, ".") if os.path.isdir(path) else os.path.split(path)
-    names = [os.path.relpath(file, folder) if folder else file for file in stats]
-    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats.values(), strict=True)]
-    stamp = hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
-    places = _places(folder, index_dir)
-    for place in places:
-        kept = _load(place).get(key)
-        if isinstance(kept, dict) and kept.get("stamp") == stamp and isinstance(kept.get("digest"), str):
-            return str(kept["digest"])
-    digest = _digest(list(stats), names if key == "." else [])
-    _save(places, key, {"stamp": stamp, "digest": digest})
-    return digest
+    by_folder: dict[str, list[str]] = {}
+    for path in entries:
+        by_folder.setdefault(_split(path)[0], []).append(path)
+    digests: dict[str, str] = {}
+    for folder, paths in by_folder.items():
+        places = _places(folder, index_dir)
+        kept = {key: entry for place in reversed(places) for key, entry in _load(place).items()}
+        stamps = {path: _stamp(path, entries[path]) for path in paths}
+        for path, stamp in stamps.items():
+            entry = kept.get(_split(path)[1])
+            if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
+                digests[path] = entry["digest"]
+        missing = [path for path in paths if path not in digests]
+        if missing:
+            digests |= _read_all({path: entries[path] for path in missing})
+            _save(places, {_split(path)[1]: {"stamp": stamps[path], "digest": digests[path]} for path in missing})
+    return digests
 
 
-def _digest(files: Sequence[str], names: Sequence[str]) -> str:
-    total = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
+def _split(path: str) -> tuple[str, str]:
+    """Return the folder where the digest of an entry is kept, and the entry's name in it."""
+    return (path, ".") if os.path.isdir(path) else (os.path.dirname(path), os.path.basename(path))
+
+
+def _stamp(path: str, stats: Stats) -> str:
+    facts = [(_name(path, file), stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
+    return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
+
+
+def _name(path: str, file: str) -> str:
+    """Return the name of a file of a folder; "" of a file that is an entry itself, since its part has the name."""
+    return "" if file == path else os.path.relpath(file, path if os.path.isdir(path) else os.path.dirname(path) or ".")
+
+
+def _read_all(entries: Mapping[str, Stats]) -> dict[str, str]:
+    files = [file for stats in entries.values() for file in stats]
     with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as threads:
-        for digest in track(threads.map(_digest_file, files), len(files), "reading files once, to identify them"):
-            total.update(digest)
-    return total.hexdigest()
+        read = track(threads.map(_digest_file, files), len(files), "reading files once, to identify them")
+        of_file = dict(zip(files, read, strict=True))
+    digests = {}
+    for path, stats in entries.items():
+        total = hashlib.sha256()
+        for file in stats:
+            total.update(_name(path, file).encode(errors="surrogateescape") + b"\0" + of_file[file])
+        digests[path] = total.hexdigest()
+    return digests
 
 
 def _digest_file(path: str) -> bytes:
@@ -99,11 +129,11 @@ def _load(place: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _save(places: Sequence[Path], key: str, entry: Mapping[str, str]) -> None:
+def _save(places: Sequence[Path], entries: Mapping[str, Any]) -> None:
     """Write to the first place that can be written. If none can, the files are read again at the next start."""
     for place in places:
         with contextlib.suppress(OSError):
             place.parent.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "digests": {**_load(place), key: dict(entry)}}
+            content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
             write_whole(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)
             return

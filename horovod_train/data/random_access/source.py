@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.random_access.blocks import StoreBlocks
 from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
+from horovod_train.data.random_access.digests import Stats, content_digests
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
@@ -33,8 +34,13 @@ class RandomAccessRecords:
         self._stores, self._build_parser = stores, build_parser
         columns = [np.concatenate([getattr(store.blocks, name) for store in stores]) for name in ("records", "bytes")]
         self._blocks = Blocks(*columns)
+        identities = {store.path: store.identity() for store in stores}
+        files = {path: found.stats for path, found in identities.items() if not isinstance(found, str)}
+        digests = {path: found for path, found in identities.items() if isinstance(found, str)}
+        _check_different(files.values())
+        digests |= content_digests(files, index_dir)
         self._parts = [
-            Part(os.path.normpath(store.path), store.size, store.blocks.num_records, store.digest(index_dir))
+            Part(os.path.normpath(store.path), store.size, store.blocks.num_records, digests[store.path])
             for store in stores
         ]
 
@@ -56,6 +62,22 @@ class RandomAccessRecords:
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self._build_parser(features)
+
+
+def _check_different(entries: Iterable[Stats]) -> None:
+    """Raise UserError for two names of one file in different entries, whose records would be read twice."""
+    seen: dict[tuple[int, ...], str] = {}
+    for stats in entries:
+        names = {_inode(stat): name for name, stat in stats.items() if stat.st_ino}
+        for inode, name in names.items():
+            if inode in seen:
+                raise UserError(f"{name}: is the same file as {seen[inode]}; its records would be read twice.")
+        seen.update(names)
+
+
+def _inode(stat: os.stat_result) -> tuple[int, ...]:
+    # Size and time too: some network file systems use an inode number twice.
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def open_described(

@@ -59,8 +59,8 @@ class Store(Protocol):
         UserError if reading must end; any other exception means that some of these records cannot be read.
         """
 
-    def digest(self, index_dir: str | None) -> str:
-        """Return a digest of what the records hold, in hex. index_dir: where digests are kept, if set."""
+    def identity(self) -> FileStamps | str:
+        """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
 
 
 class FileStamps:

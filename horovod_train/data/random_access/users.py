@@ -50,7 +50,7 @@ class UsersStore:
         names = self._request.names
         return {name: found[name] for name in names if name in found} if names else found
 
-    def digest(self, index_dir: str | None) -> str:
+    def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
         own = getattr(self._made, "fingerprint", None)
         total = hashlib.sha256()

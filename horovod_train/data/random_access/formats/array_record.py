@@ -8,7 +8,6 @@ from typing import Any
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.random_access.store import FileStamps, even_blocks
 from horovod_train.data.source import Parser
@@ -41,8 +40,8 @@ class ArrayRecordFile:
         found: list[bytes] = self._reader.read(first, last)
         return found
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
 
 def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RandomAccessRecords:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.store import FileStamps, Request, blocks_of, objects
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
@@ -40,17 +39,17 @@ class _Batches:
         batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
         assert batch == end, "asked for records of two batches"
         start = int(starts[batch])
-        return to_arrays(self._read_batch(self._numbers[batch]).slice(first - start, last - first))
+        return to_arrays(self._read_batch(self._numbers[batch], last - start).slice(first - start))
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
         """Return the schema, the number of records of each batch, and the bytes of all in memory."""
         raise NotImplementedError
 
-    def _read_batch(self, number: int) -> Any:
-        """Return a batch with the columns that are used."""
+    def _read_batch(self, number: int, count: int) -> Any:
+        """Return the first records of a batch, with the columns that are used."""
         raise NotImplementedError
 
 
@@ -66,11 +65,18 @@ class ParquetFile(_Batches):
             sizes = [self._metadata.row_group(group).total_byte_size for group in groups]
             return file.schema_arrow, [self._metadata.row_group(group).num_rows for group in groups], sum(sizes)
 
-    def _read_batch(self, number: int) -> Any:
+    def _read_batch(self, number: int, count: int) -> Any:
+        arrow = import_extra("pyarrow", "parquet", self.path)
         parquet = import_extra("pyarrow.parquet", "parquet", self.path)
         # Opened again for each row group, because an open file is not for several threads.
         with parquet.ParquetFile(self.path, metadata=self._metadata) as file:
-            return file.read_row_group(number, columns=self._names, use_threads=False)
+            if count < self._metadata.row_group(number).num_rows:
+                # Reads little more than these: the first record of many files is wanted at the start.
+                batches = file.iter_batches(count, row_groups=[number], columns=self._names, use_threads=False)
+                table = arrow.Table.from_batches([next(batches)])
+                if table.num_rows == count:
+                    return table
+            return file.read_row_group(number, columns=self._names, use_threads=False).slice(0, count)
 
 
 class ArrowFile(_Batches):
@@ -83,10 +89,11 @@ class ArrowFile(_Batches):
             size = sum(reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
             return reader.schema, counts, size
 
-    def _read_batch(self, number: int) -> Any:
+    def _read_batch(self, number: int, count: int) -> Any:
         arrow = import_extra("pyarrow", "parquet", self.path)
         with arrow.OSFile(self.path) as file, arrow.ipc.open_file(file) as reader:
-            return arrow.table({name: reader.get_batch(number).column(name) for name in self._names})
+            batch = reader.get_batch(number)
+            return arrow.table({name: batch.column(name) for name in self._names}).slice(0, count)
 
 
 def check_types(schema: Any, names: Sequence[str], path: str) -> None:

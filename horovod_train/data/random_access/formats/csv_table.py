@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from horovod_train.data.prepare.csv_table import load_table
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.formats.images import read_file
 from horovod_train.data.random_access.store import FileStamps, Request, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
@@ -43,8 +42,8 @@ class CSVTable:
     def read(self, first: int, last: int) -> Arrays:
         return {name: self._read(name, first, last) for name in self._columns}
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
     def _read(self, name: str, first: int, last: int) -> np.ndarray:
         values = self._columns[name][first:last]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
@@ -44,8 +43,8 @@ class HDF5File:
         self._stamps.check(self.path)
         return {name: dataset[first:last] for name, dataset in self._datasets.items()}
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
     def _bytes(self, records: int) -> int:
         """Return the bytes of all records in memory; lists and text take a share of the file."""

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
 from horovod_train.data.random_access.store import FileStamps, Request, even_blocks
 from horovod_train.data.source import Arrays
@@ -46,8 +45,8 @@ class HuggingFaceFolder:
             self._stamps.check(path)
         return to_arrays(self._dataset[first:last])
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
 
 def is_hugging_face_folder(path: str) -> bool:

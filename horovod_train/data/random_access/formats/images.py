@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from horovod_train.data.prepare.images import SUFFIXES, list_images
-from horovod_train.data.random_access.digests import content_digest
 from horovod_train.data.random_access.store import FileStamps, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 
@@ -38,8 +37,8 @@ class ImageFolder:
             found["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
         return {name: found[name] for name in self._names}
 
-    def digest(self, index_dir: str | None) -> str:
-        return content_digest(self.path, self._stamps.stats, index_dir)
+    def identity(self) -> FileStamps:
+        return self._stamps
 
 
 def is_image_folder(path: str) -> bool:
