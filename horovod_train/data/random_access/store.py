@@ -144,6 +144,8 @@ def describe_error(error: BaseException) -> str:
 
 def stack(values: Sequence[Any]) -> np.ndarray:
     """Return one array of the values of some records: of objects if they are texts, or differ in shape or dtype."""
+    if len(values) == 1 and not isinstance(values[0], bytes | str):
+        return np.asarray(values[0])[None]
     arrays = [value if isinstance(value, bytes | str) else np.asarray(value) for value in values]
     kinds = {None if isinstance(value, bytes | str) else (value.dtype, value.shape) for value in arrays}
     if len(kinds) == 1 and None not in kinds:
