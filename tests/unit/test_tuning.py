@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import PROJECT, rank_environment
+from conftest import HANGS_AFTER_S, PROJECT, rank_environment
 
 from horovod_train.config.settings import HorovodConfig
+from horovod_train.distributed.launch import local
 from horovod_train.distributed.launch.local import best_way, horovod_library, launch_words, mpi_problem, names_mpi
 from horovod_train.distributed.launch.tuning import CYCLE_MS, choose
 
@@ -90,6 +93,30 @@ def test_gloo_is_taken_where_mpi_does_not_work(
     way, why = best_way()
     assert way == "horovodrun"
     assert problem in why
+
+
+def test_an_mpirun_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With -m, bash gives each process a group of its own, as mpirun does."""
+    pids = tmp_path / "pids"
+    fake_mpirun(tmp_path, f"exec bash -mc 'for i in 1 2; do sleep 600 & echo $! >> {pids}; done; wait'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(local, "_TRY_WITHIN_S", 3.0)
+    assert mpi_problem() == "mpirun did not start two processes within 3 s"
+    ranks = [int(line) for line in pids.read_text().split()]
+    assert len(ranks) == 2
+    running = [psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs(running, timeout=HANGS_AFTER_S)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def test_mpirun_that_does_not_end_when_told_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpirun(tmp_path, "trap '' TERM; while true; do sleep 1; done")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(local, "_TRY_WITHIN_S", 1.0)
+    monkeypatch.setattr(local, "_END_WITHIN_S", 0.5)
+    assert mpi_problem() == "mpirun did not start two processes within 1 s"
 
 
 def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ python -m horovod_train.distributed.launch.local 4      prints the command that 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import mmap
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from typing import Literal
 Way = Literal["mpirun", "horovodrun"]
 
 _TRY_WITHIN_S = 20.0
+_END_WITHIN_S = 5.0
 # In one write: mpirun may interleave the output of the processes.
 _COUNT = "import sys; from mpi4py import MPI; sys.stdout.write(f'size={MPI.COMM_WORLD.size};')"
 
@@ -54,14 +57,7 @@ def mpi_problem() -> str | None:
     if library is None or not names_mpi(library):
         return "Horovod was built without MPI"
     try:
-        tried = subprocess.run(
-            [*launch_words("mpirun", 2), sys.executable, "-c", _COUNT],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TRY_WITHIN_S,
-            stdin=subprocess.DEVNULL,
-        )
+        tried = _run_in_session([*launch_words("mpirun", 2), sys.executable, "-c", _COUNT], _TRY_WITHIN_S)
     except subprocess.TimeoutExpired:
         return f"mpirun did not start two processes within {_TRY_WITHIN_S:.0f} s"
     sizes = re.findall(r"size=(\d+);", tried.stdout)
@@ -71,6 +67,35 @@ def mpi_problem() -> str | None:
         return "mpirun and mpi4py are of different MPIs: two processes each believe that they are alone"
     said = next((line for line in reversed(tried.stderr.splitlines()) if line.strip(" -")), f"exit {tried.returncode}")
     return f"mpirun cannot start two processes: {said.strip()}"
+
+
+def _run_in_session(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end. Raises subprocess.TimeoutExpired, after all processes that it started have ended."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException:
+        _end_session(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """End the leader of a session, which may clean up, and then kill every process that is left in the session.
+
+    mpirun puts each rank in a process group of its own, so that a signal to mpirun's group does not reach the ranks.
+    """
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_END_WITHIN_S)
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)
+    process.communicate()
 
 
 def horovod_library() -> Path | None:
