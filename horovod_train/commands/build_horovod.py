@@ -33,10 +33,13 @@ PREFIX_FILE = Made("openmpi_prefix.pth", r"openmpi_prefix\.pth")
 SHAPES_THE_BUILD = re.compile(r"HOROVOD_(GPU|CUDA|NCCL|BUILD)\w*|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
 
 # The libmpi of the openmpi package was built for another folder, and looks for its parts where OPAL_PREFIX says. Its
-# mpirun sets that; a rank that srun starts, or no launcher, would abort in MPI_Init. Its mpirun must also come before
-# the system's, which fits neither. With this, every Python of the environment does both, activated or not.
+# mpirun sets that; a rank that srun starts, or no launcher, would abort in MPI_Init. mpirun also sets
+# PMIX_INSTALL_PREFIX, to its own folder with links resolved, and a rank in which the two differ hangs in MPI_Init. This
+# mpirun must also come before the system's, which does not fit. Each Python of the environment then sets these three,
+# activated or not.
 PREFIX_LINES = """\
-import os, sys; os.environ["OPAL_PREFIX"] = sys.prefix
+import os, sys; os.environ["OPAL_PREFIX"] = os.path.realpath(sys.prefix)
+import os; "PMIX_INSTALL_PREFIX" in os.environ and os.environ.update(PMIX_INSTALL_PREFIX=os.environ["OPAL_PREFIX"])
 import os, sys; b = f"{sys.prefix}/bin:"; os.environ["PATH"] = b + os.environ.get("PATH", os.defpath).removeprefix(b)
 """
 
@@ -66,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         environment["HOROVOD_WITHOUT_MPI"] = "1"
     folder = Path(arguments.cache or _default_cache()).absolute() / _name(mpi, environment)
     if _is_installed(folder.name):
+        _write_prefix(mpi)
         print(f"Horovod is installed: {folder.name}")
         return 0
     if _wheel_in(folder):
@@ -227,10 +231,14 @@ def _compile(folder: Path, environment: Mapping[str, str]) -> None:
     print(f"compiled in {time.monotonic() - began:.0f} s: {_wheel_in(folder)}", flush=True)
 
 
-def _install(folder: Path, mpi: str) -> str:
-    """Install the wheel and what it needs; return what went wrong, "" if nothing did."""
+def _write_prefix(mpi: str) -> None:
     if mpi == "wheel":
         write_whole(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
+
+
+def _install(folder: Path, mpi: str) -> str:
+    """Install the wheel and what it needs; return what went wrong, "" if nothing did."""
+    _write_prefix(mpi)
     wheel = str(_wheel_in(folder))
     # By force, because another build has the same version. The second call installs what Horovod needs.
     for options in (["--force-reinstall", "--no-deps"], []):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,33 @@ def test_a_wheel_serves_if_all_that_shaped_it_is_equal(monkeypatch: pytest.Monke
     for other in ({"CXX": "clang++"}, {"HOROVOD_GPU_OPERATIONS": "NCCL"}, {"HOROVOD_CUDA_HOME": "/opt/cuda"}):
         assert build_horovod._name("wheel", here | other) != name
     assert build_horovod._name("none", here) != name
+
+
+def test_open_mpi_finds_one_prefix_in_a_rank(tmp_path: Path) -> None:
+    """It hangs if OPAL_PREFIX differs from mpirun's PMIX_INSTALL_PREFIX: by a link, or under another's mpirun."""
+    venv.create(tmp_path / "made", symlinks=True)
+    (packages,) = (tmp_path / "made").glob("lib/python3.*/site-packages")
+    (packages / build_horovod.PREFIX_FILE.what).write_text(build_horovod.PREFIX_LINES)
+    (tmp_path / "linked").symlink_to(tmp_path / "made")
+    names = ("OPAL_PREFIX", "PMIX_INSTALL_PREFIX", "PATH")
+    code = f"import os, sys; print(sys.prefix, *[os.environ.get(name) for name in {names}])"
+    command = [str(tmp_path / "linked/bin/python"), "-c", code]
+    for of_mpirun, expected in ({}, "None"), ({"PMIX_INSTALL_PREFIX": "/other"}, str((tmp_path / "made").resolve())):
+        environment = {"PATH": "/usr/bin"} | of_mpirun
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        linked = str(tmp_path / "linked")
+        assert said == [linked, str((tmp_path / "made").resolve()), expected, f"{linked}/bin:/usr/bin"]
+
+
+def test_an_older_environment_gets_the_new_prefix_without_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_horovod, "_is_installed", lambda name: True)
+    monkeypatch.setattr(build_horovod.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert main(["build-horovod", "--mpi", "none"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert main(["build-horovod", "--mpi", "wheel"]) == 0
+    assert (tmp_path / build_horovod.PREFIX_FILE.what).read_text() == build_horovod.PREFIX_LINES
 
 
 def test_comments_of_the_script_do_not_shape_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,15 @@ def test_mpirun_that_does_not_end_when_told_is_killed(tmp_path: Path, monkeypatc
     assert mpi_problem() == "mpirun did not start two processes within 1 s"
 
 
+def test_ranks_of_an_environment_that_is_a_link_meet(tmp_path: Path) -> None:
+    """Open MPI hangs where mpirun and its ranks name the folder of the one environment differently."""
+    environment = tmp_path / "environment"
+    environment.symlink_to(Path(sys.prefix).resolve())
+    command = [*launch_words("mpirun", 2), str(environment / "bin/python"), "-c", local._COUNT]
+    finished = local._run_in_session(command, HANGS_AFTER_S)
+    assert finished.stdout.replace("\n", "") == "size=2;size=2;", finished.stderr
+
+
 def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
     library = horovod_library()
     assert library is not None
