@@ -66,6 +66,11 @@ fi
 replace_line horovod/tensorflow/mpi_ops.cc 'GpuStreamHandle AsGpuStreamValue(Stream* stream);' \
     'template <class S> auto AsGpuStreamValue(S* s) { return GpuStreamHandle(s->platform_specific_handle().stream); }'
 
+# gloo's connections for collectives take HOROVOD_GLOO_IFACE too. Without this they go to the address that the host's own
+# name has, which on Debian is 127.0.1.1, and a host whose name has none crashes.
+replace_line horovod/common/gloo/gloo_context.cc '  assert(global_context.IsEnabled());' \
+    '  gloo_iface_ = global_context.gloo_iface_;'
+
 # For elastic ranks: one that is lost while the others meet again would end them all, because nothing catches what gloo
 # throws. hvd.init raises ValueError instead, and may be called again. A rank whose host was taken from the list ends
 # there with 0; it would abort.

@@ -43,6 +43,8 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
     if started_by.launcher == "none":
         # If built with MPI, Horovod would start MPI for this process alone, which needs a working mpirun.
         os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        # gloo wants an address even for one rank, and aborts where the host's own name has none.
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
     if started_by.is_elastic:
         reconnect.connect()
         return mine  # the ranks of a host do not start together
