@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_train.distributed.launch.launcher import Launch, read_launch
+from horovod_train.distributed.launch import initialize
+from horovod_train.distributed.launch.launcher import Launch, Launcher, read_launch
 from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
-from horovod_train.errors import UserError
+from horovod_train.errors import FailedElsewhere, UserError
 
 BATCH = {
     "SLURM_JOB_ID": "7",
@@ -162,3 +163,15 @@ def test_cross_ranks_count_the_hosts_that_have_this_local_rank() -> None:
         (1, 2, (0, 1)),
         (0, 1, (1, 2)),
     ]
+
+
+@pytest.mark.parametrize(("how", "instead"), [("mpirun", "horovodrun --gloo"), ("srun-pmix", "srun --mpi=none")])
+def test_ranks_of_mpi_are_refused_by_a_horovod_without_mpi(
+    monkeypatch: pytest.MonkeyPatch, how: Launcher, instead: str
+) -> None:
+    monkeypatch.setattr(initialize.hvd, "mpi_built", lambda: False)
+    monkeypatch.setattr(initialize.launcher, "ROOT_SPEAKS_FIRST_S", 0.0)
+    with pytest.raises(UserError, match=f"{how} started 2 ranks, but Horovod was built without MPI.*{instead}, or"):
+        initialize.initialise(Launch(how, 0, 2))
+    with pytest.raises(FailedElsewhere):
+        initialize.initialise(Launch(how, 1, 2))

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -53,6 +54,19 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
         with _sentinel(_GLOO_FAILED) if speaks else nullcontext():
             hvd.init(process_sets=process_sets)
         return key_value_store.cores_of_host(mine, hvd.local_rank(), hvd.local_size())
+    return _initialise_over_mpi(started_by, process_sets, mine)
+
+
+def _initialise_over_mpi(
+    started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSet] | None, mine: set[int]
+) -> set[int]:
+    """Collective: `initialise` for ranks that find each other by MPI. mine: the cores of this process."""
+    if not hvd.mpi_built():
+        _refuse(
+            started_by,
+            f"{started_by.launcher} started {started_by.size} ranks, but Horovod was built without MPI. Start with "
+            f"{_without_mpi(started_by)}, or build Horovod with MPI: horovod-train build-horovod --mpi wheel.",
+        )
     speaks = started_by.launcher == "srun-pmix" and started_by.rank == 0
     with _sentinel(_MPI_FAILED) if speaks else nullcontext(), warnings.catch_warnings():
         # check_rank_and_size reports this once, with what to do.
@@ -102,12 +116,21 @@ def check_rank_and_size(started_by: launcher.Launch) -> None:
     """Check rank and size without any exchange: a process that wrongly believes to be alone cannot reach the others."""
     if started_by.is_elastic or (hvd.rank(), hvd.size()) == (started_by.rank, started_by.size):
         return
+    _refuse(
+        started_by,
+        f"{started_by.launcher} started {started_by.size} ranks, but the MPI that Horovod was built with finds "
+        f"{hvd.size()}: they do not belong together. Start with {_without_mpi(started_by)}, which needs no MPI, or "
+        "build Horovod with the launcher's: MPI=system make install.",
+    )
+
+
+def _without_mpi(started_by: launcher.Launch) -> str:
+    return "srun --mpi=none" if started_by.launcher == "srun-pmix" else "horovodrun --gloo"
+
+
+def _refuse(started_by: launcher.Launch, message: str) -> NoReturn:
+    """Raise UserError on rank 0 and later FailedElsewhere on the others, which rank 0 cannot reach."""
     if started_by.rank != 0:
         time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
         raise FailedElsewhere("rank 0 reports that the ranks do not find each other", UserError.exit_code)
-    instead = "srun --mpi=none" if started_by.launcher == "srun-pmix" else "horovodrun --gloo"
-    raise UserError(
-        f"{started_by.launcher} started {started_by.size} ranks, but the MPI that Horovod was built with finds "
-        f"{hvd.size()}: they do not belong together. Start with {instead}, which needs no MPI, or build Horovod with "
-        "the launcher's: MPI=system make install."
-    )
+    raise UserError(message)
