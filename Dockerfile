@@ -2,6 +2,7 @@
 #
 #   docker build --tag horovod_train .                     (podman, buildah: the same)
 #   docker run --rm horovod_train doctor
+#   docker run --rm --volume "$PWD:/work" horovod_train prepare digits --out data/digits
 #   docker run --rm --volume "$PWD:/work" --entrypoint horovodrun horovod_train \
 #       --gloo -np 2 horovod-train --config /opt/horovod_train/configs/digits_convnet.yaml --output-dir runs/digits
 #
