@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
+from horovod_train.data.decoding import ChangeImage, ChooseBox
 from horovod_train.errors import UserError
 
 
@@ -20,8 +21,10 @@ class Augmentation(NamedTuple):
 
     draws: int
     apply: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-    resizes: bool = False
-    """Whether it accepts images of any size and returns the feature's size; it then replaces the feature's resizing."""
+    box: ChooseBox | None = None
+    """If it resizes a part of the image to the feature's shape: chooses that part, so that no more is decoded."""
+    of_one: ChangeImage | None = None
+    """The same change of one image, where that is faster than in a batch."""
     is_users: bool = False
     """Whether it is a user's function, about which nothing is known."""
 
@@ -35,7 +38,11 @@ def flip(direction: str = "horizontal") -> Augmentation:
     def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         return tf.where(draws[:, :1, None, None] < 0.5, tf.reverse(images, [axes[direction]]), images)
 
-    return Augmentation(1, apply)
+    def of_one(image: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        # TensorFlow has a fast kernel for rows of three-channel pixels, but only for single images.
+        return tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [axes[direction] - 1]), lambda: image)
+
+    return Augmentation(1, apply, of_one=of_one)
 
 
 def random_crop(padding: int = 4) -> Augmentation:
@@ -58,25 +65,37 @@ def random_resized_crop(
 ) -> Callable[[tuple[int, ...], str], Augmentation]:
     """Cut out a part of `area` (fraction) and aspect `ratio`, and resize it. (Szegedy et al. 2014, section 6.)
 
-    A part that does not fit is cut to the image, while other implementations draw again.
+    A part that does not fit is cut to the image, while other implementations draw again. Images that are decoded are
+    cut at whole pixels; others between pixels.
     """
     for name, (low, high) in (("area", area), ("ratio", ratio)):
         if not 0 < low <= high:
             raise ValueError(f"{name} must be [low, high] with 0 < low <= high; received {[low, high]}")
 
+    def extents(size: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        """Return height and width, float32 [..., 2], at least one pixel, from draws [..., 2 or more]."""
+        part = (area[0] + draws[..., 0] * (area[1] - area[0])) * size[0] * size[1]
+        aspect = tf.exp(tf.math.log(ratio[0]) + draws[..., 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
+        extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], -1), size)
+        return tf.maximum(extent, 1.0)
+
+    def box(size: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        extent = tf.cast(tf.round(extents(tf.cast(size, tf.float32), draws)), tf.int32)
+        room = tf.cast(size - extent + 1, tf.float32)
+        # A draw is less than 1, but its product may be rounded up to the whole room.
+        start = tf.minimum(tf.cast(draws[2:4] * room, tf.int32), size - extent)
+        return tf.concat([start, extent], 0)
+
     def to_shape(shape: tuple[int, ...], interpolation: str) -> Augmentation:
         def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
             count, size = tf.shape(draws)[0], tf.cast(tf.shape(images)[1:3], tf.float32)
-            part = (area[0] + draws[:, 0] * (area[1] - area[0])) * size[0] * size[1]
-            aspect = tf.exp(tf.math.log(ratio[0]) + draws[:, 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
-            extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], 1), size)
-            extent = tf.maximum(extent, 1.0)  # at least one pixel
+            extent = extents(size, draws)
             start = draws[:, 2:] * (size - extent)
             boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
             return _like(cut, images.dtype)
 
-        return Augmentation(4, apply, resizes=True)
+        return Augmentation(4, apply, box=box)
 
     return to_shape
 
@@ -102,7 +121,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
             continue
         made = call(make, spec, where)
         augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape, interpolation)
-        if augmentation.resizes and number:
+        if augmentation.box and number:
             raise UserError(f"{where}: {spec.name} must come first: it decides the size of the image.")
         built.append(augmentation)
     return built

@@ -1,33 +1,55 @@
 """Decodes JPEG and PNG files to image tensors of one size, one step per call; a bad file does not fail its step.
 
-Follows a Feature with `decode: image`. Does not augment, except that a random crop may replace resizing.
+Follows a Feature with `decode: image`. Of a JPEG only the part that is used is decoded: the box is chosen first, from
+the size in the file's header. Does not draw random numbers; a random box and other changes of single images are passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from horovod_train.data.features import Feature
 
-Resize = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-"""(image uint8 [h, w, c], draws float32 [k]) → numbers [H, W, c], in 0 … 255."""
+ChooseBox = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(height and width int32 [2], draws float32 [k]) → top, left, height, width, int32 [4], inside the image."""
+
+ChangeImage = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+"""(image uint8 [h, w, c], draws float32 [k]) → image of the same shape."""
+
+_RATIOS = (1, 2, 4, 8)
+"""Factors by which libjpeg can reduce an image while it decodes, at a fraction of the cost."""
+_SIDE = 4
+"""Pixels to decode on each side of a box. libjpeg interpolates colours between neighbours, but not those beyond a box,
+and not at all where less than this is decoded."""
+_DCT = {"fast": "INTEGER_FAST", "accurate": "INTEGER_ACCURATE"}
+
+
+class ImageChanges(NamedTuple):
+    """What to do with one image while it is decoded."""
+
+    box: ChooseBox | None = None
+    """Replaces the feature's own resizing by a cut that is resized to the feature's shape."""
+    after: Sequence[ChangeImage] = ()
+    """Applied to the image of the feature's shape, in order."""
 
 
 def decode_images(
-    feature: Feature, files: tf.Tensor, draws: tf.Tensor, resize: Resize | None
+    feature: Feature, files: tf.Tensor, draws: tf.Tensor, changes: ImageChanges
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return images uint8 [rows, height, width, channels] from string [rows], and bool [rows]: False if unusable.
 
-    `resize` replaces the feature's own resizing; row i gets `draws[i]`.
+    Row i is changed with the numbers `draws[i]`.
     """
     rows = tf.data.Dataset.from_tensor_slices((files, draws))
     count = files.shape[0]
     zeros = tf.data.Dataset.from_tensors((tf.zeros(feature.shape, tf.uint8), tf.constant(False)))
 
     def decode(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return decode_image(feature, file, draw, resize), tf.constant(True)
+        return decode_image(feature, file, draw, changes), tf.constant(True)
 
     def decode_or_blank(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         one = tf.data.Dataset.from_tensors((file, draw)).map(decode).ignore_errors()
@@ -43,24 +65,27 @@ def decode_images(
     return images, decoded
 
 
-def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, resize: Resize | None) -> tf.Tensor:
+def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: ImageChanges) -> tf.Tensor:
     """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
-    image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
+    random_box = changes.box
+    choose = _own_box(feature) if random_box is None else lambda size: random_box(size, draw)
+    image = _decode(feature, file, choose)
     image.set_shape((None, None, feature.shape[2]))
-    if resize is not None:
-        image = resize(image, draw)
-    elif feature.resize != "none":
-        part = _centre(image, feature) if feature.resize == "crop" else image
-        image = tf.image.resize(part, feature.shape[:2], feature.interpolation, antialias=True)
+    if choose is not None:
+        # Antialiasing costs more than decoding; random boxes go without, as is usual, and gain from the ratio only.
+        image = tf.image.resize(image, feature.shape[:2], feature.interpolation, antialias=random_box is None)
     if image.dtype != tf.uint8:
-        image = tf.cast(tf.clip_by_value(tf.round(image), 0, 255), tf.uint8)
+        image = tf.cast(tf.round(image), tf.uint8)  # interpolated between values from 0 to 255
+    image = tf.ensure_shape(image, feature.shape)
+    for change in changes.after:
+        image = change(image, draw)
     return tf.ensure_shape(image, feature.shape)
 
 
 def image_problem(feature: Feature, file: bytes) -> str | None:
     """Return what is wrong with an image; None if nothing is."""
     try:
-        image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
+        image = _decode_whole(feature, file)
     except tf.errors.InvalidArgumentError as error:
         reason = str(error.message).split(" [Op:")[0].rsplit("}} ", 1)[-1]
         return f"expected a JPEG or PNG image; {len(file)} bytes that cannot be decoded: {reason.strip(' .')}"
@@ -71,11 +96,74 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
     return f"expected an image of {list(feature.shape)}; the record holds {list(image.shape)}, and resize is none"
 
 
-def _centre(image: tf.Tensor, feature: Feature) -> tf.Tensor:
-    """Return the largest centred part with the aspect of the feature's shape, times `crop_fraction`."""
-    height, width = tf.unstack(tf.cast(tf.shape(image)[:2], tf.float32))
+_Choose = Callable[[tf.Tensor], tf.Tensor]
+
+
+def _own_box(feature: Feature) -> _Choose | None:
+    """Return what chooses the part that `resize` keeps; None if the image is not resized."""
+    if feature.resize == "crop":
+        return partial(_centre, feature)
+    return (lambda size: tf.concat([[0, 0], size], 0)) if feature.resize == "stretch" else None
+
+
+def _centre(feature: Feature, size: tf.Tensor) -> tf.Tensor:
+    """Return the largest centred box with the aspect of the feature's shape, times `crop_fraction`."""
+    height, width = tf.unstack(tf.cast(size, tf.float32))
     aspect = feature.shape[1] / feature.shape[0]
     part_height = tf.minimum(height, width / aspect) * feature.crop_fraction
-    size = tf.cast(tf.maximum(tf.round(tf.stack([part_height, part_height * aspect])), 1), tf.int32)
-    top, left = tf.unstack((tf.shape(image)[:2] - size) // 2)
-    return image[top : top + size[0], left : left + size[1]]
+    extent = tf.cast(tf.maximum(tf.round(tf.stack([part_height, part_height * aspect])), 1), tf.int32)
+    return tf.concat([(size - extent) // 2, extent], 0)
+
+
+def _decode(feature: Feature, file: tf.Tensor, choose: _Choose | None) -> tf.Tensor:
+    """Return the chosen part of an image, or a whole one; of a JPEG perhaps reduced, see _reduction."""
+    if choose is None and feature.dct_method == "fast":
+        return _decode_whole(feature, file)
+
+    def of_jpeg() -> tf.Tensor:
+        size = tf.image.extract_jpeg_shape(file)[:2]
+        box = tf.concat([[0, 0], size], 0) if choose is None else choose(size)
+        parts = [partial(_decode_part, feature, file, box, size[1], ratio) for ratio in _RATIOS]
+        if choose is None or feature.interpolation == "nearest":  # reducing would mix pixels
+            return parts[0]()
+        return tf.switch_case(_reduction(feature, box), parts)
+
+    def of_other() -> tf.Tensor:
+        image = _decode_whole(feature, file)
+        return image if choose is None else _cut(image, choose(tf.shape(image)[:2]))
+
+    return tf.cond(tf.io.is_jpeg(file), of_jpeg, of_other)
+
+
+def _reduction(feature: Feature, box: tf.Tensor) -> tf.Tensor:
+    """Return the place in _RATIOS of the largest with which the box remains at least as large as the feature's shape.
+
+    int32.
+    """
+    times = tf.reduce_min(box[2:] // tf.constant(feature.shape[:2]))
+    return tf.reduce_sum(tf.cast(times >= tf.constant(_RATIOS[1:]), tf.int32))
+
+
+def _decode_part(feature: Feature, file: tf.Tensor, box: tf.Tensor, width: tf.Tensor, ratio: int) -> tf.Tensor:
+    """Return the box of a JPEG of this width, both reduced by `ratio`: the same pixels as if all were decoded."""
+    top, left, rows, columns = tf.unstack(box // ratio)
+    first, last = tf.maximum(left - _SIDE, 0), tf.minimum(left + columns + _SIDE, -(-width // ratio))
+    image = tf.image.decode_and_crop_jpeg(
+        file,
+        tf.stack([top, first, rows, last - first]),
+        channels=feature.shape[2],
+        ratio=ratio,
+        dct_method=_DCT[feature.dct_method],
+    )
+    return tf.slice(image, [0, left - first, 0], [-1, columns, -1])
+
+
+def _decode_whole(feature: Feature, file: tf.Tensor | bytes) -> tf.Tensor:
+    image = tf.io.decode_image(file, channels=feature.shape[2], expand_animations=False)
+    image.set_shape((None, None, feature.shape[2]))
+    return image
+
+
+def _cut(image: tf.Tensor, box: tf.Tensor) -> tf.Tensor:
+    top, left, height, width = tf.unstack(box)
+    return tf.slice(image, [top, left, 0], [height, width, -1])  # fails where the box is not inside

@@ -25,6 +25,7 @@ class Feature:
     raw_dtype: RawDtype = setting("uint8", "of raw numbers, little-endian")
     resize: Literal["none", "stretch", "crop"] = setting("none", "how an image of another size comes to `shape`")
     crop_fraction: float = setting(1.0, "height of the crop, of the largest that fits; usual: 0.875", maximum=1)
+    dct_method: Literal["fast", "accurate"] = setting("fast", "of JPEGs: arithmetic of the inverse transform")
     interpolation: Literal["bilinear", "nearest"] = setting("bilinear", "of resized images; nearest for class numbers")
     cast: Dtype | None = setting(None, "dtype of the tensor")
     scale: float | None = setting(None, "tensor = value * scale + offset, computed in `cast`, or in float32")
@@ -69,6 +70,8 @@ def _contradiction(feature: Feature) -> str | None:
         return f"raw_dtype: {feature.raw_dtype} has no effect without decode: raw."
     if feature.crop_fraction != 1 and feature.resize != "crop":
         return f"crop_fraction: {feature.crop_fraction} has no effect without resize: crop."
+    if feature.dct_method != "fast" and feature.decode != "image":
+        return f"dct_method: {feature.dct_method} has no effect without decode: image."
     if feature.padding != 0 and not feature.max_length:
         return f"padding: {feature.padding} has no effect without max_length."
     if feature.interpolation != "bilinear" and len(feature.shape) != 3:

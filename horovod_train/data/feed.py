@@ -18,7 +18,10 @@ class Feed:
     """Enqueues the iterator's items, one item ahead. When the iterator ends or raises, the queue is closed."""
 
     def __init__(
-        self, items: Iterator[Sequence[np.ndarray]], dtypes: Sequence[str], failed: Callable[[Exception], None]
+        self,
+        items: Iterator[Sequence[np.ndarray | tf.Tensor]],
+        dtypes: Sequence[str],
+        failed: Callable[[Exception], None],
     ) -> None:
         """Call `failed` with the error if the items end early; the reader of the queue only sees that it is closed."""
         self._items, self._failed = items, failed

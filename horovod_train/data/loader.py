@@ -25,14 +25,20 @@ _CHUNK_SINGLE_RECORDS = 256  # those may take long, and the first step waits for
 _CHUNK_BYTES = 16 << 20
 
 
+HOST = "CPU:0"
+"""The device on which data are read and decoded."""
+
+
 class Ranks(NamedTuple):
-    """One rank of a run, as numbers."""
+    """One rank of a run: its numbers, and where it computes."""
 
     rank: int
     size: int
     """How many ranks there are."""
     on_host: int = 1
     """How many of them share this host's memory."""
+    device: str = HOST
+    """TensorFlow's name of the device on which its steps start."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class Loader:
         if bad.all():
             return blank(self._parser, len(bad))
         rows = np.where(bad, 0, np.cumsum(~bad) - 1)
-        return {name: array[rows] for name, array in usable.items()}
+        return {name: np.asarray(array)[rows] for name, array in usable.items()}
 
     def _need(self, steps: StepRange) -> _Need:
         """Return the records and blocks of a chunk, after starting to read them."""

@@ -105,7 +105,7 @@ class OwnParser:
 
     def parse(self, records: Data) -> Arrays | None:
         try:
-            arrays = {name: tensor.numpy() for name, tensor in self._call(one_by_one(records)).items()}
+            arrays = {name: _array(tensor) for name, tensor in self._call(one_by_one(records)).items()}
         except _PARSE_ERRORS:
             return None
         wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
@@ -147,7 +147,7 @@ def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeatur
     return tf.io.FixedLenFeature(() if feature.decode != "none" else feature.shape, dtype)
 
 
-def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray:
+def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray | tf.Tensor:
     """Return the stored values as an array. Raises InvalidArgumentError if some row has another size."""
     if feature.max_length:
         tf.debugging.assert_less_equal(
@@ -158,8 +158,12 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
     if feature.decode == "raw":
         tf.debugging.assert_equal(tf.strings.length(tensor), _raw_bytes(feature))
         tensor = tf.reshape(tf.io.decode_raw(tensor, feature.raw_dtype), [-1, *feature.shape])
-    array: np.ndarray = tensor.numpy()
-    return array
+    return _array(tensor)
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
+    # Strings stay in TensorFlow: as Python's they would be copied twice more, under the interpreter's lock.
+    return tensor if tensor.dtype == tf.string else tensor.numpy()
 
 
 def _is_in_range(feature: Feature, array: np.ndarray) -> bool:

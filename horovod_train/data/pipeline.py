@@ -25,7 +25,7 @@ from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed
-from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
+from horovod_train.data.loader import HOST, Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.mixture import DataSet
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
@@ -35,11 +35,17 @@ from horovod_train.errors import UserError
 Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
+_BATCHES_ON_DEVICE = 1
+"""Batches that wait on the device of the steps, if it is not the host: device memory is dear."""
 _NOT_AN_IMAGE = "records that are no images: "
 
 
 class Batch(NamedTuple):
-    """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record."""
+    """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record.
+
+    A pipeline gives inputs and targets as they are stored, such as uint8; Pipeline.scaled makes of them what the model
+    gets.
+    """
 
     inputs: Tensors
     """One tensor [rows, …], or a dict of them if the schema names several inputs."""
@@ -63,6 +69,7 @@ class Pipeline:
         _check_names(used, self._parser.dtypes, config.parse)
         self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
+        self._device = ranks.device
         self._failure: Exception | None = None
         self._transform = tf.function(self._transform_rows, autograph=False)  # traced once, not for every pass
         with tf.device("cpu:0"):
@@ -72,6 +79,8 @@ class Pipeline:
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
         self.element_spec: Batch = self._dataset(self._feed(iter(())).queue, 0).element_spec
+        traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
+        self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
 
     def count(self, step: int) -> int:
         """Return the number of records over all ranks in a step of an epoch, counted from 0."""
@@ -125,6 +134,16 @@ class Pipeline:
         feed.start()
         return data
 
+    def scaled(self, batch: Batch) -> Batch:
+        """Return the batch as the model gets it: cast, scaled and offset.
+
+        Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
+        """
+        schema = self._records.schema
+        inputs = self._transforms.scale(_by_name(batch.inputs, schema.inputs))
+        targets = self._transforms.scale(_by_name(batch.targets, schema.targets))
+        return batch._replace(inputs=_pick(inputs, schema.inputs), targets=_pick(targets, schema.targets))
+
     def one_pass(self, most: int) -> Iterator[tuple[Iterator[Batch], int]]:
         """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
         batches = iter(self.batches(epoch=0, epochs=1))
@@ -159,14 +178,14 @@ class Pipeline:
         stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
         return [*stored, (*rows, self._transforms.draws), rows, rows, (None,)]
 
-    def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray]]:
+    def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for steps, chunk in self._chunks(ranges):
             key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
             by_row = [chunk.arrays[name] for name in self._parser.dtypes]
             by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
             by_row += [chunk.real.astype(np.float32), chunk.ids]
             rows = (steps.last - steps.first, self.batch_size_per_rank)
-            yield [*(values.reshape(*rows, *values.shape[1:]) for values in by_row), chunk.count]
+            yield [*(_reshape(values, (*rows, *values.shape[1:])) for values in by_row), chunk.count]
 
     def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
         """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
@@ -189,7 +208,7 @@ class Pipeline:
     def _parse(self, read: Future[Unparsed]) -> Chunk:
         return self._loader.parse(read.result())
 
-    def _feed(self, items: Iterator[list[np.ndarray]]) -> Feed:
+    def _feed(self, items: Iterator[list[np.ndarray | tf.Tensor]]) -> Feed:
         return Feed(items, self._dtypes, self._remember)
 
     def _remember(self, failure: Exception) -> None:
@@ -204,7 +223,12 @@ class Pipeline:
         else:
             # Transform a whole chunk in one call, because the call costs more than a tiny step.
             data = data.map(self._transform, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-        return data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
+        data = data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
+        is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
+        if self._device == HOST or is_text:  # other devices cannot hold strings
+            return data
+        # Copies the next batch while a step runs, so that the step finds it on its device.
+        return data.apply(tf.data.experimental.prefetch_to_device(self._device, _BATCHES_ON_DEVICE))
 
     def _transform_rows(self, *values: tf.Tensor) -> Batch:
         *stored, numbers, weights, ids, count = values
@@ -225,7 +249,7 @@ class Pipeline:
     def _name_image(self, record: int) -> UserError:
         stored = self._loader.stored(record)
         for name, feature in self._features.items():
-            problem = image_problem(feature, stored[name][0]) if feature.decode == "image" else None
+            problem = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
             if problem:
                 return self._loader.bad_record(record, f"feature {name}: {problem}")
         return self._loader.bad_record(record, "an image could not be decoded, and now it can")
@@ -252,6 +276,10 @@ def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> Non
         raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
 
 
+def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:
+    return values.reshape(shape) if isinstance(values, np.ndarray) else tf.reshape(values, shape)
+
+
 def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) -> tuple[tf.Tensor, ...]:
     for value, shape in zip(values, shapes, strict=True):
         value.set_shape(shape)
@@ -260,3 +288,11 @@ def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) 
 
 def _pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
     return tensors[names[0]] if len(names) == 1 else {name: tensors[name] for name in names}
+
+
+def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _by_name(tensors: Tensors, names: tuple[str, ...]) -> dict[str, tf.Tensor]:
+    return {names[0]: tensors} if len(names) == 1 else tensors

@@ -20,6 +20,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 
 Arrays = dict[str, np.ndarray]
+"""By name. Strings may be an eager tensor instead, which numpy.asarray copies into Python."""
 
 Data = list[Any] | np.ndarray | Arrays
 """Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""

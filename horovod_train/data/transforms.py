@@ -1,4 +1,4 @@
-"""Turns stored values into the tensors that the model gets: decodes and augments images, then casts and scales.
+"""Turns stored values into tensors: decodes and augments images; on the rank's device, casts and scales.
 
 Runs in TensorFlow's graph, for one or many steps per call. Does not read or parse.
 """
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.augment import Augmentation, build_augmentations
-from horovod_train.data.decoding import Resize, decode_images
+from horovod_train.data.decoding import ChangeImage, ImageChanges, decode_images
 from horovod_train.data.features import Feature
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
@@ -52,7 +52,7 @@ class Transforms:
     def apply(
         self, stored: dict[str, tf.Tensor], draws: tf.Tensor
     ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-        """Return the tensors, and for each image feature which rows could be decoded: bool [rows]."""
+        """Return the tensors before `scale`, and for each image feature which rows could be decoded: bool [rows]."""
         tensors, decoded = {}, {}
         for name, values in stored.items():
             if name not in self._steps:
@@ -61,15 +61,21 @@ class Transforms:
             feature, augmentations = self._steps[name]
             at = 0
             if feature.decode == "image":
-                resize = augmentations[0] if augmentations and augmentations[0].resizes else None
-                values, decoded[name] = decode_images(feature, values, draws, resize and _one(resize))
-                if resize:
-                    at, augmentations = resize.draws, augmentations[1:]
+                changes, singly = _on_decoding(augmentations)
+                values, decoded[name] = decode_images(feature, values, draws, changes)
+                at, augmentations = sum(a.draws for a in augmentations[:singly]), augmentations[singly:]
             for augmentation in augmentations:
                 values = augmentation.apply(values, draws[:, at : at + augmentation.draws])
                 at += augmentation.draws
-            tensors[name] = cast_and_scale(feature, values)
+            tensors[name] = values
         return tensors, decoded
+
+    def scale(self, tensors: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return what the model gets: value * scale + offset, in the features' dtypes. Any number of leading axes."""
+        return {
+            name: cast_and_scale(self._steps[name].feature, values) if name in self._steps else values
+            for name, values in tensors.items()
+        }
 
 
 def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
@@ -93,7 +99,7 @@ def _check_in_step(
                 f"data.augment: target {name} changes with input {first} and must have its height and width, "
                 f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
             )
-        if augmentations[name] and augmentations[name][0].resizes and one.decode != other.decode:
+        if augmentations[name] and augmentations[name][0].box and one.decode != other.decode:
             raise UserError(
                 f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
                 f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
@@ -112,5 +118,18 @@ def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
     return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
 
 
-def _one(augmentation: Augmentation) -> Resize:
-    return lambda image, draw: augmentation.apply(image[None], draw[None, : augmentation.draws])[0]
+def _on_decoding(augmentations: Sequence[Augmentation]) -> tuple[ImageChanges, int]:
+    """Return the first augmentations, as far as single images can have them while they are decoded; and how many."""
+    box = augmentations[0].box if augmentations else None
+    after, number, at = list[ChangeImage](), 0, 0
+    for augmentation in augmentations:
+        if augmentation.of_one is not None:
+            after.append(_with_own_draws(augmentation.of_one, at, at + augmentation.draws))
+        elif number or box is None:
+            break
+        number, at = number + 1, at + augmentation.draws
+    return ImageChanges(box, after), number
+
+
+def _with_own_draws(change: ChangeImage, first: int, last: int) -> ChangeImage:
+    return lambda image, draws: change(image, draws[first:last])

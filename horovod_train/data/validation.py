@@ -131,7 +131,7 @@ class _Check:
             self._report.features[name].add(values)
             feature = self._features.get(name)
             if feature and feature.decode == "image":
-                bad |= self._bad_images(name, feature, records, values.tolist(), threads)
+                bad |= self._bad_images(name, feature, records, np.asarray(values).tolist(), threads)
         self._report.bad += [bad[record] for record in sorted(bad)]
         self._digests[records] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
 

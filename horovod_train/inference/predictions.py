@@ -17,7 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.pipeline import Batch, Pipeline
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace
@@ -37,9 +37,9 @@ class Outputs:
     bfloat16, which numpy lacks, becomes float32.
     """
 
-    def __init__(self, model: keras.Model, batch: Batch, where: str) -> None:
-        """batch: its tf.TensorSpecs. Raises UserError if the model rejects it or does not return one row a record."""
-        self._model = model
+    def __init__(self, model: keras.Model, pipeline: Pipeline, where: str) -> None:
+        """Raises UserError if the model rejects the pipeline's batches or does not return one row a record."""
+        self._model, self._scaled, batch = model, pipeline.scaled, pipeline.scaled_spec
         self._run = tf.function(self._run_steps, autograph=False)
         rows = batch.ids.shape[0]
         try:
@@ -66,7 +66,7 @@ class Outputs:
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
         def one_step(at: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
-            batch = next(batches)
+            batch = self._scaled(next(batches))
             outputs = self._forward(batch)
             arrays = {name: array.write(at, outputs[name]) for name, array in arrays.items()}
             return at + 1, ids.write(at, batch.ids), arrays

@@ -53,8 +53,8 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             loss = build_loss(config.loss)
             seen = Accumulator(loss.names, build_metrics(config.metrics))
-            check_fits(trained.model, loss, seen, pipeline.element_spec, "data.eval")
-        step = EvalStep(trained.model, loss, seen)
+            check_fits(trained.model, loss, seen, pipeline.scaled_spec, "data.eval")
+        step = EvalStep(trained.model, loss, seen, pipeline.scaled)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = seen.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
@@ -79,7 +79,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             unlabelled = dataclasses.replace(records.schema, targets=())
             records = dataclasses.replace(records, schema=unlabelled)
             pipeline = build_split(asked, group, records, training=False)
-            outputs = Outputs(model, pipeline.element_spec, "data.eval")
+            outputs = Outputs(model, pipeline, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 
         def collect(batches: Iterator[Batch], steps: int) -> None:

@@ -68,9 +68,9 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     losses = [*loss.names, "penalty"]
     train_metrics = Accumulator(losses, build_metrics(config.metrics))
     eval_metrics = Accumulator(loss.names, build_metrics(config.metrics))
-    has_own_losses = check_fits(model, loss, train_metrics, train.element_spec, "data.train")
+    has_own_losses = check_fits(model, loss, train_metrics, train.scaled_spec, "data.train")
     if eval_ is not None:
-        check_fits(model, loss, eval_metrics, eval_.element_spec, "data.eval")
+        check_fits(model, loss, eval_metrics, eval_.scaled_spec, "data.eval")
     _check_watched(config, eval_metrics)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
@@ -93,8 +93,8 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         train=train,
         eval=eval_,
         state=state,
-        train_step=_build_train_step(config, group, state, loss, train_metrics),
-        eval_step=EvalStep(model, loss, eval_metrics),
+        train_step=_build_train_step(config, group, state, loss, train_metrics, train),
+        eval_step=EvalStep(model, loss, eval_metrics, (eval_ or train).scaled),
         best=best,
         early_stopping=early_stopping,
         evaluated=evaluated,
@@ -120,7 +120,7 @@ def _build_state(
 
 
 def _build_train_step(
-    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator
+    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: Pipeline
 ) -> TrainStep:
     objective = Objective(
         state.model,
@@ -139,6 +139,7 @@ def _build_train_step(
         seed=config.seed,
         max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
         count_over_ranks=_counting(config, group),
+        scaled=train.scaled,
         placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
 
@@ -183,7 +184,7 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     return build_pipeline(
         records,
         data,
-        Ranks(group.rank, group.size, group.local_size),
+        Ranks(group.rank, group.size, group.local_size, group.devices[group.rank].logical[0]),
         seed=config.seed,
         training=training,
         global_batch_size=global_batch_size,

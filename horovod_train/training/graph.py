@@ -39,9 +39,7 @@ def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[
     """
 
     def one_step(batches: Any) -> tf.Tensor:
-        with tf.name_scope("input_data"):
-            records = next(batches)
-        return train_step.train_on(records)
+        return train_step.train_on(train_step.next_batch(batches))
 
     traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
     model = train_step.state.model

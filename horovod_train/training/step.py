@@ -32,6 +32,10 @@ MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
 
 
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
 @dataclass(eq=False, repr=False)
 class TrainStep:
     """Updates a TrainState from batches and adds losses and metrics to `seen`.
@@ -52,6 +56,8 @@ class TrainStep:
 
     With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
     """
+    scaled: Callable[[Batch], Batch] = _as_it_is
+    """Casts and scales a batch of the iterator; see Pipeline.scaled."""
     placement: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
 
@@ -77,8 +83,8 @@ class TrainStep:
             return tf.logical_and(continues, done < steps)
 
         def one_step(done: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
-            with tf.name_scope("input_data"), tf.control_dependencies([self.phase_variable.enter("input")]):
-                batch = next(batches)
+            with tf.control_dependencies([self.phase_variable.enter("input")]):
+                batch = self.next_batch(batches)
             with self.placement():
                 continues = self.train_on(batch)
             return done + 1, continues, ids.write(done, batch.ids)
@@ -87,6 +93,11 @@ class TrainStep:
         # Iterations run one after the other: otherwise two exchanges with the same name could run concurrently.
         done, continues, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
         return done, continues, ids.stack()
+
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """In the compiled step: take a batch and scale it, on this rank's device."""
+        with tf.name_scope("input_data"):
+            return self.scaled(next(batches))
 
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""
@@ -157,8 +168,10 @@ class TrainStep:
 class EvalStep:
     """Evaluates batches: adds their loss and metrics to `seen`."""
 
-    def __init__(self, model: keras.Model, loss: Loss, seen: Accumulator) -> None:
-        self.model, self.loss, self.seen = model, loss, seen
+    def __init__(
+        self, model: keras.Model, loss: Loss, seen: Accumulator, scaled: Callable[[Batch], Batch] = _as_it_is
+    ) -> None:
+        self.model, self.loss, self.seen, self.scaled = model, loss, seen, scaled
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Iterator[Batch], steps: int) -> None:
@@ -167,7 +180,7 @@ class EvalStep:
 
     def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
         def one_step(done: tf.Tensor) -> list[tf.Tensor]:
-            batch = next(batches)
+            batch = self.scaled(next(batches))
             outputs = self.model(batch.inputs, training=False)
             losses = self.loss.sums(batch.targets, outputs, batch.weights)
             self.seen.add(losses, batch.targets, outputs, batch.weights)

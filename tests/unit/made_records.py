@@ -72,8 +72,8 @@ def pipeline(data: DataConfig, rank: int = 0, size: int = 1, *, batch: int = 8, 
 
 
 def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Batch]:
-    """The batches as numpy arrays."""
-    return list(made.batches(epoch, first_step, epochs).as_numpy_iterator())
+    """The batches as the model gets them, as numpy arrays."""
+    return list(made.batches(epoch, first_step, epochs).map(made.scaled).as_numpy_iterator())
 
 
 def ids(found: Sequence[Batch]) -> list[int]:

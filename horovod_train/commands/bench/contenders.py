@@ -1,30 +1,35 @@
-"""What `bench input` compares: functions (passes over the records) → batches, all of the same tensors."""
+"""What `bench input` compares: functions (passes over the records) → batches, all of the same tensors.
+
+Only where records hold JPEGs does one contender scale them too; see image_contenders.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import tensorflow as tf
 
+from horovod_train.commands.bench import image_contenders
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records
-from horovod_train.data.decoding import decode_image
+from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.features import Feature
 from horovod_train.data.loader import Ranks
 from horovod_train.data.parsing import example_spec
 from horovod_train.data.pipeline import Pipeline, build_pipeline
 from horovod_train.data.tfrecord.source import TFRecords
-from horovod_train.data.transforms import cast_and_scale
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
 
 
 def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
-    """Build the trainer's own pipeline, without augmentation."""
-    data = dataclasses.replace(config.data, augment=())
+    """Build the trainer's own pipeline: for JPEGs with random boxes and flips, otherwise without augmentation."""
+    augment = image_contenders.AUGMENT if _hold_jpegs(records) else ()
+    data = dataclasses.replace(config.data, augment=augment)
     return build_pipeline(records, data, Ranks(0, 1), seed=config.seed, training=True, global_batch_size=batch_size)
 
 
@@ -33,12 +38,10 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
 
     Raises UserError for records that are not in TFRecord files; benchmarks/sources.py compares readers of others.
     """
-    source = records.source
-    if not isinstance(source, TFRecords):
+    if not isinstance(records.source, TFRecords):
         raise UserError(f"bench input: compares readers of TFRecords; {records.setting} names records of another kind.")
     pipeline, window = build_ours(records, config, batch_size), config.data.shuffle_window
-    used = {*records.schema.inputs, *records.schema.targets}
-    features = {name: feature for name, feature in records.schema.features.items() if name in used}
+    features = _used(records)
     specs = {name: example_spec(feature) for name, feature in features.items()}
     epochs = itertools.count()
 
@@ -47,9 +50,7 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         return pipeline.batches(epoch, epochs=passes)
 
     def shuffled(passes: int) -> tf.data.Dataset:
-        files = source.index.files
-        names, packing = [file.path for file in files], files[0].packing
-        data = tf.data.TFRecordDataset(names, packing, num_parallel_reads=tf.data.AUTOTUNE)
+        data = tf.data.TFRecordDataset(*_files(records), num_parallel_reads=tf.data.AUTOTUNE)
         return data.shuffle(window, reshuffle_each_iteration=True).repeat(passes)
 
     def finish(parsed: dict[str, tf.Tensor], rank: int) -> dict[str, tf.Tensor]:
@@ -65,6 +66,9 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         data = data.map(lambda row: finish(tf.io.parse_single_example(row, specs), 0), num_parallel_calls=parse_calls)
         return data.batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
+    if _hold_jpegs(records):
+        unpack = partial(_finish, rank=0)
+        return {plan_name: plan, **image_contenders.build(*_files(records), features, window, batch_size, unpack)}
     return {
         plan_name: plan,
         f"shuffle({window}), whole batches parsed": whole,
@@ -72,8 +76,24 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
     }
 
 
+def _used(records: Records) -> dict[str, Feature]:
+    used = {*records.schema.inputs, *records.schema.targets}
+    return {name: feature for name, feature in records.schema.features.items() if name in used}
+
+
+def _files(records: Records) -> tuple[list[str], str]:
+    """Return the paths of the files, and how they are packed."""
+    assert isinstance(records.source, TFRecords)
+    files = records.source.index.files
+    return [file.path for file in files], files[0].packing
+
+
+def _hold_jpegs(records: Records) -> bool:
+    return image_contenders.hold_jpegs(*_files(records), _used(records))
+
+
 def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) -> tf.Tensor:
-    """Return the tensor of a feature; `rank` is 1 for a batch, 0 for one record."""
+    """Return the tensor of a feature before it is scaled; `rank` is 1 for a batch, 0 for one record."""
     if feature.max_length:
         if rank:
             values = values.to_tensor(feature.padding, shape=[None, feature.max_length])
@@ -82,9 +102,11 @@ def _finish(feature: Feature, values: tf.Tensor | tf.RaggedTensor, rank: int) ->
     elif feature.decode == "raw":
         values = tf.reshape(tf.io.decode_raw(values, feature.raw_dtype), [-1] * rank + list(feature.shape))
     elif feature.decode == "image":
-        no_draws = tf.zeros(0)
+        no_draws, plain = tf.zeros(0), ImageChanges()
         if rank:
-            values = tf.map_fn(lambda f: decode_image(feature, f, no_draws, None), values, fn_output_signature=tf.uint8)
+            values = tf.map_fn(
+                lambda f: decode_image(feature, f, no_draws, plain), values, fn_output_signature=tf.uint8
+            )
         else:
-            values = decode_image(feature, values, no_draws, None)
-    return cast_and_scale(feature, values)
+            values = decode_image(feature, values, no_draws, plain)
+    return values

@@ -14,8 +14,7 @@ def show_progress(run: Run, step: int) -> None:
 class ShowHistograms:
     def __init__(self, run: Run) -> None:
         def first_batch() -> Batch:
-            batch: Batch = next(iter(run.parts.train.batches(epoch=0, epochs=1)))
-            return batch
+            return run.parts.train.scaled(next(iter(run.parts.train.batches(epoch=0, epochs=1))))
 
         self._summaries = Summaries(run.group, run.parts.train_step, first_batch, run.config.log.activations)
 
