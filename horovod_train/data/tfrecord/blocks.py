@@ -12,6 +12,7 @@ from horovod_train import tfrecord_framing
 from horovod_train.data.source import Data, Fault, Wanted
 from horovod_train.data.tfrecord.index import Index
 from horovod_train.data.tfrecord.index_file import ScannedFile
+from horovod_train.data.tfrecord.open_files import OpenFiles
 from horovod_train.data.tfrecord.scan import at_record
 from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
@@ -31,7 +32,7 @@ class TFRecordBlocks:
 
     def __init__(self, index: Index, stage_dir: str | None) -> None:
         self._index, self._staged = index, StagedFiles(stage_dir, index.files, _unpacked_bytes(index))
-        self._header = tfrecord_framing.Header()
+        self._header, self._files = tfrecord_framing.Header(), OpenFiles()
 
     def log_room_needed(self) -> None:
         self._staged.log_room_needed()
@@ -89,7 +90,7 @@ class TFRecordBlocks:
         copy = self._staged.load(file, block, offset, length)
         if copy is not None:
             return copy
-        data = _read_file(file, offset, length, self._staged)
+        data = _read_file(self._files, file, offset, length, self._staged)
         self._staged.save(file, block, offset, data)
         return data
 
@@ -121,20 +122,16 @@ def _join_tables(wanted: Sequence[Wanted[_Block]], records: int) -> np.ndarray |
     return table[:, tfrecord_framing.HEADER_BYTES : -tfrecord_framing.FOOTER_BYTES]
 
 
-def _read_file(file: ScannedFile, offset: int, length: int, staged: StagedFiles) -> bytes:
+def _read_file(files: OpenFiles, file: ScannedFile, offset: int, length: int, staged: StagedFiles) -> bytes:
     try:
-        # Opened again for each block, because only then is a removed or replaced file noticed.
-        fd = os.open(file.path, os.O_RDONLY)
-        try:
-            stat = os.fstat(fd)
+        with files.opened(file.path) as fd:
+            stat = os.fstat(fd)  # a file that was replaced is still read as it was; one that was written to is not
             if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise UserError(
                     f"{file.path}: was changed while in use: {file.size} bytes before, {stat.st_size} now, "
                     "or a newer date. Put it back as it was, or start again on the new file."
                 )
             data = staged.read_unpacked(file, offset, length) if file.packing else os.pread(fd, length, offset)
-        finally:
-            os.close(fd)
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read any more: {error.strerror or error}.") from error
     if len(data) < length:
