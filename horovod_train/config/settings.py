@@ -80,6 +80,8 @@ class DataConfig:
     shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
     augment: tuple[Spec, ...] = setting((), "changes to training images, in order; see docs/data.md")
+    read_threads: int = setting(32, "blocks of records that a rank reads at the same time", minimum=1)
+    read_ahead_chunks: int = setting(2, "chunks of 4096 records or 16 MiB to read ahead of need", minimum=1)
     parallel_parse_calls: int = setting(2, "parallel calls that parse thousands of records each", minimum=1)
     prefetch_batches: int | None = setting(None, "batches prepared ahead; default: chosen by TensorFlow", minimum=1)
     audit: bool = setting(False, "write the ids of the records that each rank consumes to output_dir/audit")

@@ -7,6 +7,7 @@ or is skipped and counted, as `data.on_bad_record` says.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,12 +87,12 @@ class _Need(NamedTuple):
 
 
 class Loader:
-    """Loads one rank's chunks. One thread reads them in order, one ahead; any number of threads parse."""
+    """Loads one rank's chunks. One thread reads them in order; any number of threads parse."""
 
     def __init__(self, plan: Plan, source: RecordSource, parser: Parser, ranks: Ranks, config: DataConfig) -> None:
         self._plan, self._blocks, self._parser, self._ranks = plan, source.blocks, parser, ranks
         self._skip_bad = config.on_bad_record == "skip"
-        self._reader = Reader(source)
+        self._reader = Reader(source, config.read_threads)
         if ranks.rank == 0:
             self._reader.log_room_needed()
         uses_cache = config.cache == "memory"
@@ -122,15 +123,15 @@ class Loader:
         first = first_step + chunk * self.steps_per_chunk
         return StepRange(epoch, first, min(first + self.steps_per_chunk, steps))
 
-    def read(self, steps: StepRange, following: StepRange | None) -> Unparsed:
-        """Read a chunk, and start reading the following one. Call it in the order of steps. Raises UserError."""
+    def read(self, steps: StepRange, following: Sequence[StepRange]) -> Unparsed:
+        """Read a chunk, and start reading the following ones. Call it in the order of steps. Raises UserError."""
         with self._lock:
             need = self._need(steps)
-            near = [need.blocks, *([self._need(following).blocks] if following else [])]
+            near = [need.blocks, *(self._need(later).blocks for later in following)]
             records = need.rows.records.ravel()
             data, faults = (None, []) if self._is_cached(records) else self._reader.read(records)
             self._reader.keep_only(np.concatenate(near).tolist())
-            self._needs = {s: n for s, n in self._needs.items() if s == following}
+            self._needs = {s: n for s, n in self._needs.items() if s in following}
             self._sequences = {epoch: order for epoch, order in self._sequences.items() if epoch >= steps.epoch}
         return Unparsed(steps, records, need.rows.real.ravel(), data, faults)
 

@@ -189,19 +189,19 @@ class Pipeline:
 
     def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
         """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
-        most = self._config.parallel_parse_calls
+        most, ahead = self._config.parallel_parse_calls, self._config.read_ahead_chunks
         begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
-        steps = next(ranges, None)
+        upcoming = deque(itertools.islice(ranges, 1 + ahead))
         with (
             ThreadPoolExecutor(1, thread_name_prefix="read-chunks") as reading,
             ThreadPoolExecutor(most, thread_name_prefix="parse-chunks") as parsing,
         ):
-            while steps or begun:
-                while steps and len(begun) < most:
-                    following = next(ranges, None)
-                    read = reading.submit(self._loader.read, steps, following)
+            while upcoming or begun:
+                while upcoming and len(begun) < most:
+                    steps = upcoming.popleft()
+                    read = reading.submit(self._loader.read, steps, tuple(upcoming))
                     begun.append((steps, parsing.submit(self._parse, read)))
-                    steps = following
+                    upcoming.extend(itertools.islice(ranges, 1))
                 first, parsed = begun.popleft()
                 yield first, parsed.result()
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource, Wanted, one_by_one
-
-_READ_THREADS = 8
 
 
 class Reader:
     """Not for several threads at the same time."""
 
-    def __init__(self, source: RecordSource) -> None:
+    def __init__(self, source: RecordSource, threads: int = DataConfig.read_threads) -> None:
+        """threads: how many blocks are loaded at the same time."""
         self._blocks, self._opened = source.blocks, source.open()
-        self._threads = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="read-blocks")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="read-blocks")
         self._in_memory: dict[int, Future[Any]] = {}
 
     def log_room_needed(self) -> None:

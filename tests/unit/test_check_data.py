@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
+import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from made_records import SCHEMA, example, image_record, make_images, write_file
+from PIL import Image
 
 from horovod_train.commands import bench, check_data, index
 from horovod_train.config.settings import DataConfig
@@ -135,3 +138,34 @@ def test_bench_input_compares_three_ways(data: Path, capsys: pytest.CaptureFixtu
     assert "records/s" in out
     assert "shuffle(10000), parsed one by one" in out
     assert "at 90 % of an epoch" in out
+
+
+def test_bench_input_shows_what_a_late_store_gives(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = ("--rounds", 1, "--passes", 1, "--batch-size", 16)
+    assert run(bench, "input", data / "train", *turns, "--delay-ms", 5) == 0
+    out = capsys.readouterr().out
+    assert "plan, blocks 5 ms late" in out
+    assert "one by one" not in out
+    with pytest.raises(UserError, match="--delay-ms must be at least 0; received -1"):
+        run(bench, "input", data / "train", *turns, "--delay-ms", -1)
+
+
+def test_bench_input_compares_jpegs_with_what_decodes_no_more_than_a_box(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    feature = {"type": "bytes", "decode": "image", "shape": [8, 10, 3], "resize": "crop", "scale": 0.5}
+    features = {"image": feature, "raw": {"type": "bytes", "decode": "raw", "shape": [4]}, "label": "int64"}
+    schema = {"features": features, "inputs": ["image", "raw"], "targets": ["label"]}
+    for kind in ("JPEG", "PNG"):
+        out = io.BytesIO()
+        Image.new("RGB", (30, 40), (200, 100, 50)).save(out, kind)
+        rows = [example(image=out.getvalue(), raw=b"abcd", label=number) for number in range(20)]
+        write_file(tmp_path / kind / "train/a.tfrecord", rows)
+        (tmp_path / kind / "dataset.json").write_text(json.dumps(schema))
+    turns = ("--rounds", 1, "--passes", 1, "--batch-size", 8)
+    assert run(bench, "input", tmp_path / "JPEG/train", *turns) == 0
+    shown = capsys.readouterr().out
+    assert "tf.data, JPEGs cut to uint8" in shown
+    assert "tf.data, JPEGs cut and scaled" in shown
+    assert run(bench, "input", tmp_path / "PNG/train", *turns) == 0
+    assert "JPEGs" not in capsys.readouterr().out

@@ -140,7 +140,7 @@ def test_memory_holds_the_windows_that_lanes_are_in(tmp_path: Path) -> None:
     loader = made._loader
     most = 0
     for chunk in range(loader.num_chunks(0, 1)):
-        loader.parse(loader.read(loader.steps_of(chunk, 0, 0), None))
+        loader.parse(loader.read(loader.steps_of(chunk, 0, 0), ()))
         most = max(most, len(loader._reader._in_memory))
     blocks_of_a_chunk = 4 * (-(-loader.steps_per_chunk // 208) + 1)  # 2000 records make blocks of 256 and one of 208
     assert most <= blocks_of_a_chunk < 64

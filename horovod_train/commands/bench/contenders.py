@@ -13,6 +13,7 @@ from functools import partial
 import tensorflow as tf
 
 from horovod_train.commands.bench import image_contenders
+from horovod_train.commands.bench.delayed import DelayedSource
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records
 from horovod_train.data.decoding import ImageChanges, decode_image
@@ -20,16 +21,21 @@ from horovod_train.data.features import Feature
 from horovod_train.data.loader import Ranks
 from horovod_train.data.parsing import example_spec
 from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.data.source import RecordSource
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]
 
 
-def build_ours(records: Records, config: Config, batch_size: int) -> Pipeline:
-    """Build the trainer's own pipeline: for JPEGs with random boxes and flips, otherwise without augmentation."""
+def build_ours(records: Records, config: Config, batch_size: int, source: RecordSource | None = None) -> Pipeline:
+    """Build the trainer's own pipeline: for JPEGs with random boxes and flips, otherwise without augmentation.
+
+    source: gives the same records in another way.
+    """
     augment = image_contenders.AUGMENT if _hold_jpegs(records) else ()
     data = dataclasses.replace(config.data, augment=augment)
+    records = dataclasses.replace(records, source=source or records.source)
     return build_pipeline(records, data, Ranks(0, 1), seed=config.seed, training=True, global_batch_size=batch_size)
 
 
@@ -40,14 +46,9 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
     """
     if not isinstance(records.source, TFRecords):
         raise UserError(f"bench input: compares readers of TFRecords; {records.setting} names records of another kind.")
-    pipeline, window = build_ours(records, config, batch_size), config.data.shuffle_window
-    features = _used(records)
+    window, features = config.data.shuffle_window, _used(records)
     specs = {name: example_spec(feature) for name, feature in features.items()}
-    epochs = itertools.count()
-
-    def plan(passes: int) -> tf.data.Dataset:
-        epoch = next(epochs) * passes
-        return pipeline.batches(epoch, epochs=passes)
+    plan = _plan(build_ours(records, config, batch_size))
 
     def shuffled(passes: int) -> tf.data.Dataset:
         data = tf.data.TFRecordDataset(*_files(records), num_parallel_reads=tf.data.AUTOTUNE)
@@ -74,6 +75,22 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         f"shuffle({window}), whole batches parsed": whole,
         f"shuffle({window}), parsed one by one": singly,
     }
+
+
+def build_delayed(
+    records: Records, config: Config, batch_size: int, delay_ms: float, plan_name: str
+) -> dict[str, Contender]:
+    """Build the plan, and the plan that gets every block `delay_ms` late."""
+    late = DelayedSource(records.source, delay_ms / 1e3)
+    return {
+        plan_name: _plan(build_ours(records, config, batch_size)),
+        f"{plan_name}, blocks {delay_ms:g} ms late": _plan(build_ours(records, config, batch_size, late)),
+    }
+
+
+def _plan(pipeline: Pipeline) -> Contender:
+    epochs = itertools.count()
+    return lambda passes: pipeline.batches(next(epochs) * passes, epochs=passes)
 
 
 def _used(records: Records) -> dict[str, Feature]:

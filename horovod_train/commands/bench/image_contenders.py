@@ -27,9 +27,11 @@ Parsed = dict[str, tf.Tensor]
 def hold_jpegs(files: list[str], packing: str, features: dict[str, Feature]) -> bool:
     """Return whether the first record has images that are resized, and all of them are JPEGs."""
     names = [name for name, feature in features.items() if feature.decode == "image" and feature.resize != "none"]
+    if not names:
+        return False
     record = next(iter(tf.data.TFRecordDataset(files, packing)))
-    parsed = tf.io.parse_single_example(record, {name: example_spec(features[name]) for name in names} or None)
-    return bool(names) and all(bool(tf.io.is_jpeg(parsed[name])) for name in names)
+    parsed = tf.io.parse_single_example(record, {name: example_spec(features[name]) for name in names})
+    return all(bool(tf.io.is_jpeg(parsed[name])) for name in names)
 
 
 def build(

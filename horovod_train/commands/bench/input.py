@@ -1,7 +1,8 @@
 """`bench input`: records per second of the plan, of TensorFlow's shuffle with whole batches parsed, and of one by one.
 
 All three read the same files, give the same tensors, and are drained inside TensorFlow. One rank. Where records hold
-JPEGs, the others are tf.data at its best: random boxes of which no more is decoded than is used.
+JPEGs, the others are tf.data at its best: random boxes of which no more is decoded than is used. With --delay-ms the
+plan is compared with itself, reading from a store with that latency.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", nargs="+", metavar="YAML", help="read what it trains on")
     parser.add_argument("--batch-size", type=int, default=128, help="records a step; default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each; default %(default)s")
+    parser.add_argument(
+        "--delay-ms", type=float, default=0.0, help="compare with blocks that come so late, instead of other pipelines"
+    )
     parser.add_argument("--passes", type=int, default=3, help="over the records in a turn; default %(default)s")
 
 
@@ -41,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("bench input: give either the path of records or --config.")
     if min(arguments.batch_size, arguments.rounds, arguments.passes) < 1:
         raise UserError("bench input: --batch-size, --rounds and --passes must be at least 1.")
+    if arguments.delay_ms < 0:
+        raise UserError(f"bench input: --delay-ms must be at least 0; received {arguments.delay_ms:g}.")
     config = Config(data=DataConfig(train=(arguments.path,)))
     if arguments.config:
         config, _ = load(*split_words(arguments.config))
@@ -56,7 +62,10 @@ def _measure(records: Records, config: Config, arguments: argparse.Namespace) ->
     """Return seconds per pass, for each turn of each contender. The first turn is a warm-up and is not counted."""
     from horovod_train.commands.bench import contenders
 
-    ways = contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
+    if arguments.delay_ms:
+        ways = contenders.build_delayed(records, config, arguments.batch_size, arguments.delay_ms, PLAN)
+    else:
+        ways = contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.rounds + 1):
         for name, build in ways.items():
