@@ -3,9 +3,9 @@
     python benchmarks/record_bytes.py --bytes 100000
 
 Only one thread of a process can run Python, so a rank reads at most 1 s / this time records a second, however many
-cores it has. Reading from a file and TensorFlow's ops do not hold the interpreter's lock: the time that threads spend in the
-kernel, and that of parse_example, are subtracted. What remains is an upper bound of the time under the lock. It is CPU
-time, so that other programs on the machine change it little.
+cores it has. Reading from a file and TensorFlow's ops do not hold the interpreter's lock: the time that threads spend
+in the kernel, and that of parse_example, are subtracted. What remains is an upper bound of the time under the lock. It
+is CPU time, so that other programs on the machine change it little.
 """
 
 from __future__ import annotations
