@@ -28,6 +28,12 @@ def of_lists(hidden: int = 16) -> keras.Model:
     return keras.Model({"image": image, "words": words}, layers.Dense(10)(x))
 
 
+def vector(hidden: int = 8) -> keras.Model:
+    """Six numbers → 3 logits."""
+    x = keras.Input((6,))
+    return keras.Model(x, layers.Dense(3)(layers.Dense(hidden, activation="relu")(x)))
+
+
 def mixed(dropout: float = 0.5, batch_norm: bool = True) -> keras.Model:
     """Embedding, BatchNorm and Dropout on images whose pixels are taken for 16 kinds of tokens."""
     image = keras.Input((28, 28, 1))

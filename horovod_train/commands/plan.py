@@ -142,8 +142,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
             if found["fold"]:
                 shown += f", {'only' if split == 'eval' else 'without'} part {found['fold']}"
             names = f"{', '.join(found['inputs'])} → {', '.join(found['targets']) or 'nothing'}"
+            names += f", weighted by {found['weight']}" if found["weight"] else ""
             lines.append((f"{split} data", f"{shown}; {names}"))
             lines += [("", line) for line in _data_set_lines(found["data_sets"])]
+    for where, weights in facts["class_weights"].items():
+        by_class = ", ".join(f"class {name}: {weight:g}" for name, weight in weights.items())
+        lines.append(("weights", f"{where}: {by_class}, others: 1"))
     last = steps["records_in_last_of_epoch"]
     partial = "" if last == batch["global"] else f", the last with {last}"
     epochs = f"{steps['epochs']:g} epoch{'s' * (steps['epochs'] != 1)}"

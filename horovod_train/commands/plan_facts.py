@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from horovod_train.commands.plan_resume import Start
+from horovod_train.config.class_weights import weights_of_outputs
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
 from horovod_train.data.sampler import Plan
@@ -82,6 +83,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "train": _records(outlook.records, config),
             "eval": _records(outlook.eval_records, config) if outlook.eval_records else None,
         },
+        "class_weights": _class_weights(config),
         "batch": {"global": batch, "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items()))},
         "steps": {
             "per_epoch": horizon.steps_per_epoch,
@@ -163,6 +165,12 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
     ]
 
 
+def _class_weights(config: Config) -> dict[str, Mapping[str, float]]:
+    """Return the weights of classes by the loss that they are for: "loss", or an output."""
+    own = {"loss": config.loss.class_weight} if config.loss.class_weight else {}
+    return {**own, **weights_of_outputs(config.loss)}
+
+
 def _records(records: Records, config: Config) -> Facts:
     parts = records.stored or records.source.parts
     return {
@@ -174,6 +182,7 @@ def _records(records: Records, config: Config) -> Facts:
         "data_sets": [data_set._asdict() for data_set in records.data_sets],
         "fold": config.data.fold,
         "source": config.data.source.name if config.data.source else None,
+        "weight": config.data.weight,
     }
 
 

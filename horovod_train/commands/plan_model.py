@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from horovod_train.commands.plan_facts import Outlook, Sizes
+from horovod_train.config.class_weights import PER_OUTPUT
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
 from horovod_train.data.augment import build_augmentations
@@ -23,7 +24,7 @@ from horovod_train.optim.schedules import Horizon
 from horovod_train.output.run_dir import load_writers
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.hooks.users import load_hooks
-from horovod_train.training.losses import PER_OUTPUT, build_loss
+from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import build_metrics
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
@@ -79,6 +80,7 @@ def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[],
     else:
         yield "loss", partial(build_loss, config.loss)
     yield from (("metrics", partial(build_metrics, [metric])) for metric in config.metrics)
+    yield from (("weighted_metrics", partial(build_metrics, [metric])) for metric in config.weighted_metrics)
     yield "lr_schedule", partial(build_schedule, config.lr_schedule, horizon)
     yield (
         "optimizer",

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_selection.check_out(arguments.out, PREDICTIONS)
     if arguments.data:  # data.fold is of the records of training
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
-    data = dataclasses.replace(config.data, eval=paths, targets=())
+    data = dataclasses.replace(config.data, eval=paths, targets=(), weight=None)
     look_before_start(data, "eval", ranks=launcher.detect().size)
     tensorflow_noise.load_tensorflow()
     from horovod_train.inference.run import predict

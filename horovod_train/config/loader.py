@@ -159,7 +159,7 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
         path = f"{prefix}{key}"
         if isinstance(value, _Located):
             old = values.get(key)
-            if isinstance(old, str) and value.keys() <= {"name", "options"}:
+            if isinstance(old, str) and value.keys() <= _keys_of_spec(path):
                 old = {"name": old}  # `optimizer: sgd` here, and its options there
             if not isinstance(old, dict) or _names_another(value, old):
                 _forget(origins, path)
@@ -169,6 +169,12 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
         else:
             _forget(origins, path)
             values[key], origins[path] = value, where
+
+
+def _keys_of_spec(key: str) -> set[str]:
+    """Return the keys of the Spec at `key`; those of any Spec if it is not a setting of its own."""
+    default = next((field.default for field in dataclasses.fields(Config) if field.name == key), None)
+    return {field.name for field in dataclasses.fields(default if isinstance(default, Spec) else Spec)}
 
 
 def _names_another(tree: _Located, old: Mapping[str, Any]) -> bool:

@@ -30,8 +30,11 @@ class Entry:
 def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
     """Yield every setting in the order of the dataclasses, sections spread out into their keys."""
     hints = typing.get_type_hints(cls)
+    of_all_specs = {field.name for field in dataclasses.fields(Spec)} if issubclass(cls, Spec) else set()
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
+        if field.name in of_all_specs:
+            continue
         if _is_section(hint):
             yield from entries(hint, f"{prefix}{field.name}.")
         else:
@@ -39,6 +42,8 @@ def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
             bound = f"{_type_name(hint)}, at least {least:g}" if least is not None else _type_name(hint)
             needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
             yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
+            if isinstance(field.default, Spec) and type(field.default) is not Spec:
+                yield from entries(type(field.default), f"{key}.")
 
 
 def markdown() -> str:

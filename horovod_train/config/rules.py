@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem, weights_of_outputs
 from horovod_train.config.settings import Config, DataConfig
 
 _EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
@@ -89,6 +90,12 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "device.per_rank", "does not go with jit_compile: XLA compiles for one device."
     if config.optimizer.options.get("use_ema"):
         yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
+    if config.loss.class_weight and config.loss.name == PER_OUTPUT:
+        yield "loss.class_weight", "with per_output give it to an output: loss.options.OUTPUT.class_weight."
+    elif problem := class_weight_problem(config.loss.class_weight):
+        yield "loss.class_weight", problem
+    if config.weighted_metrics and not (data.weight or config.loss.class_weight or weights_of_outputs(config.loss)):
+        yield "weighted_metrics", "needs data.weight or a class_weight of the loss; without one, write metrics."
     if any(step < 2 for step in config.log.profile_at_steps):
         yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
     if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:

@@ -41,7 +41,14 @@ class MetricSpec(Spec):
 
 
 @dataclass(frozen=True)
-class LossTerm(Spec):
+class LossSpec(Spec):
+    """A loss, and how much the records of each class count in it."""
+
+    class_weight: dict[str, Any] = setting({}, "weights of records by the class of their target, like {3: 2.5}; else 1")
+
+
+@dataclass(frozen=True)
+class LossTerm(LossSpec):
     """The loss of one of a model's outputs."""
 
     target: str | None = setting(None, "of several targets, the one it compares with; default: as the output")
@@ -69,6 +76,7 @@ class DataConfig:
         (), "features that the model gets; default: as dataset.json says, or all but targets"
     )
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
+    weight: str | None = setting(None, "feature with the weight of its record in the loss: one number, 0 or more")
     parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")
     index_dir: str | None = setting(None, "folder for indexes; default: next to the records, or else ~/.cache")
     stage_dir: str | None = setting(None, "node-local folder that keeps what this node's ranks have read")
@@ -218,8 +226,11 @@ class Config:
     )
     data: DataConfig = DataConfig()
     model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
-    loss: Spec = setting(Spec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output")
+    loss: LossSpec = setting(
+        LossSpec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output"
+    )
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
+    weighted_metrics: tuple[MetricSpec, ...] = setting((), "metrics that weight records as the loss does")
     optimizer: Spec = setting(Spec("sgd"), "a Keras optimizer, or package.module:function")
     hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()

@@ -20,6 +20,7 @@ from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
 from horovod_train.data.random_access.users import UsersStore
+from horovod_train.data.record_weights import check_weight
 from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, dump_schema, find_schema, own_schema
 from horovod_train.data.source import OpenSource, Part, RecordSource, problems_of
@@ -156,6 +157,7 @@ def find_records(config: DataConfig, split: Split) -> Found:
         schema = own_schema(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting)
+        check_weight(config.weight, schema)
     return Found(files, True, entries, _OpenSource(SOURCES[kind], schema, config, setting))
 
 
@@ -180,6 +182,7 @@ class _OpenStores(NamedTuple):
 
     def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
         source, schema = open_described(files, self.open, self.config, self.setting)
+        check_weight(self.config.weight, schema)
         return Records(source, schema, self.setting, source.notes)
 
 

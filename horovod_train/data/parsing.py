@@ -13,8 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.fixed_layout import FixedLayout, NotPlain, is_plain
+from horovod_train.data.record_weights import WeightChecker
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
 
@@ -22,9 +24,14 @@ from horovod_train.errors import UserError
 _PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
 
 
-def build_parser(source: RecordSource, features: dict[str, Feature], own: str | None) -> Parser:
-    """Build the source's parser of these features, or that of the function that `data.parse` names."""
-    return source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
+    """Build the source's parser of these features, or that of the function that `data.parse` names.
+
+    Records whose `data.weight` is no weight do not fit. Raises UserError.
+    """
+    own, weight = config.parse, config.weight
+    parser = source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+    return parser if weight is None else WeightChecker(parser, weight, features.get(weight))
 
 
 def blank(parser: Parser, rows: int) -> Arrays:

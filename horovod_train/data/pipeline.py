@@ -51,11 +51,16 @@ class Batch(NamedTuple):
     """One tensor [rows, …], or a dict of them if the schema names several inputs."""
     targets: Tensors
     weights: tf.Tensor
-    """float32 [rows]: 1 for a record, 0 for padding."""
+    """float32 [rows]: the record's weight by data.weight, or 1; 0 for padding."""
     ids: tf.Tensor
     """int64 [rows]: the record's number, -1 for padding."""
     count: tf.Tensor
     """int64 scalar: the records of this step over all ranks."""
+
+    @property
+    def real(self) -> tf.Tensor:
+        """float32 [rows]: 1 for a record, whatever its weight, 0 for padding."""
+        return tf.cast(self.ids >= 0, tf.float32)
 
 
 class Pipeline:
@@ -63,9 +68,9 @@ class Pipeline:
 
     def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
         self._plan, self._records, self._config = plan, records, config
-        used = {*records.schema.inputs, *records.schema.targets}
+        used = {*records.schema.inputs, *records.schema.targets, *([config.weight] if config.weight else [])}
         self._features = {name: f for name, f in records.schema.features.items() if name in used}
-        self._parser = build_parser(records.source, self._features, config.parse)
+        self._parser = build_parser(records.source, self._features, config)
         _check_names(used, self._parser.dtypes, config.parse)
         self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
@@ -236,6 +241,9 @@ class Pipeline:
         for is_decoded in decoded.values():
             weights, ids = self._leave_out(is_decoded, weights, ids)
         schema = self._records.schema
+        if name := self._config.weight:
+            # Padding repeats another record, whose weight it must not have.
+            weights *= tf.cast(self._transforms.scale({name: tensors[name]})[name], tf.float32)
         return Batch(_pick(tensors, schema.inputs), _pick(tensors, schema.targets), weights, ids, count)
 
     def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -273,7 +281,7 @@ def build_pipeline(
 
 def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
     for name in sorted(used.difference(given)):
-        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
+        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs, targets and weight want {name}.")
 
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:

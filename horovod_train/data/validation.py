@@ -102,7 +102,7 @@ class _Check:
 
     def __init__(self, records: Records, config: DataConfig, report: Report) -> None:
         self._blocks, self._features, self._report = records.source.blocks, records.schema.features, report
-        self._parser = build_parser(records.source, records.schema.features, config.parse)
+        self._parser = build_parser(records.source, records.schema.features, config)
         self._reader = Reader(records.source)
         self._digests = np.zeros(records.num_records, np.uint64)
         report.features = {name: self._summary(name) for name in self._parser.dtypes}

@@ -21,9 +21,8 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_env
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.rank_log import NullRankLog
-from horovod_train.training.build import build_split
+from horovod_train.training.build import build_accumulator, build_split
 from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import check_fits
 from horovod_train.training.shared_records import open_on_all_ranks
 from horovod_train.training.step import EvalStep
@@ -52,7 +51,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             loss = build_loss(config.loss)
-            seen = Accumulator(loss.names, build_metrics(config.metrics))
+            seen = build_accumulator(config, loss)
             check_fits(trained.model, loss, seen, pipeline.scaled_spec, "data.eval")
         step = EvalStep(trained.model, loss, seen, pipeline.scaled)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
@@ -67,12 +66,12 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
 def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[str], out: str) -> int:
     """Collective: write the model's outputs for each record once, in the order of the records, to a file.
 
-    paths: the records, in the forms of data.eval; they need no targets. Returns the number of records written, on every
-    rank. Raises UserError for what the user must fix.
+    paths: the records, in the forms of data.eval; they need no targets and no weights. Returns the number of records
+    written, on every rank. Raises UserError for what the user must fix.
     """
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
-        data = dataclasses.replace(config.data, eval=tuple(paths), targets=())
+        data = dataclasses.replace(config.data, eval=tuple(paths), targets=(), weight=None)
         asked = _with_batch(dataclasses.replace(config, data=data), group.size)
         records = open_on_all_ranks(data, ["eval"], group)["eval"]
         with group.raise_together():

@@ -65,9 +65,10 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
+    loss.check_classes(records.schema)
     losses = [*loss.names, "penalty"]
-    train_metrics = Accumulator(losses, build_metrics(config.metrics))
-    eval_metrics = Accumulator(loss.names, build_metrics(config.metrics))
+    train_metrics = build_accumulator(config, loss, also=["penalty"])
+    eval_metrics = build_accumulator(config, loss)
     has_own_losses = check_fits(model, loss, train_metrics, train.scaled_spec, "data.train")
     if eval_ is not None:
         check_fits(model, loss, eval_metrics, eval_.scaled_spec, "data.eval")
@@ -100,7 +101,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         evaluated=evaluated,
         last_step=horizon.total_steps,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
-        warnings=tuple(_warnings(config, group.size, train, has_own_losses)),
+        warnings=tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
     )
 
 
@@ -138,13 +139,13 @@ def _build_train_step(
         rank=group.rank,
         seed=config.seed,
         max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
-        count_over_ranks=_counting(config, group),
+        count_over_ranks=_counting(config, group, loss),
         scaled=train.scaled,
         placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
     )
 
 
-def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) -> Iterator[str]:
+def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
     counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
     if has_own_losses and any(count % size for count in counts):
         yield (
@@ -154,6 +155,8 @@ def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool) 
         )
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
         yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
+    if config.train.synchronization == "local" and has_weights:
+        yield "weights of records make ranks meet in every step, under synchronization: local too."
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
@@ -191,19 +194,29 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     )
 
 
-def _counting(config: Config, group: WorkerGroup) -> Callable[[Batch], tf.Tensor]:
-    """Return a function that gives the number of records all ranks have in a step."""
+def build_accumulator(config: Config, loss: Loss, also: Sequence[str] = ()) -> Accumulator:
+    """Build the loss and the metrics of one split, with variables of their own. Raises UserError."""
+    return Accumulator(loss, build_metrics(config.metrics), build_metrics(config.weighted_metrics), also=also)
+
+
+def _weighs_records(config: Config, loss: Loss) -> bool:
+    return config.data.weight is not None or loss.has_class_weights
+
+
+def _counting(config: Config, group: WorkerGroup, loss: Loss) -> Callable[[Batch], tf.Tensor]:
+    """Return a function that gives what the sums of the losses are divided by in a step: records, or weights."""
+    if _weighs_records(config, loss):  # each rank knows only the weights of its own records
+        return lambda batch: group.sum_in_step(loss.total_weights(batch.targets, batch.weights), "step.count")
     if config.data.on_bad_record == "error":
         return lambda batch: batch.count  # exact as planned; no exchange needed
     # Bad records may have been skipped, so only the sum over ranks gives the number.
-    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.weights), "step.count"), 1.0)
+    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.real), "step.count"), 1.0)
 
 
 def _check_watched(config: Config, seen: Accumulator) -> None:
     # Early stopping tracks its metric whenever there is an evaluation, even without a stop condition.
     watched = {"checkpoint.best": config.checkpoint.best}
     watched["early_stopping"] = config.early_stopping if config.data.eval else None
-    names = [*seen.sums, *(metric.name for metric in seen.metrics)]
     for key, value in watched.items():
-        if value is not None and value.metric not in names:
-            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")
+        if value is not None and value.metric not in seen.names:
+            raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(seen.names)}.")

@@ -58,11 +58,12 @@ class Summaries:
         return {name.removeprefix("model/"): variable for name, variable in named if name.startswith("model/")}
 
     def _first_part(self, batch: Batch) -> Batch:
-        """Collective: take as many rows as one pass computes; the count is over all ranks."""
+        """Collective: take as many rows as one pass computes; the count, or the weights, are of all ranks."""
         rows = batch.weights.shape[0] // self.train_step.objective.accumulate_steps
         part: Batch = tf.nest.map_structure(lambda value: value[:rows], batch._replace(count=()))
-        (count,) = self.group.sum([part.weights.numpy().sum()])
-        return part._replace(count=tf.constant(max(int(count), 1), tf.int64))
+        loss = self.train_step.objective.loss
+        (totals,) = self.group.sum([loss.total_weights(part.targets, part.weights).numpy()])
+        return part._replace(count=tf.constant(totals, tf.float32))
 
     def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:
         optimizer, variables = self.train_step.state.optimizer, self.train_step.state.model.trainable_variables
@@ -75,7 +76,7 @@ class Summaries:
         own = tape.gradient(scaled, [as_tf_variable(variable) for variable in variables])
         scale = optimizer.scale_loss(tf.constant(1.0))
         combined = [_values(gradient) for gradient in optimizer.combine(own)]
-        real = batch.weights > 0
+        real = batch.ids >= 0
         return (
             [None if gradient is None else tf.cast(gradient, tf.float32) / scale for gradient in combined],
             {name: [_without_padding(output, real) for output in found] for name, found in outputs.items()},

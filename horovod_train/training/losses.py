@@ -1,23 +1,28 @@
-"""Builds losses by name: Keras', ours, a user's function, or a weighted sum with one for each output. No exchange."""
+"""Builds losses by name: Keras', ours, a user's function, or a weighted sum with one for each output. No exchange.
+
+A loss knows how much each record counts in it: the weight that the batch carries, times that of the record's class.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem
 from horovod_train.config.loader import build
 from horovod_train.config.registry import call, choose_keras
-from horovod_train.config.settings import LossTerm, Spec
+from horovod_train.config.settings import LossSpec, LossTerm, Spec
+from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 LossFunction = Callable[[Any, Any], tf.Tensor]
 """(targets, outputs) → float32 [batch]."""
-
-PER_OUTPUT = "per_output"
 
 
 def smoothed_sparse_categorical_crossentropy(
@@ -40,28 +45,117 @@ OWN: dict[str, Callable[..., tf.Tensor]] = {
 """Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
 
 
-class Loss:
-    """The loss of each record: Σ weight · term(targets, outputs), and the terms, unweighted.
+class ClassWeights(NamedTuple):
+    """The weights of records by the class of their target."""
 
-    `names`: "loss" and, with several outputs, `<output>_loss`, as in Keras' `fit`.
+    by_class: Mapping[int, float]
+    """1 for the classes that are not there."""
+    target: str | None
+    """Of several targets, the one with the classes."""
+    where: str
+    """The key of the config, for messages."""
+
+    def __call__(self, targets: Any) -> tf.Tensor:
+        """Return the weight of each record's class, float32 [batch]. Raises ValueError.
+
+        A target [batch, classes] stands for its largest entry, as in Keras' `fit`.
+        """
+        own = targets if self.target is None else pick(targets, self.target, "target")
+        if isinstance(own, Mapping):
+            raise ValueError(f"{self.where} needs one target; there are {', '.join(own) or 'none'}")
+        largest = max(self.by_class)
+        table = tf.constant([self.by_class.get(number, 1.0) for number in range(largest + 2)])  # the last: any other
+        return tf.gather(table, tf.clip_by_value(_classes(own, largest, self.where), 0, largest + 1))
+
+    def check(self, schema: Schema) -> None:
+        """Raise UserError for a class that the schema's `classes` exclude."""
+        # A single target is used for every output.
+        target = schema.targets[0] if len(schema.targets) == 1 else self.target
+        feature = schema.features.get(target) if target else None
+        if feature and feature.classes and max(self.by_class) >= feature.classes:
+            raise UserError(
+                f"{self.where}: there is no class {max(self.by_class)}; {schema.where} says that {target} has "
+                f"{feature.classes}, from 0."
+            )
+
+
+class Term(NamedTuple):
+    """A loss in the sum."""
+
+    factor: float
+    function: LossFunction
+    class_weights: ClassWeights | None = None
+    """None: all classes count alike."""
+
+
+class Weighed(NamedTuple):
+    """The losses of a batch on this rank, by name, with what each is divided by for a mean."""
+
+    sums: dict[str, tf.Tensor]
+    """float32: Σ weight · loss over the records."""
+    weights: dict[str, tf.Tensor]
+    """float32 [batch]: the weight of each record, 0 for padding."""
+
+
+class Loss:
+    """The mean loss: Σ factor · mean of term(targets, outputs) over records, each mean by the records' weights.
+
+    `names`: "loss" and, with several outputs, `<output>_loss`, as in Keras' `fit`. `terms`: those that are added up.
     """
 
-    def __init__(self, terms: Mapping[str, tuple[float, LossFunction]]) -> None:
-        """terms: name → (weight, function); a single term is called "loss"."""
+    def __init__(self, terms: Mapping[str, Term]) -> None:
+        """terms: by name; a single one is called "loss"."""
         self._terms = terms
+        self.terms = list(terms)
         self.names = list({"loss": ..., **terms})
 
-    def __call__(self, targets: Any, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return float32 [batch] by name."""
-        values = {name: function(targets, outputs) for name, (_, function) in self._terms.items()}
-        return values | {"loss": tf.add_n([weight * values[name] for name, (weight, _) in self._terms.items()])}
+    @property
+    def has_class_weights(self) -> bool:
+        return any(term.class_weights is not None for term in self._terms.values())
 
-    def sums(self, targets: Any, outputs: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return float32 sums over a batch by name. weights: float32 [batch], one for each record."""
+    def check_classes(self, schema: Schema) -> None:
+        """Raise UserError for a weight of a class that the schema excludes."""
+        for term in self._terms.values():
+            if term.class_weights is not None:
+                term.class_weights.check(schema)
+
+    def __call__(self, targets: Any, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return the unweighted loss of each record, float32 [batch], by the name of the term."""
+        return {name: term.function(targets, outputs) for name, term in self._terms.items()}
+
+    def weigh(self, targets: Any, outputs: Any, weights: tf.Tensor) -> Weighed:
+        """Return the weighted sums over a batch. weights: float32 [batch], one for each record."""
+        own = self.weights(targets, weights)
+        losses = self(targets, outputs)
+        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name], own[name])) for name in self.terms}
+        return Weighed(sums, own)
+
+    def weights(self, targets: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return how much each record counts in each term: its weight times that of its class, float32 [batch]."""
         return {
-            name: tf.reduce_sum(tf.math.multiply_no_nan(values, weights))
-            for name, values in self(targets, outputs).items()
+            name: weights if term.class_weights is None else weights * term.class_weights(targets)
+            for name, term in self._terms.items()
         }
+
+    def total_weights(self, targets: Any, weights: tf.Tensor) -> tf.Tensor:
+        """Return Σ weight over a batch for each term, float32 [terms], for `means`."""
+        return tf.stack([tf.reduce_sum(own) for own in self.weights(targets, weights).values()])
+
+    def means(self, sums: Mapping[str, tf.Tensor], totals: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Divide the sums of the terms by the total weights, [terms] or one for all; return them and "loss".
+
+        A term whose records weigh nothing is 0.
+        """
+        totals = tf.cast(totals, tf.float32)
+        divisors = tf.unstack(totals) if totals.shape.rank else [totals] * len(self.terms)
+        divided = zip(self.terms, divisors, strict=True)
+        means = {name: tf.math.divide_no_nan(sums[name], divisor) for name, divisor in divided}
+        return means | {"loss": self.add_up(means)}
+
+    def add_up(self, means: Mapping[str, Any]) -> Any:
+        """Return the loss that the means of the terms make, tensors or numbers."""
+        parts = [means[name] if term.factor == 1 else term.factor * means[name] for name, term in self._terms.items()]
+        return functools.reduce(operator.add, parts)
 
 
 def build_loss(spec: Spec) -> Loss:
@@ -73,7 +167,12 @@ def build_loss(spec: Spec) -> Loss:
     if spec.name == PER_OUTPUT:
         return _build_terms(spec.options)
     function = _build_function(spec, "loss")
-    return Loss({"loss": (1.0, lambda targets, outputs: _per_record(function(targets, outputs), spec.name))})
+
+    def loss(targets: Any, outputs: Any) -> tf.Tensor:
+        return _per_record(function(targets, outputs), spec.name)
+
+    given = spec.class_weight if isinstance(spec, LossSpec) else {}
+    return Loss({"loss": Term(1.0, loss, _build_class_weights(given, None, "loss"))})
 
 
 def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
@@ -101,8 +200,8 @@ def _build_terms(options: Mapping[str, Any]) -> Loss:
     return Loss({f"{output}_loss": _build_term(output, value) for output, value in options.items()})
 
 
-def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
-    """Return the weight and the loss function of targets[target] and outputs[output]."""
+def _build_term(output: str, value: Any) -> Term:
+    """Return the loss of targets[target] and outputs[output]."""
     where = f"loss.options.{output}"
     term = build(LossTerm, value, where)
     function, target = _build_function(term, where), term.target or output
@@ -110,7 +209,30 @@ def _build_term(output: str, value: Any) -> tuple[float, LossFunction]:
     def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
         return _per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
 
-    return term.weight, loss_of_output
+    return Term(term.weight, loss_of_output, _build_class_weights(term.class_weight, target, where))
+
+
+def _build_class_weights(given: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
+    """Return the weights of classes; None if none are given. Raises UserError."""
+    if problem := class_weight_problem(given):
+        raise UserError(f"{where}.class_weight: {problem}")
+    if not given:
+        return None
+    return ClassWeights({int(name): float(weight) for name, weight in given.items()}, target, f"{where}.class_weight")
+
+
+def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
+    """Return the class of each record, int64 [batch]. largest: the largest class with a weight."""
+    if isinstance(targets, Mapping):
+        raise ValueError(f"{where}.class_weight needs one target; there are {', '.join(targets) or 'none'}")
+    shape = targets.shape
+    if shape.rank == 1 or (shape.rank == 2 and shape[1] == 1):
+        return tf.cast(tf.round(tf.reshape(targets, [-1])), tf.int64)
+    if shape.rank != 2:
+        raise ValueError(f"{where} needs a class for each record; the target has shape {shape[1:]}")
+    if shape[1] is not None and shape[1] <= largest:
+        raise ValueError(f"{where}: there is no class {largest}; the target has {shape[1]} entries")
+    return tf.argmax(targets, axis=1)
 
 
 def pick(values: Any, name: str, kind: str) -> Any:

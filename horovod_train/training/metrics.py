@@ -15,7 +15,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import MetricSpec, Spec
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
-from horovod_train.training.losses import pick
+from horovod_train.training.losses import Loss, Weighed, pick
 
 
 class Accumulator:
@@ -25,39 +25,60 @@ class Accumulator:
     which is exact for every metric whose state adds up, such as all of Keras' own.
     """
 
-    def __init__(self, losses: Sequence[str], metrics: Sequence[Metric]) -> None:
-        """losses: the names of the sums passed to `add`. Raises UserError if two names are equal."""
-        names = [metric.name for metric in metrics]
-        if len({*losses, *names}) != len(losses) + len(names):
-            also = ", ".join(losses)
-            raise UserError(f"metrics: names must differ, also from {also}; received {names}. Give a name in options.")
-        self.metrics = list(metrics)
-        self.weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
-        self.sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in losses}
+    def __init__(
+        self, loss: Loss, metrics: Sequence[Metric], weighted: Sequence[Metric] = (), *, also: Sequence[str] = ()
+    ) -> None:
+        """weighted: metrics that get the records' weights in the loss. also: other sums passed to `add`.
+
+        Raises UserError if two names are equal, or if it is open which term's weights a metric gets.
+        """
+        self._loss = loss
+        self._weighted = [(metric, _term(metric, loss)) for metric in weighted]
+        self.metrics = [*metrics, *weighted]
+        self.losses = [*loss.names, *also]
+        named = [metric.name for metric in self.metrics]
+        if len({*self.losses, *named}) != len(self.losses) + len(named):
+            taken = ", ".join(self.losses)
+            raise UserError(f"metrics: names must differ, also from {taken}; received {named}. Give a name in options.")
+        added = [*loss.terms, *also]
+        self.sums, self.weights = (
+            {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"{name}{end}") for name in added}
+            for end in ("", "_weight")
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """What `result` returns."""
+        return [*self.losses, *(metric.name for metric in self.metrics)]
 
     @property
     def variables(self) -> list[tf.Variable]:
         """All variables that `add` changes."""
         states = [as_tf_variable(variable) for metric in self.metrics for variable in metric.variables]
-        return [self.weight, *self.sums.values(), *states]
+        return [*self.weights.values(), *self.sums.values(), *states]
 
-    def add(self, loss_sums: dict[str, tf.Tensor], targets: Any, outputs: Any, weights: tf.Tensor) -> None:
-        """In the compiled step: add one batch. loss_sums: weighted sums over the batch; weights: float32 [batch]."""
-        self.weight.assign_add(tf.reduce_sum(tf.cast(weights, tf.float64)))
-        for name, value in loss_sums.items():
+    def add(self, losses: Weighed, targets: Any, outputs: Any, real: tf.Tensor) -> None:
+        """In the compiled step: add one batch. real: float32 [batch], 1 for a record and 0 for padding."""
+        for name, value in losses.sums.items():
             self.sums[name].assign_add(tf.cast(value, tf.float64))
-        for metric in self.metrics:
-            metric.update_state(targets, outputs, sample_weight=weights)
+            self.weights[name].assign_add(tf.reduce_sum(tf.cast(losses.weights[name], tf.float64)))
+        for metric in self.metrics[: len(self.metrics) - len(self._weighted)]:
+            metric.update_state(targets, outputs, sample_weight=real)
+        for metric, term in self._weighted:
+            metric.update_state(targets, outputs, sample_weight=losses.weights[term])
 
     def result(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: return the means over the records that all ranks have added; then reset."""
-        own = [self.weight, *self.sums.values()]
+        own = [*self.weights.values(), *self.sums.values()]
         states = self.variables[len(own) :]
         totals = group.sum([variable.numpy() for variable in [*own, *states]])
-        weight, loss_totals, state_totals = float(totals[0]), totals[1 : len(own)], totals[len(own) :]
-        # The weight is 0 if every step was skipped.
-        means = [float(total) / weight if weight else math.nan for total in loss_totals]
-        values = dict(zip(self.sums, means, strict=True))
+        weights, sums, state_totals = (totals[: len(own) // 2], totals[len(own) // 2 : len(own)], totals[len(own) :])
+        # A weight is 0 if every step was skipped.
+        means = {
+            name: float(total) / float(weight) if weight else math.nan
+            for name, total, weight in zip(self.sums, sums, weights, strict=True)
+        }
+        values = {name: self._loss.add_up(means) if name == "loss" else means[name] for name in self.losses}
         for variable, total in zip(states, state_totals, strict=True):
             variable.assign(tf.cast(total, variable.dtype))
         values |= {metric.name: _number(metric.result()) for metric in self.metrics}
@@ -100,6 +121,17 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
             raise UserError(f"metrics: {spec.name}: target {target!r} needs an output to be compared with.")
         metrics.append(metric if output is None else OfOutput(metric, output, target or output))
     return metrics
+
+
+def _term(metric: Metric, loss: Loss) -> str:
+    """Return the term of the loss whose weights a weighted metric gets: that of its output, or the only one."""
+    own = f"{metric.output}_loss" if isinstance(metric, OfOutput) else loss.terms[0]
+    if own in loss.terms and (len(loss.terms) == 1 or isinstance(metric, OfOutput)):
+        return own
+    if loss.terms == ["loss"]:
+        return "loss"
+    outputs = ", ".join(term.removesuffix("_loss") for term in loss.terms)
+    raise UserError(f"weighted_metrics: {metric.name} needs an output that has a loss: {outputs}.")
 
 
 def _number(value: Any) -> float:

@@ -17,7 +17,7 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
-from horovod_train.training.losses import Loss
+from horovod_train.training.losses import Loss, Weighed
 from horovod_train.training.metrics import Accumulator
 
 
@@ -34,8 +34,8 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
         outputs = model(records.inputs, training=False)
         of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
         has_own_losses = len(model.losses) > len(of_weights)
-        losses = loss.sums(records.targets, outputs, records.weights)
-        seen.add(losses, records.targets, outputs, records.weights)
+        losses = loss.weigh(records.targets, outputs, records.weights)
+        seen.add(losses, records.targets, outputs, records.real)
 
     try:
         tf.function(forward, autograph=False).get_concrete_function(batch)
@@ -52,19 +52,19 @@ class Passed(NamedTuple):
     gradients: list[Any]
     """One for each trainable variable: a tensor, IndexedSlices, or None if it has no part in the loss."""
     outputs: Any
-    losses: dict[str, tf.Tensor]
-    """float32: sums over this rank's records, penalties left out; see Loss.names."""
+    losses: Weighed
+    """Of this rank's records, penalties left out."""
     penalty: tf.Tensor
     """float32: what regularisation adds to the mean loss."""
 
 
 @dataclass(eq=False, repr=False)
 class Objective:
-    """The mean loss over the records of all ranks, plus penalties: those of layers, and l2 · ½ Σ‖W‖² over matrices W.
+    """The mean loss over the records of all ranks, by their weights if they have any, plus penalties.
 
-    Matrices are trainable variables with two or more dimensions, so biases and scales are excluded; ½‖W‖² is
-    tf.nn.l2_loss. A rank's gradient is that of `size` times its part of the mean, so that the average over ranks is the
-    gradient.
+    Those are what layers add, and l2 · ½ Σ‖W‖² over matrices W: trainable variables with two or more dimensions, so
+    biases and scales are excluded; ½‖W‖² is tf.nn.l2_loss. A rank's gradient is that of `size` times its part of the
+    mean, so that the average over ranks is the gradient.
     """
 
     model: keras.Model
@@ -91,7 +91,7 @@ class Objective:
         if self.accumulate_steps == 1:
             passed = self._pass(batch)
             _note(seen, batch, passed)
-            return passed.gradients, self._shares(passed.losses, passed.penalty, batch)
+            return passed.gradients, self._shares(passed.losses.sums, passed.penalty, batch)
 
         def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             length = value.shape[0] // self.accumulate_steps
@@ -108,7 +108,7 @@ class Objective:
             passed = self._pass(own)
             _note(seen, own, passed)
             added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
-            losses = {name: losses[name] + value for name, value in passed.losses.items()}
+            losses = {name: losses[name] + value for name, value in passed.losses.sums.items()}
             return index + 1, added, losses, penalty + passed.penalty
 
         kinds = self._kinds_of_gradients(rows(0))
@@ -116,14 +116,16 @@ class Objective:
         _, sums, losses, penalty = tf.while_loop(
             lambda index, *_: index < self.accumulate_steps,
             one_part,
-            (0, nothing, dict.fromkeys(self.loss.names, tf.constant(0.0)), tf.constant(0.0)),
+            (0, nothing, dict.fromkeys(self.loss.terms, tf.constant(0.0)), tf.constant(0.0)),
             parallel_iterations=1,  # a forward pass may communicate too
         )
         totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
         return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
 
     def _shares(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
-        return {name: self._share(value, batch) for name, value in sums.items()} | {"penalty": penalty}
+        """Scale so that the average over ranks is the sum over all ranks, divided by the weights of all ranks."""
+        own = {name: value * self.size for name, value in sums.items()}
+        return self.loss.means(own, batch.count) | {"penalty": penalty}
 
     def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
         """Return the kind of each gradient of such a batch, in order; None if a variable has no part in the loss."""
@@ -139,27 +141,24 @@ class Objective:
             for variable, gradient in zip(self.model.trainable_variables, found, strict=True)
         ]
 
-    def _share(self, loss_sum: tf.Tensor, batch: Batch) -> tf.Tensor:
-        """Scale so that the average over ranks is the sum over all ranks, divided by the records of all ranks."""
-        return loss_sum * self.size / tf.cast(batch.count, tf.float32)
-
     def _forward_backward(self, batch: Batch) -> Passed:
         with tf.GradientTape() as tape:
             outputs, losses, penalty, total = self.forward(batch, passes=self.accumulate_steps)
             scaled = self.optimizer.scale_loss(total)
         return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
-    def forward(self, batch: Batch, *, passes: int = 1) -> tuple[Any, dict[str, tf.Tensor], tf.Tensor, tf.Tensor]:
+    def forward(self, batch: Batch, *, passes: int = 1) -> tuple[Any, Weighed, tf.Tensor, tf.Tensor]:
         """Run a forward pass in training: return outputs, losses, penalty as in Passed, and the value to differentiate.
 
         The last is a float32 scalar. passes: the number of such passes whose gradients are added up.
         """
-        with rows_that_count(batch.weights):
+        with rows_that_count(batch.real):
             outputs = self.model(batch.inputs, training=True)
         with tf.name_scope("loss_function"):
-            losses = self.loss.sums(batch.targets, outputs, batch.weights)
+            losses = self.loss.weigh(batch.targets, outputs, batch.weights)
             penalty = self._penalty()
-            return outputs, losses, penalty, self._share(losses["loss"], batch) + penalty / passes
+            share = self._shares(losses.sums, penalty, batch)["loss"]
+            return outputs, losses, penalty, share + penalty / passes
 
     def _penalty(self) -> tf.Tensor:
         penalties = [tf.cast(value, tf.float32) for value in self.model.losses]
@@ -171,8 +170,9 @@ class Objective:
 
 def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
     # The penalty is the same for every record, so that its mean over records is itself.
-    penalty_sum = passed.penalty * tf.reduce_sum(batch.weights)
-    seen.add(passed.losses | {"penalty": penalty_sum}, batch.targets, passed.outputs, batch.weights)
+    sums = passed.losses.sums | {"penalty": passed.penalty * tf.reduce_sum(batch.real)}
+    weights = passed.losses.weights | {"penalty": batch.real}
+    seen.add(Weighed(sums, weights), batch.targets, passed.outputs, batch.real)
 
 
 class _Kind(NamedTuple):

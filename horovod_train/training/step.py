@@ -40,8 +40,9 @@ def _as_it_is(batch: Batch) -> Batch:
 class TrainStep:
     """Updates a TrainState from batches and adds losses and metrics to `seen`.
 
-    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step. Each
-    rank divides its sum by the global count, which the batch carries, so ranks may have different numbers of records.
+    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step, by their
+    weights if they have any. Each rank divides its sum by the global count or weight, so ranks may have different
+    numbers of records.
     """
 
     state: TrainState
@@ -50,7 +51,9 @@ class TrainStep:
     rank: int
     seed: int
     count_over_ranks: Callable[[Batch], tf.Tensor]
-    """Returns how many records all ranks have in the step of a batch."""
+    """Returns what the sums of the losses are divided by in the step of a batch: the records of all ranks, or their
+    weights for each term of the loss.
+    """
     max_skips_in_a_row: int = 0
     """Non-finite updates to skip before `run` ends; 0: end at the first.
 
@@ -182,8 +185,8 @@ class EvalStep:
         def one_step(done: tf.Tensor) -> list[tf.Tensor]:
             batch = self.scaled(next(batches))
             outputs = self.model(batch.inputs, training=False)
-            losses = self.loss.sums(batch.targets, outputs, batch.weights)
-            self.seen.add(losses, batch.targets, outputs, batch.weights)
+            losses = self.loss.weigh(batch.targets, outputs, batch.weights)
+            self.seen.add(losses, batch.targets, outputs, batch.real)
             return [done + 1]
 
         tf.while_loop(lambda done: done < steps, one_step, [0])

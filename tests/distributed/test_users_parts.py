@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import PROJECT, metrics_of, rank_environment, train
 
-EXAMPLES = ["classification", "homes", "tagging"]
+EXAMPLES = ["classification", "homes", "tagging", "weighted"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,8 @@ def documented(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rooms, place = rng.normal(size=(320, 3)), rng.normal(size=(320, 2))
     price = rooms.sum(axis=1, keepdims=True)
     was_sold = (place.sum(axis=1, keepdims=True) > 0).astype(np.int64)
-    np.savez(folder / "homes.npz", rooms=rooms, place=place, price=price, was_sold=was_sold)
+    importance = rng.uniform(0.5, 2.0, size=320)
+    np.savez(folder / "homes.npz", rooms=rooms, place=place, price=price, was_sold=was_sold, importance=importance)
     words = rng.integers(1, 50, size=(320, 12))
     words = np.where(np.arange(12) < rng.integers(1, 13, size=(320, 1)), words, 0)
     np.savez(folder / "sentences.npz", words=words, tags=np.where(words > 0, 1 + words % 4, 0))
@@ -76,7 +77,8 @@ def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     if name == "homes":
         assert rows[-1]["loss"] == pytest.approx(0.5 * rows[-1]["price_loss"] + rows[-1]["sold_loss"], rel=1e-5)
-    assert {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}[name] in rows[-1]
+    shown = {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}
+    assert shown.get(name, "weighted_price_error") in rows[-1]
 
 
 def test_hooks_of_the_docs_add_their_figures(learned: Callable[[str], Path]) -> None:

@@ -82,7 +82,7 @@ def watch_reads() -> set[str]:
     prefixes |= {
         type(f.default): f"{f.name}."
         for f in dataclasses.fields(settings.Config)
-        if dataclasses.is_dataclass(f.default) and not isinstance(f.default, settings.Spec)
+        if dataclasses.is_dataclass(f.default) and type(f.default) is not settings.Spec
     }
 
     def read_and_note(section: Any, name: str) -> Any:

@@ -18,7 +18,7 @@ from made_records import FEATURES
 
 from horovod_train.config.loader import _build
 from horovod_train.config.rules import NEEDS, broken_rules, holds, keys_of
-from horovod_train.config.settings import Config, Seconds, Watched
+from horovod_train.config.settings import Config, Seconds, Spec, Watched
 from horovod_train.errors import UserError
 
 Values = dict[str, Any]
@@ -29,6 +29,7 @@ VALUES: dict[str, list[Any]] = {
     "data.features": [FEATURES],
     "data.inputs": ["image_raw"],
     "data.targets": ["label"],
+    "data.weight": ["label"],
     "data.parse": ["runs_of_settings:parse"],
     "data.fold": ["1/3"],
     "data.source": ["runs_of_settings:Images"],
@@ -50,6 +51,8 @@ VALUES: dict[str, list[Any]] = {
     "log.profile_at_steps": [[2]],
     "device.per_rank": [2],
     "device.cut_before": [["last"]],
+    "loss.class_weight": [{"1": 2.0}],
+    "weighted_metrics": [[{"name": "sparse_categorical_accuracy", "options": {"name": "weighted_accuracy"}}]],
     "optimizer": ["adam"],
     "hooks": [["runs_of_settings:hook"]],
 }
@@ -70,6 +73,7 @@ WITH: dict[str, Values] = {
     "train.weight_decay_exclude": {"optimizer": "adamw"},
     "device.per_rank": {"device.cut_before": ["last"]},
     "device.cut_before": {"device.per_rank": 2},
+    "weighted_metrics": {"data.weight": "label"},
 }
 """What a setting, or one value of it, requires besides NEEDS."""
 
@@ -108,6 +112,9 @@ def leaves(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, Any, dat
             yield from leaves(hints[field.name], f"{key}.")
         else:
             yield key, hints[field.name], field
+        if isinstance(field.default, Spec) and cls is Config:
+            own = leaves(type(field.default), f"{key}.")
+            yield from (leaf for leaf in own if leaf[0] not in (f"{key}.name", f"{key}.options"))
         if hints[field.name] == Watched | None:
             yield from leaves(Watched, f"{key}.")
 

@@ -49,7 +49,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; near it:"),
     "unknown metric": (lambda: build_metrics([Spec("acuracy")]), "metrics: Keras has no 'acuracy'; near it: Accuracy"),
     "same name": (
-        lambda: Accumulator([], build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})])),
+        lambda: Accumulator(
+            build_loss(Spec("mean_squared_error")), build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})])
+        ),
         "metrics: names must differ",
     ),
 }

@@ -36,15 +36,16 @@ def gradients(accumulate_steps: int, *, jit_compile: bool = False) -> dict[str, 
         ids=tf.range(ROWS, dtype=tf.int64),
         count=tf.constant(ROWS, tf.int64),
     )
+    loss = build_loss(Spec("mean_squared_error"))
     objective = Objective(
         model,
         keras.optimizers.SGD(),
-        build_loss(Spec("mean_squared_error")),
+        loss,
         size=1,
         accumulate_steps=accumulate_steps,
         jit_compile=jit_compile,
     )
-    seen = Accumulator(["loss", "penalty"], {})
+    seen = Accumulator(loss, [], also=["penalty"])
     found, _ = tf.function(lambda: objective.gradients(batch, seen), autograph=False)()
     return {variable.path: gradient for variable, gradient in zip(model.trainable_variables, found, strict=True)}
 

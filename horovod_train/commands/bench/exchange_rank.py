@@ -76,13 +76,13 @@ class Alone(EveryStep):
 def measure(group: WorkerGroup, system: System, seconds: float, *, alone: bool) -> float:
     """Return steps per second of all ranks together, the median of WINDOWS."""
     keras.utils.set_random_seed(1)
-    model = build_model(system.model)
+    model, loss = build_model(system.model), build_loss(system.loss)
     optimizer = DistributedOptimizer(system.optimizer)
     state = TrainState(model, optimizer, synchronization=(Alone if alone else EveryStep)(optimizer))
     step = TrainStep(
         state,
-        Objective(model, optimizer, build_loss(system.loss), size=group.size),
-        Accumulator(["loss", "penalty"], []),
+        Objective(model, optimizer, loss, size=group.size),
+        Accumulator(loss, [], also=["penalty"]),
         rank=group.rank,
         seed=1,
         count_over_ranks=lambda batch: batch.count,

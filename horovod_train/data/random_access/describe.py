@@ -20,7 +20,7 @@ _RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
 
 def wanted_names(config: DataConfig) -> tuple[str, ...]:
     """Return the features that the config names; () if it leaves the choice to the records."""
-    given = (*config.inputs, *config.targets, *config.features)
+    given = (*config.inputs, *config.targets, *_weight(config), *config.features)
     return tuple(dict.fromkeys(given)) if config.inputs else ()
 
 
@@ -33,19 +33,27 @@ def wanted_images(config: DataConfig) -> frozenset[str]:
 def describe(first: Arrays, known: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
     """Return the schema of records. first: one of them, each array with one row. known: what their store adds.
 
-    What data.features says wins. Without data.inputs, all features but the targets are inputs. Raises UserError.
+    What data.features says wins. Without data.inputs, all features but the targets and the weight are inputs. Raises UserError.
     """
     there = ", ".join(first) or "nothing"
-    for setting, names in (("targets", config.targets), ("inputs", config.inputs), ("features", config.features)):
+    weight = _weight(config)
+    named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
+    for setting, names in named.items():
         for name in names:
             if name not in first:
                 raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {there}.")
-    inputs = config.inputs or tuple(name for name in first if name not in config.targets)
+    inputs = config.inputs or tuple(name for name in first if name not in (*config.targets, *weight))
     if not inputs:
         raise UserError(f"data.inputs: nothing is left for the model of {there}; name what it gets.")
-    names = dict.fromkeys([*inputs, *config.targets, *config.features])
-    features = {name: _feature(name, first[name], known.get(name, {}), config.features.get(name, {})) for name in names}
+    wanted = dict.fromkeys([*inputs, *config.targets, *weight, *config.features])
+    features = {
+        name: _feature(name, first[name], known.get(name, {}), config.features.get(name, {})) for name in wanted
+    }
     return Schema(features, inputs, config.targets, where=path)
+
+
+def _weight(config: DataConfig) -> tuple[str, ...]:
+    return () if config.weight is None else (config.weight,)
 
 
 def _feature(name: str, values: np.ndarray, known: Mapping[str, Any], given: Any) -> Feature:

@@ -16,7 +16,7 @@ from horovod_train.data.pipeline import Batch
 from horovod_train.distributed import consistency
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import RunError
-from horovod_train.training.losses import Loss, LossFunction, build_loss
+from horovod_train.training.losses import Loss, LossFunction, Term, build_loss
 from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective
 from horovod_train.training.state import TrainState
@@ -88,11 +88,11 @@ def train(
     optimizer = DistributedOptimizer(keras.optimizers.LossScaleOptimizer(plain) if half else plain)
     optimizer.build(model.trainable_variables)
     state = TrainState(model, optimizer, synchronization=build_strategy(SyncParts(config, group, model, optimizer)))
-    loss = build_loss(LOSS) if inputs else Loss({"loss": (1.0, odd)})
+    loss = build_loss(LOSS) if inputs else Loss({"loss": Term(1.0, odd)})
     step = TrainStep(
         state,
         Objective(model, optimizer, loss, size=size),
-        Accumulator(["loss", "penalty"], []),
+        Accumulator(loss, [], also=["penalty"]),
         rank=rank,
         seed=1,
         max_skips_in_a_row=max_skips,

@@ -71,7 +71,7 @@ def build_step(state: TrainState, placement: Callable[[], Any], accumulate_steps
     return TrainStep(
         state,
         objective,
-        Accumulator(["loss", "penalty"], []),
+        Accumulator(loss, [], also=["penalty"]),
         rank=group.rank,
         seed=5,
         count_over_ranks=lambda batch: batch.count,

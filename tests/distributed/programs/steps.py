@@ -99,7 +99,9 @@ facts["errors"]["mean_of_means"] = rel_error(weights(naive), weights(plain))
 
 # Every record once in evaluation, whatever lies in the padding.
 model = build_model()
-found = Accumulator(["loss"], build_metrics([*METRICS, Spec("AUC", {"from_logits": True, "multi_label": True})][:1]))
+found = Accumulator(
+    build_loss(LOSS), build_metrics([*METRICS, Spec("AUC", {"from_logits": True, "multi_label": True})][:1])
+)
 EvalStep(model, build_loss(LOSS), found).run(batches(), 3)
 x, y = (np.concatenate(parts) for parts in zip(*(records(step) for step in range(3)), strict=True))
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])

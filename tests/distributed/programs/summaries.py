@@ -92,7 +92,7 @@ def build(
     step = TrainStep(
         state,
         objective,
-        Accumulator(["loss", "penalty"], build_metrics([Spec("sparse_categorical_accuracy")])),
+        Accumulator(loss, build_metrics([Spec("sparse_categorical_accuracy")]), also=["penalty"]),
         rank=rank,
         seed=5,
         count_over_ranks=lambda batch: batch.count,
@@ -115,7 +115,7 @@ def gradients(values: dict[str, Any]) -> list[np.ndarray]:
 
 
 def all_bytes(step: TrainStep) -> str:
-    seen = [step.seen.weight, *step.seen.sums.values(), *(v for m in step.seen.metrics for v in m.variables)]
+    seen = [*step.seen.weights.values(), *step.seen.sums.values(), *(v for m in step.seen.metrics for v in m.variables)]
     kept = [
         *step.state.variables().values(),
         *step.state.model.variables,

@@ -88,7 +88,7 @@ def train(model: keras.Model, steps: int = 3, accumulate_steps: int = 1) -> kera
     step = TrainStep(
         state,
         Objective(model, state.optimizer, build_loss(LOSS), size=size, accumulate_steps=accumulate_steps),
-        Accumulator(["loss", "penalty"], []),
+        Accumulator(build_loss(LOSS), [], also=["penalty"]),
         rank=rank,
         seed=5,
         count_over_ranks=lambda batch: batch.count,

@@ -115,7 +115,7 @@ def train(
     exchange = build_strategy(SyncParts(config, group, model, optimizer, list(averages.variables.values())))
     state = TrainState(model, optimizer, averages=averages, synchronization=exchange)
     state.step.assign(first_step)
-    seen = Accumulator(["loss", "penalty"], build_metrics(METRICS))
+    seen = Accumulator(build_loss(LOSS), build_metrics(METRICS), also=["penalty"])
     objective = Objective(
         model,
         state.optimizer,
