@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from horovod_train.training.hooks import StopReason, at, every
 
@@ -32,3 +35,12 @@ not_a_function = 3
 
 def takes_too_little(step: int) -> None:
     """Lacks the run."""
+
+
+def keep_weights(run: Any, step: int) -> None:
+    """Each rank's own weights, in a file of the run's directory."""
+    weights = {weight.path.replace("/", "."): weight.numpy() for weight in run.state.model.weights}
+    np.savez(Path(run.config.output_dir) / f"weights-{run.group.rank}-{step}.npz", **weights)
+
+
+keep_weights_every_step = every(1, keep_weights)

@@ -34,6 +34,29 @@ def vector(hidden: int = 8) -> keras.Model:
     return keras.Model(x, layers.Dense(3)(layers.Dense(hidden, activation="relu")(x)))
 
 
+def small_digits(head: str = "head", classes: int = 5) -> keras.Model:
+    """64 pixels → logits, with a BatchNormalization and a Dropout between two layers."""
+    image = keras.Input((64,))
+    x = layers.BatchNormalization(momentum=0.9, name="norm")(layers.Dense(16, activation="relu", name="first")(image))
+    x = layers.Dense(8, activation="relu", name="second")(layers.Dropout(0.1, name="drop")(x))
+    return keras.Model(image, layers.Dense(classes, name=head)(x))
+
+
+def foreign_digits() -> keras.Model:
+    """As small_digits takes and gives, with no layer of its names."""
+    image = keras.Input((64,))
+    return keras.Model(image, layers.Dense(5, name="alien")(image))
+
+
+def loaded_digits() -> keras.Model:
+    """What USERS_FILE holds, for model.init_from."""
+    return keras.saving.load_model(os.environ["USERS_FILE"])
+
+
+def arrays_of_digits() -> dict[str, np.ndarray]:
+    return {weight.path: weight.numpy() for weight in loaded_digits().weights}
+
+
 def mixed(dropout: float = 0.5, batch_norm: bool = True) -> keras.Model:
     """Embedding, BatchNorm and Dropout on images whose pixels are taken for 16 kinds of tokens."""
     image = keras.Input((28, 28, 1))

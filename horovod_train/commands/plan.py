@@ -158,6 +158,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
         *_rate_lines(facts),
         *_size_lines(facts),
     ]
+    lines += facts["fine_tuning"].items()
     if facts["resume"]:
         found = facts["resume"]
         lines.append(

@@ -48,6 +48,8 @@ class Sizes:
     parameters: int | None = None
     trainable_parameters: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    fine_tuning: Mapping[str, str] = field(default_factory=dict)
+    """What the model begins with and what of it is trained, in words, by what it is about."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "trainable_parameters": sizes.trainable_parameters,
             "bytes": dict(sizes.memory),
         },
+        "fine_tuning": dict(sizes.fine_tuning),
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }

@@ -23,7 +23,9 @@ from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.output.run_dir import load_writers
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.fine_tuning import is_lora, listed
 from horovod_train.training.hooks.users import load_hooks
+from horovod_train.training.initial_weights import match
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import build_metrics
 
@@ -39,8 +41,9 @@ def build(config: Config, outlook: Outlook | None) -> tuple[Sizes | None, list[s
     whole: list[str] = []
     if outlook is not None:
         components = _attempt(lambda: _build_as_rank_0(outlook, device), whole, "")
-        if components is not None:
-            return _measure(components, outlook), []
+        sizes = components and _attempt(lambda: _measure(components, outlook), whole, "")
+        if sizes is not None:
+            return sizes, []
     faults: list[str] = []
     for where, make in _parts(config, outlook.horizon if outlook else ANY_HORIZON):
         _attempt(make, faults, f"{where}: ")
@@ -127,7 +130,27 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
+        fine_tuning=dict(_fine_tuning(made, outlook)),
     )
+
+
+def _fine_tuning(made: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
+    """Yield what the model begins with and what of it is trained, in words. Raises UserError."""
+    spec, model = outlook.config.model, made.state.model
+    if spec.init_from and outlook.start:
+        yield "initial weights", f"not those of {spec.init_from}: the run resumes"
+    elif spec.init_from:
+        yield "initial weights", f"{spec.init_from}: {match(model, spec).line()}"
+    if frozen := made.freezing.apply(0):
+        later = [
+            f"; after epoch {epoch} trained: {listed(made.freezing.unfrozen_at(epoch))}"
+            for epoch in made.freezing.epochs
+        ]
+        yield "frozen", f"{len(frozen)} weights: {listed(frozen)}{''.join(later)}"
+    if adapted := [weight.path for weight in model.weights if is_lora(weight.path)]:
+        yield "LoRA", listed(adapted)
+    if multipliers := outlook.config.optimizer.lr_multipliers:
+        yield "rates", ", ".join(f"{pattern} × {factor:g}" for pattern, factor in multipliers.items())
 
 
 def _bytes(variables: Iterable[Any]) -> int:

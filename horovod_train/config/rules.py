@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem, weights_of_outputs
+from horovod_train.config.fine_tuning import fine_tuning_problems
 from horovod_train.config.settings import Config, DataConfig
 
 _EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
@@ -19,6 +20,8 @@ _GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
 NEEDS: dict[str, tuple[str, ...]] = {
     "data.shuffle_window": ("data.shuffle: true",),
     "data.shuffle_mb": ("data.shuffle: true",),
+    "model.init_exclude": ("model.init_from",),
+    "model.unfreeze": ("model.freeze", "train.synchronization: every_step"),
     "lr_schedule.base_batch_size": ("lr_schedule.scaling: not none",),
     "train.average_every_steps": ("train.synchronization: local",),
     "train.max_skips_in_a_row": ("train.non_finite: skip",),
@@ -103,6 +106,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
     if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
+    yield from fine_tuning_problems(config)
     yield from _without_effect(config, config)
 
 

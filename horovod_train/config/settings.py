@@ -41,6 +41,28 @@ class MetricSpec(Spec):
 
 
 @dataclass(frozen=True)
+class ModelSpec(Spec):
+    """A model, the weights that it begins with, and which of them are trained."""
+
+    init_from: str | None = setting(
+        None, "weights to begin with: FILE.keras, FILE.weights.h5, a run's directory or package.module:function"
+    )
+    init_exclude: tuple[str, ...] = setting((), "patterns (re.search) of weights' paths that init_from leaves alone")
+    lora: dict[str, Any] = setting({}, "layers that get Keras' LoRA: pattern of their paths → rank, like {dense: 4}")
+    freeze: tuple[str, ...] = setting((), "patterns of weights' paths that are not trained")
+    unfreeze: dict[str, Any] = setting({}, "frozen weights to train after all: complete epochs → patterns")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec(Spec):
+    """An optimizer, and how its learning rate differs between weights."""
+
+    lr_multipliers: dict[str, Any] = setting(
+        {}, "factors of the learning rate: pattern of weights' paths → factor; the first that matches"
+    )
+
+
+@dataclass(frozen=True)
 class LossSpec(Spec):
     """A loss, and how much the records of each class count in it."""
 
@@ -225,13 +247,13 @@ class Config:
         False, "bit-equal runs: deterministic ops, and one order in which ranks' numbers are added"
     )
     data: DataConfig = DataConfig()
-    model: Spec = setting(Spec("convnet"), "one of ours, or package.module:function")
+    model: ModelSpec = setting(ModelSpec("convnet"), "one of ours, or package.module:function")
     loss: LossSpec = setting(
         LossSpec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output"
     )
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     weighted_metrics: tuple[MetricSpec, ...] = setting((), "metrics that weight records as the loss does")
-    optimizer: Spec = setting(Spec("sgd"), "a Keras optimizer, or package.module:function")
+    optimizer: OptimizerSpec = setting(OptimizerSpec("sgd"), "a Keras optimizer, or package.module:function")
     hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     train: TrainConfig = TrainConfig()

@@ -68,17 +68,17 @@ def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[
     seen.add(id(layer))
     yield layer
     for value in vars(layer).values():
-        for inner in _layers_of(value):
+        for inner in layers_in(value):
             yield from layers_inside(inner, seen)
 
 
-def _layers_of(value: Any) -> Iterator[keras.Layer]:
+def layers_in(value: Any) -> Iterator[keras.Layer]:
     """Yield the layers in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
     if isinstance(value, keras.Layer):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _layers_of(part)
+            yield from layers_in(part)
 
 
 def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_ranks: SumOverRanks) -> None:

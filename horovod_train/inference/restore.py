@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import keras
@@ -10,6 +11,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
+from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.state import weights_by_name
 
 Weights = Literal["auto", "trained", "ema"]
@@ -20,7 +22,10 @@ def build_bare_model(config: Config) -> keras.Model:
     """Build the config's model under its precision, with initial weights and no optimizer. Raises UserError."""
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
-    return build_model(config.model)
+    model = build_model(config.model)
+    enable_lora(model, config.model.lora)
+    Freezing(model, config.model).apply(math.inf)  # frozen weights have no moving averages
+    return model
 
 
 def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Weights:

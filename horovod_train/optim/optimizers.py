@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 from keras.optimizers import schedules as keras_schedules
 
+from horovod_train.config.patterns import find
 from horovod_train.config.registry import call, choose_keras, load_function
 from horovod_train.config.settings import Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
@@ -138,13 +138,8 @@ def limit_weight_decay(
 
 def _excluded(variables: Sequence[keras.Variable], config: TrainConfig) -> list[keras.Variable]:
     excluded = [variable for variable in variables if len(variable.shape) < 2 and not config.weight_decay_1d]
+    paths = [variable.path for variable in variables]
     for number, pattern in enumerate(config.weight_decay_exclude):
-        where = f"train.weight_decay_exclude[{number}]"
-        try:
-            found = [variable for variable in variables if re.search(pattern, variable.path)]
-        except re.error as error:
-            raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
-        if not found:
-            raise UserError(f"{where}: {pattern!r} is in none of {', '.join(variable.path for variable in variables)}.")
-        excluded += found
+        found = find(pattern, paths, f"train.weight_decay_exclude[{number}]")
+        excluded += [variable for variable in variables if variable.path in found]
     return excluded

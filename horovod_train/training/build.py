@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,11 +23,14 @@ from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, 
 from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
 from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
+from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.graph import check_names
 from horovod_train.training.histograms import find_layers
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
+from horovod_train.training.initial_weights import check_source
 from horovod_train.training.losses import Loss, build_loss
+from horovod_train.training.lr_multipliers import multiply_rates
 from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.state import MovingAverages, TrainState
@@ -49,9 +53,11 @@ class Components:
     evaluated: tf.Variable
     """int64: the step of the last completed evaluation."""
     last_step: int
-    users_hooks: tuple[Hook, ...] = ()
-    warnings: tuple[str, ...] = ()
+    users_hooks: tuple[Hook, ...]
+    warnings: tuple[str, ...]
     """Effects of this config that a user may not expect."""
+    freezing: Freezing
+    """Applied as at the start of the first epoch."""
 
 
 def build_components(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Components:
@@ -65,6 +71,8 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model, loss = _build_model(config, group), build_loss(config.loss)
+    freezing = Freezing(model, config.model)
+    freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
     loss.check_classes(records.schema)
     losses = [*loss.names, "penalty"]
     train_metrics = build_accumulator(config, loss, also=["penalty"])
@@ -75,8 +83,10 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     _check_watched(config, eval_metrics)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
+    plain = build_optimizer(config, horizon)
+    multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
     optimizer = DistributedOptimizer(
-        build_optimizer(config, horizon),
+        plain,
         op=config.horovod.op,
         compression=config.horovod.compression,
         sparse_as_dense=config.horovod.sparse_as_dense,
@@ -90,6 +100,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
     state = _build_state(config, group, model, optimizer, followed, losses)
+    freezing.apply(0)
     return Components(
         train=train,
         eval=eval_,
@@ -100,6 +111,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         early_stopping=early_stopping,
         evaluated=evaluated,
         last_step=horizon.total_steps,
+        freezing=freezing,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
         warnings=tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
     )
@@ -163,6 +175,8 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     """Build the model as it trains: on this rank's devices, cut into stages if there are several."""
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
+    check_source(config.model)
+    enable_lora(model, config.model.lora)
     check_sendable(model.weights)
     if config.train.sync_batch_norm:
         synchronise_batch_norm(model, deterministic=config.deterministic)

@@ -30,6 +30,7 @@ class Summaries:
         self.group, self.train_step, self._read = group, train_step, read
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
+        self._traces = train_step.traces
         self._run = tf.function(self._gradients_and_outputs, autograph=False)
 
     def compute(self) -> dict[str, tf.Tensor]:
@@ -40,6 +41,9 @@ class Summaries:
         """
         if self._batch is None:
             self._batch = self._first_part(self._read())
+        if self._traces != self.train_step.traces:  # other variables are trained than before
+            self._run = tf.function(self._gradients_and_outputs, autograph=False)
+            self._traces = self.train_step.traces
         gradients, outputs = self._run(self._batch)
         weights = self._weights()
         names = {variable.ref(): name for name, variable in weights.items()}

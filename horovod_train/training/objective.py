@@ -78,6 +78,10 @@ class Objective:
     """Whether to compile the passes, and nothing else, with XLA."""
 
     def __post_init__(self) -> None:
+        self.retrace()
+
+    def retrace(self) -> None:
+        """Compile the passes when they run next; see TrainStep.retrace."""
         self._pass = self._forward_backward
         if self.jit_compile:
             self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)

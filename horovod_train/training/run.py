@@ -17,6 +17,7 @@ from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, 
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.training.graph import draw_step
 from horovod_train.training.hooks.build import build_hooks
+from horovod_train.training.initial_weights import assign, match
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
 from horovod_train.training.resume import restore
@@ -37,16 +38,28 @@ def run(config: Config) -> int:
     """
     with open_run(config) as run:
         statistics = restore(run)
+        _take_initial_weights(run)
         consistency.check(run.group, _users_code(run), "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
         run.group.broadcast(list(run.state.variables().values()))
         run.state.restore_statistics(run.group, statistics)
+        run.parts.freezing.apply(int(run.state.epoch))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
+
+
+def _take_initial_weights(run: Run) -> None:
+    """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
+    with run.group.raise_together():
+        if run.group.is_root and run.found is None and run.config.model.init_from:
+            found = match(run.state.model, run.config.model)
+            assign(run.state.model, found.taken)
+            run.state.averages.restart()
+            log.info(f"model.init_from: {run.config.model.init_from}: {found.line()}")
 
 
 def _users_code(run: Run) -> dict[str, str]:
@@ -68,7 +81,7 @@ def _begin_files(run: Run) -> Audit:
     """Collective: make the run directory as it was at the first step, and add what does not change; open the audit."""
     first_step = int(run.state.step)
     if first_step == 0:
-        log.info("starting from initial weights")
+        log.info(f"starting from {run.config.model.init_from or 'initial weights'}")
     with run.group.raise_together():
         run.output.rewind(first_step)
         run.store.rewind(first_step)

@@ -218,6 +218,11 @@ class MovingAverages:
             for weight, average in zip(self._weights, self.variables.values(), strict=True):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
 
+    def restart(self) -> None:
+        """Set the averages to the weights, as at the start."""
+        for weight, average in zip(self._weights, self.variables.values(), strict=True):
+            average.assign(weight)
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace the weights of the model by their averages inside the block."""

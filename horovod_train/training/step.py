@@ -71,7 +71,14 @@ class TrainStep:
         self.seed_keys = [_seed_key(self.seed, self.rank, index) for index in range(len(self.state.seeds))]
         self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
         self.phase_variable = PhaseVariable(self.state.step)
+        self.traces = 0
+        self.retrace()
+
+    def retrace(self) -> None:
+        """Compile the step when it runs next: for when other variables are trained than before."""
+        self.objective.retrace()
         self._run = tf.function(self._run_steps, autograph=False)
+        self.traces += 1
 
     def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
         """Train on the next `steps` batches in one compiled call; stop early where gradients are no longer finite.

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import PROJECT, metrics_of, rank_environment, train
 
-EXAMPLES = ["classification", "homes", "tagging", "weighted"]
+EXAMPLES = ["classification", "finetuned", "homes", "tagging", "weighted"]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,8 @@ def learned(documented: Path) -> Callable[[str], Path]:
 
     @functools.cache
     def train_once(name: str) -> Path:
+        if name == "finetuned":
+            train_once("classification")
         ranks: dict[str, Any] = {"launcher": "mpirun", "np": 2} if name == "homes" else {}
         run(documented, ["--config", f"{name}.yaml", "--output-dir", name, "log.tensorboard=false"], **ranks)
         return documented / name
@@ -71,7 +73,14 @@ def test_every_example_of_the_docs_is_tried(documented: Path) -> None:
     assert sorted(path.stem for path in documented.glob("*.yaml")) == sorted(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_fine_tuned_example_begins_where_the_other_run_ended(learned: Callable[[str], Path]) -> None:
+    anew, tuned = (metrics_of(learned(name), "eval") for name in ("classification", "finetuned"))
+    accuracy = "sparse_categorical_accuracy"
+    assert tuned[0][accuracy] > anew[0][accuracy]
+    assert tuned[-1]["loss"] < tuned[0]["loss"]
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "finetuned"])
 def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -> None:
     rows = metrics_of(learned(name), "eval")
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.loader import as_dict, dump, load
-from horovod_train.config.settings import Config, MetricSpec, Spec, resolve
+from horovod_train.config.settings import Config, LossSpec, MetricSpec, OptimizerSpec, resolve
 from horovod_train.errors import UserError
 
 LEAST = "data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n"
@@ -55,8 +55,9 @@ def test_printed_config_says_where_each_value_came_from(least: str) -> None:
 @pytest.mark.parametrize(
     ("override", "read"),
     [
-        ("optimizer=adam", {"optimizer": Spec("adam")}),
-        ("optimizer.options.momentum=0.9", {"optimizer": Spec("sgd", {"momentum": 0.9})}),
+        ("optimizer=adam", {"optimizer": OptimizerSpec("adam")}),
+        ("optimizer.options.momentum=0.9", {"optimizer": OptimizerSpec("sgd", {"momentum": 0.9})}),
+        ("loss.class_weight={3: 2.5}", {"loss": LossSpec("sparse_categorical_crossentropy", {}, {"3": 2.5})}),
         ("metrics=accuracy", {"metrics": (MetricSpec("accuracy"),)}),
         ("lr_schedule.base_lr=1e-3", {"lr_schedule.base_lr": 0.001}),
         ("data.train=[a, b]", {"data.train": ("a", "b")}),
@@ -74,15 +75,25 @@ def test_short_forms(least: str, override: str, read: dict[str, object]) -> None
         assert type(value) is type(expected)
 
 
+def test_a_bare_name_keeps_its_name_beside_keys_given_later(least: str, tmp_path: Path) -> None:
+    first = tmp_path / "first.yaml"
+    first.write_text("loss: mean_squared_error\nmodel: mlp\n")
+    config, _ = load([least, str(first)], ["loss.class_weight.1=2", "model.freeze=[hidden]"])
+    assert config.loss == LossSpec("mean_squared_error", {}, {"1": 2})
+    assert (config.model.name, config.model.freeze) == ("mlp", ("hidden",))
+
+
 def test_another_name_given_later_leaves_behind_the_options_of_the_former(least: str, tmp_path: Path) -> None:
     first = tmp_path / "first.yaml"
     first.write_text("optimizer: {name: sgd, options: {momentum: 0.9}}\n")
-    assert load([least, str(first)], ["optimizer.name=rmsprop"])[0].optimizer == Spec("rmsprop")
-    assert load([least, str(first)], ["optimizer=adam"])[0].optimizer == Spec("adam")
+    assert load([least, str(first)], ["optimizer.name=rmsprop"])[0].optimizer == OptimizerSpec("rmsprop")
+    assert load([least, str(first)], ["optimizer=adam"])[0].optimizer == OptimizerSpec("adam")
     nesterov = "optimizer={name: sgd, options: {nesterov: true}}"
-    assert load([least, str(first)], [nesterov])[0].optimizer == Spec("sgd", {"momentum": 0.9, "nesterov": True})
+    assert load([least, str(first)], [nesterov])[0].optimizer == OptimizerSpec(
+        "sgd", {"momentum": 0.9, "nesterov": True}
+    )
     config, origins = load([least, str(first)], ["optimizer={name: lars, options: {weight_decay: 0.1}}"])
-    assert config.optimizer == Spec("lars", {"weight_decay": 0.1})
+    assert config.optimizer == OptimizerSpec("lars", {"weight_decay": 0.1})
     assert "optimizer.options.momentum" not in origins
 
 

@@ -8,6 +8,7 @@ from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
 from horovod_train.training.hooks.show import ShowHistograms, show_progress, start_profile, stop_profile
+from horovod_train.training.hooks.unfreeze import unfreeze
 from horovod_train.training.run_record import Run
 
 
@@ -39,6 +40,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(per_call if minutes is not None else None, SaveByTime(run, minutes or 0.0, save)),
         every(config.checkpoint.every_steps, save),
         every(epochs(config.checkpoint.every_epochs), save, at_end="always"),
+        at([epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs], unfreeze),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
     ]
