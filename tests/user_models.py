@@ -34,6 +34,46 @@ def vector(hidden: int = 8) -> keras.Model:
     return keras.Model(x, layers.Dense(3)(layers.Dense(hidden, activation="relu")(x)))
 
 
+def compiled_vector(schedule: bool = False, reduction: str = "sum_over_batch_size", form: str = "one") -> keras.Model:
+    """What `vector` is, compiled."""
+    model = vector()
+    rate = keras.optimizers.schedules.ExponentialDecay(0.3, 100, 0.9) if schedule else 0.3
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+    given = {"one": loss, "list": [loss, loss], "lambda": lambda targets, outputs: outputs[:, 0]}[form]
+    optimizer = keras.optimizers.SGD(rate, momentum=0.5)
+    model.compile(optimizer, given, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return model
+
+
+def compiled_pair() -> keras.Model:
+    """Two outputs of six numbers, compiled with a loss and a weight for each."""
+    x = keras.Input((6,))
+    model = keras.Model(x, {"y": layers.Dense(3, name="y")(x), "importance": layers.Dense(1, name="importance")(x)})
+    losses = {"y": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "importance": "mean_squared_error"}
+    metrics = {"y": "accuracy", "importance": ["mean_absolute_error"]}
+    model.compile("adam", losses, loss_weights={"y": 1.0, "importance": 0.25}, metrics=metrics)
+    return model
+
+
+class CompiledItsWay(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def compile(self, rate: float) -> None:
+        super().compile(keras.optimizers.SGD(rate), "mse")
+
+
+def compiled_its_way() -> keras.Model:
+    model = CompiledItsWay()
+    model(keras.Input((6,)))
+    model.compile(0.1)
+    return model
+
+
 def small_digits(head: str = "head", classes: int = 5) -> keras.Model:
     """64 pixels → logits, with a BatchNormalization and a Dropout between two layers."""
     image = keras.Input((64,))

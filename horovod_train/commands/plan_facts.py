@@ -48,6 +48,8 @@ class Sizes:
     parameters: int | None = None
     trainable_parameters: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
+    rate_of: str = ""
+    """What has a learning rate of its own, which the config does not give."""
     fine_tuning: Mapping[str, str] = field(default_factory=dict)
     """What the model begins with and what of it is trained, in words, by what it is about."""
 
@@ -94,7 +96,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "records_in_last_of_epoch": plan.count(horizon.steps_per_epoch - 1),
         },
         "records_per_rank": _extremes(records_by_rank(plan, ranks)),
-        "learning_rate": learning_rates(config, horizon),
+        "learning_rate": sizes.rate_of or learning_rates(config, horizon),
         "checkpoints": {
             "count": len(steps),
             "every_minutes": config.checkpoint.every_minutes,

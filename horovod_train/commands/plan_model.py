@@ -23,6 +23,7 @@ from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.output.run_dir import load_writers
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.compiled import brings
 from horovod_train.training.fine_tuning import is_lora, listed
 from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.initial_weights import match
@@ -124,12 +125,14 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
         "averages and progress": total - weights - optimizer,
         "cached records": made.train.bytes_to_cache if outlook.config.data.cache == "memory" else 0,
     }
+    has_own_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
     return Sizes(
         source="of the model as built",
         checkpoint_bytes=total + outlook.ranks * _bytes(state.statistics),  # statistics: the mean, and each rank's own
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
+        rate_of="the compiled optimizer" if has_own_rate else "",
         fine_tuning=dict(_fine_tuning(made, outlook)),
     )
 
@@ -137,6 +140,8 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
 def _fine_tuning(made: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
     """Yield what the model begins with and what of it is trained, in words. Raises UserError."""
     spec, model = outlook.config.model, made.state.model
+    if made.origins:
+        yield "compiled", "; ".join(made.origins)
     if spec.init_from and outlook.start:
         yield "initial weights", f"not those of {spec.init_from}: the run resumes"
     elif spec.init_from:

@@ -17,6 +17,8 @@ def unfrozen_by_epoch(model: ModelSpec) -> list[tuple[int, tuple[str, ...]]]:
 def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong: (key, problem)."""
     model, epochs = config.model, config.train.epochs
+    if model.init_from and config.checkpoint.resume not in ("auto", "never"):
+        yield "model.init_from", "has no effect with checkpoint.resume: PATH, which gives the model all its weights."
     for epoch, given in model.unfreeze.items():
         if not _is_count(epoch):
             yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."

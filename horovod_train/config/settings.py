@@ -16,6 +16,10 @@ Seconds = NewType("Seconds", float)
 """A duration: in YAML a number of seconds, or a scheduler's string [D-]HH:MM:SS."""
 
 
+AUTO = "auto"
+"""Name of a loss or an optimizer that the config leaves to the model, if that is compiled, or else to our defaults."""
+
+
 def setting(default: Any, doc: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
     """Return a dataclass field with its documentation line and, for numbers, the smallest and largest allowed value."""
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum}
@@ -134,7 +138,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class LrScheduleConfig:
-    base_lr: float = setting(0.001, "learning rate at base_batch_size, after warm-up, before decay", minimum=0)
+    base_lr: float | None = setting(
+        None, "learning rate at base_batch_size, after warm-up, before decay; default: 0.001, or as compiled", minimum=0
+    )
     scaling: Literal["none", "linear", "sqrt"] = setting("none", "how the rate grows with the global batch")
     base_batch_size: int | None = setting(None, "global batch that base_lr was chosen for", minimum=1)
     warmup_epochs: float = setting(0.0, "epochs over which the rate rises linearly, step by step", minimum=0)
@@ -247,13 +253,17 @@ class Config:
         False, "bit-equal runs: deterministic ops, and one order in which ranks' numbers are added"
     )
     data: DataConfig = DataConfig()
-    model: ModelSpec = setting(ModelSpec("convnet"), "one of ours, or package.module:function")
+    model: ModelSpec = setting(ModelSpec("convnet"), "one of ours, package.module:function, or FILE.keras")
     loss: LossSpec = setting(
-        LossSpec("sparse_categorical_crossentropy"), "Keras' or ours, package.module:function, per_output"
+        LossSpec(AUTO),
+        "Keras' or ours, package.module:function, per_output; "
+        "auto: a compiled model's, or sparse_categorical_crossentropy",
     )
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     weighted_metrics: tuple[MetricSpec, ...] = setting((), "metrics that weight records as the loss does")
-    optimizer: OptimizerSpec = setting(OptimizerSpec("sgd"), "a Keras optimizer, or package.module:function")
+    optimizer: OptimizerSpec = setting(
+        OptimizerSpec(AUTO), "a Keras optimizer, or package.module:function; auto: a compiled model's, or sgd"
+    )
     hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     train: TrainConfig = TrainConfig()

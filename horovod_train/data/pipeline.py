@@ -68,8 +68,8 @@ class Pipeline:
 
     def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
         self._plan, self._records, self._config = plan, records, config
-        used = {*records.schema.inputs, *records.schema.targets, *([config.weight] if config.weight else [])}
-        self._features = {name: f for name, f in records.schema.features.items() if name in used}
+        used = {*records.schema.inputs, *records.schema.targets}
+        self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
         self._parser = build_parser(records.source, self._features, config)
         _check_names(used, self._parser.dtypes, config.parse)
         self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
@@ -281,7 +281,7 @@ def build_pipeline(
 
 def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
     for name in sorted(used.difference(given)):
-        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs, targets and weight want {name}.")
+        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
 
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:

@@ -38,8 +38,9 @@ class WeightChecker:
         """feature: as the schema describes it; None if a user's function parses. Raises UserError."""
         self._parser, self._name, self._feature = parser, name, feature
         self.dtypes, self.shapes = parser.dtypes, parser.shapes
-        if name in self.dtypes:  # otherwise the pipeline names what is missing
-            _check_kind(name, self.shapes[name], self.dtypes[name])
+        if name not in self.dtypes:
+            raise UserError(f"data.weight: data.parse gives {', '.join(self.dtypes)}; there is no {name}.")
+        _check_kind(name, self.shapes[name], self.dtypes[name])
 
     def parse(self, records: Data) -> Arrays | None:
         arrays = self._parser.parse(records)

@@ -22,11 +22,11 @@ _UNKNOWN_SIZE = 32
 def write_model(model: keras.Model, path: Path) -> None:
     """Write to `path`, which must not exist: a Keras file if it ends in .keras, else a SavedModel folder.
 
-    Raises UserError if the model is compiled, since the file must not contain an optimizer, or if Keras cannot write
-    the model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
+    The file has no optimizer: a compiled model is not compiled any more. Raises UserError if Keras cannot write the
+    model or read it back. Raises RunError if the loaded model computes something else; OSError from the disk.
     """
     if model.compiled:
-        raise UserError(f"export: {model.name} is compiled, but the file is to hold no optimizer. Leave compile() out.")
+        model.compiled, model.optimizer = False, None
     is_keras = path.suffix == ".keras"
     try:
         if is_keras:

@@ -30,7 +30,10 @@ NEVER_CALLED = ("train_step", "test_step", "predict_step", "compute_loss", "comp
 
 def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
-    model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
+    if spec.name.endswith(".keras"):
+        model = _load(spec)
+    else:
+        model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name: {spec.name} must return a keras.Model; it returned {type(model).__name__}.")
     if not model.built:
@@ -39,6 +42,17 @@ def build_model(spec: Spec) -> keras.Model:
         )
     _refuse_ignored(model, spec.name)
     return model
+
+
+def _load(spec: Spec) -> keras.Model:
+    """Load a whole model from a Keras file, with its weights and what it was compiled with. Raises UserError."""
+    if spec.options:
+        raise UserError(f"model.options: {spec.name} is a file, which takes no options; received {spec.options}.")
+    try:
+        return keras.saving.load_model(spec.name)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise UserError(f"model.name: {spec.name}: cannot be loaded: {text}") from error
 
 
 def _refuse_ignored(model: keras.Model, name: str) -> None:
@@ -51,10 +65,10 @@ def _refuse_ignored(model: keras.Model, name: str) -> None:
             "loss and metrics are the config's, on the outputs of call(). Put them there, or train with model.fit and "
             "the DistributedOptimizer (see README)."
         )
-    if model.compiled:
+    if model.compiled and _function(model, "compile") is not keras.Model.compile:
         raise UserError(
-            f"model.name: {name} returns a compiled {kind}, but optimizer, loss and metrics are the config's. Leave "
-            "compile() out."
+            f"model.name: {name} returns a {kind} compiled by a compile() of its own, whose arguments are not known. "
+            "Leave it out, and give loss, metrics and optimizer in the config."
         )
 
 

@@ -11,7 +11,7 @@ from keras.optimizers import schedules as keras_schedules
 
 from horovod_train.config.patterns import find
 from horovod_train.config.registry import call, choose_keras, load_function
-from horovod_train.config.settings import Config, LrScheduleConfig, Spec, TrainConfig
+from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
 from horovod_train.optim.schedules import Horizon, build_formula, scaled_lr, warm_up
@@ -83,6 +83,8 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
     A user's LossScaleOptimizer stays as it is.
     """
     spec = config.optimizer
+    if spec.name == AUTO:
+        spec = dataclasses.replace(spec, name="sgd")
     given: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
     if "learning_rate" in spec.options:
         raise UserError("optimizer.options.learning_rate: the rate is set by lr_schedule.base_lr; leave it out here.")
@@ -94,6 +96,11 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
     optimizer = call(factory, spec, "optimizer", **given)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
+    return in_loss_scale(optimizer, config)
+
+
+def in_loss_scale(optimizer: keras.optimizers.Optimizer, config: Config) -> keras.optimizers.Optimizer:
+    """Return the optimizer, under mixed_float16 inside a LossScaleOptimizer if it is none. Raises UserError."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _check_loss_scale(optimizer, config)
     elif config.precision == "mixed_float16":
@@ -113,23 +120,28 @@ def _check_loss_scale(optimizer: keras.optimizers.LossScaleOptimizer, config: Co
 
 
 def limit_weight_decay(
-    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable], config: Config
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    config: Config,
+    *,
+    is_compiled: bool = False,
 ) -> None:
     """Exclude variables from weight decay: by default those with one axis or none.
 
     Those are biases and the scales and offsets of norms, which decay does not regularise (Goyal et al. 2017, 5.1; Jia
-    et al. 2018). LARS also does not scale them. A user's optimizer stays as it is. Call it before the optimizer is
-    built. Raises UserError for an invalid pattern, for one that matches nothing, or if there is no weight decay to
-    exclude from.
+    et al. 2018). LARS also does not scale them. A user's optimizer stays as it is, and so does that of a compiled
+    model, is_compiled. Call it before the optimizer is built. Raises UserError for an invalid pattern, for one that
+    matches nothing, or if there is no weight decay to exclude from.
     """
     decaying = getattr(optimizer, "inner_optimizer", optimizer)
     # Excluding again would drop the variables that the user's function has excluded.
-    is_own = ":" in config.optimizer.name
+    is_own = is_compiled or ":" in config.optimizer.name
     decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
     if decays and not is_own:
         decaying.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
         return
-    own = f"{config.optimizer.name} decides itself what it excludes from its weight decay"
+    name = "the compiled optimizer" if is_compiled else config.optimizer.name
+    own = f"{name} decides itself what it excludes from its weight decay"
     why = own if is_own else "there is no weight decay; give optimizer.options.weight_decay"
     for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
         if getattr(config.train, key) != default:

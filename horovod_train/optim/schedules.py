@@ -14,6 +14,9 @@ from typing import Any
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import LrScheduleConfig, TrainConfig
 
+DEFAULT_BASE_LR = 0.001
+"""Of lr_schedule, where neither the config nor a compiled optimizer has a rate."""
+
 
 @dataclass(frozen=True)
 class Horizon:
@@ -106,11 +109,12 @@ def warm_up(rate: Any, step: Any, warmup_steps: int, ops: Any) -> Any:
 
 def scaled_lr(config: LrScheduleConfig, global_batch_size: int) -> float:
     """Scale base_lr to the global batch: · k (linear, Goyal et al. 2017) or · √k (Krizhevsky 2014), k = batch/base."""
+    base = DEFAULT_BASE_LR if config.base_lr is None else config.base_lr
     if config.scaling == "none":
-        return config.base_lr
+        return base
     assert config.base_batch_size is not None
     ratio = global_batch_size / config.base_batch_size
-    return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
+    return base * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
 def build_formula(config: LrScheduleConfig, horizon: Horizon) -> Formula:

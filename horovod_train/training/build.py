@@ -20,8 +20,9 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
-from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
+from horovod_train.optim.optimizers import limit_weight_decay
 from horovod_train.optim.schedules import build_horizon
+from horovod_train.training.compiled import brings, choose_loss, choose_metrics, choose_optimizer, origins
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.graph import check_names
@@ -29,9 +30,9 @@ from horovod_train.training.histograms import find_layers
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.initial_weights import check_source
-from horovod_train.training.losses import Loss, build_loss
+from horovod_train.training.losses import Loss
 from horovod_train.training.lr_multipliers import multiply_rates
-from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.state import MovingAverages, TrainState
 from horovod_train.training.step import EvalStep, TrainStep
@@ -58,6 +59,8 @@ class Components:
     """Effects of this config that a user may not expect."""
     freezing: Freezing
     """Applied as at the start of the first epoch."""
+    origins: tuple[str, ...] = ()
+    """Where the parts come from that a compiled model has too."""
 
 
 def build_components(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Components:
@@ -70,20 +73,21 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     train = build_split(config, group, records, training=True)
     eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
-    model, loss = _build_model(config, group), build_loss(config.loss)
+    model = _build_model(config, group)
+    loss = choose_loss(config, model)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
     loss.check_classes(records.schema)
     losses = [*loss.names, "penalty"]
-    train_metrics = build_accumulator(config, loss, also=["penalty"])
-    eval_metrics = build_accumulator(config, loss)
+    train_metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
+    eval_metrics = build_accumulator(config, model, loss, (eval_ or train).scaled_spec)
     has_own_losses = check_fits(model, loss, train_metrics, train.scaled_spec, "data.train")
     if eval_ is not None:
         check_fits(model, loss, eval_metrics, eval_.scaled_spec, "data.eval")
     _check_watched(config, eval_metrics)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
-    plain = build_optimizer(config, horizon)
+    plain = choose_optimizer(config, model, horizon)
     multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
     optimizer = DistributedOptimizer(
         plain,
@@ -93,7 +97,8 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         predivide=config.horovod.predivide,
         deterministic=config.deterministic,
     )
-    limit_weight_decay(optimizer, model.trainable_variables, config)
+    is_compiled = brings(model, config)["optimizer"]
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
     # Always create both, so that a checkpoint loads whether or not the option is on.
     best = BestTracker("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
@@ -112,6 +117,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         evaluated=evaluated,
         last_step=horizon.total_steps,
         freezing=freezing,
+        origins=tuple(origins(model, config)),
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
         warnings=tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
     )
@@ -208,9 +214,12 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     )
 
 
-def build_accumulator(config: Config, loss: Loss, also: Sequence[str] = ()) -> Accumulator:
-    """Build the loss and the metrics of one split, with variables of their own. Raises UserError."""
-    return Accumulator(loss, build_metrics(config.metrics), build_metrics(config.weighted_metrics), also=also)
+def build_accumulator(
+    config: Config, model: keras.Model, loss: Loss, batch: Batch, also: Sequence[str] = ()
+) -> Accumulator:
+    """Build the loss and the metrics of one split, with variables of their own. batch: of specs. Raises UserError."""
+    plain, weighted = (choose_metrics(config, model, part, batch) for part in ("metrics", "weighted_metrics"))
+    return Accumulator(loss, plain, weighted, also=also)
 
 
 def _weighs_records(config: Config, loss: Loss) -> bool:

@@ -5,6 +5,7 @@ A loss knows how much each record counts in it: the weight that the batch carrie
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -17,7 +18,7 @@ import tensorflow as tf
 from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem
 from horovod_train.config.loader import build
 from horovod_train.config.registry import call, choose_keras
-from horovod_train.config.settings import LossSpec, LossTerm, Spec
+from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
@@ -164,15 +165,17 @@ def build_loss(spec: Spec) -> Loss:
     For one per output, the name is per_output, whose options map outputs to such losses. Values [batch, ...] are
     averaged over all axes but the batch. Raises UserError.
     """
+    if spec.name == AUTO:
+        spec = dataclasses.replace(spec, name="sparse_categorical_crossentropy")
     if spec.name == PER_OUTPUT:
         return _build_terms(spec.options)
     function = _build_function(spec, "loss")
 
     def loss(targets: Any, outputs: Any) -> tf.Tensor:
-        return _per_record(function(targets, outputs), spec.name)
+        return per_record(function(targets, outputs), spec.name)
 
     given = spec.class_weight if isinstance(spec, LossSpec) else {}
-    return Loss({"loss": Term(1.0, loss, _build_class_weights(given, None, "loss"))})
+    return Loss({"loss": Term(1.0, loss, build_class_weights(given, None, "loss"))})
 
 
 def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
@@ -187,7 +190,8 @@ def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
     return lambda targets, outputs: factory(targets, outputs, **spec.options)
 
 
-def _per_record(values: Any, name: str) -> tf.Tensor:
+def per_record(values: Any, name: str) -> tf.Tensor:
+    """Return losses [batch, ...] averaged over all axes but the first, float32 [batch]; ValueError for a scalar."""
     values = tf.cast(values, tf.float32)
     if not values.shape.rank:
         raise ValueError(f"loss {name} must give one value a record, [batch]; it gave a single number")
@@ -207,12 +211,12 @@ def _build_term(output: str, value: Any) -> Term:
     function, target = _build_function(term, where), term.target or output
 
     def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
-        return _per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
+        return per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
 
-    return Term(term.weight, loss_of_output, _build_class_weights(term.class_weight, target, where))
+    return Term(term.weight, loss_of_output, build_class_weights(term.class_weight, target, where))
 
 
-def _build_class_weights(given: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
+def build_class_weights(given: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
     """Return the weights of classes; None if none are given. Raises UserError."""
     if problem := class_weight_problem(given):
         raise UserError(f"{where}.class_weight: {problem}")

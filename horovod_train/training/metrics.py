@@ -92,9 +92,10 @@ class Accumulator:
 class OfOutput:
     """A metric on one of several outputs; same interface as a Keras metric."""
 
-    def __init__(self, metric: keras.metrics.Metric, output: str, target: str) -> None:
+    def __init__(self, metric: keras.metrics.Metric, output: str, target: str, name: str | None = None) -> None:
+        """name: default: the metric's."""
         self.metric, self.output, self.target = metric, output, target
-        self.name, self.variables = metric.name, metric.variables
+        self.name, self.variables = name or metric.name, metric.variables
         self.result, self.reset_state = metric.result, metric.reset_state
 
     def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:

@@ -73,6 +73,8 @@ def _users_code(run: Run) -> dict[str, str]:
 def _describe_parts(run: Run) -> None:
     for line in stage_lines(run.state.model) if run.config.device.per_rank > 1 else ():
         log.info(line)
+    for line in run.parts.origins:
+        log.info(line)
     for line in run.parts.warnings:
         log.warning(line)
 

@@ -243,13 +243,22 @@ def find_seeds(model: keras.Model) -> list[tf.Variable]:
     states = {
         id(part.state)
         for layer in layers_inside(model)
-        for part in keras.tree.flatten([*vars(layer).values()])
+        for part in _parts_of(vars(layer))
         if isinstance(part, keras.random.SeedGenerator)
     }
     # A missed seed would silently draw equal masks on all ranks.
     assert {id(seed) for seed in seeds} <= states, "model.variables has more than weights and seeds"
     assert seeds or not states, "model.variables does not have the seeds"
     return [as_tf_variable(seed) for seed in seeds]
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield what is in lists, tuples and dictionaries, whatever their keys: a compiled model has layers as keys."""
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _parts_of(part)
+    else:
+        yield value
 
 
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:

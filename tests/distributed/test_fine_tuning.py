@@ -146,7 +146,8 @@ def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing
     """Stopped at the end of the first epoch, where they are unfrozen, and in the middle of the second."""
     words = [f"model.init_from={here / 'low.keras'}", FREEZE, "model.unfreeze={1: '^first/'}", NEW_HEAD]
     words += ["train.ema_decay=0.9", "hooks=user_hooks:keep_weights_every_step", "checkpoint.every_steps=4"]
-    said = done(start(words, np_=2, out="whole"))
+    histograms = ["log.tensorboard=true", "log.histograms_every_steps=6"]  # before and after; they change nothing
+    said = done(start([*words, *histograms], np_=2, out="whole"))
     assert "after epoch 1: 2 weights more are trained: first/bias, first/kernel" in said
     for rank in (0, 1):
         at_epoch, later = (weights(tmp_path / "whole", rank, STEPS_OF_EPOCH + more) for more in (0, 1))
@@ -220,6 +221,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "nothing in common": (
         ["model={{name: user_models:foreign_digits, init_from: {here}/low.keras}}"],
         "no weight of it is one of the model's. It has first/0, first/1",
+    ),
+    "a source besides a checkpoint": (
+        ["model.init_from={here}/low.keras", "checkpoint.resume={here}/low-run"],
+        "model.init_from: has no effect with checkpoint.resume: PATH",
     ),
     "exclude without a source": (["model.init_exclude=head"], "model.init_exclude: needs model.init_from"),
     "exclude of nothing": (

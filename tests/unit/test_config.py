@@ -56,8 +56,8 @@ def test_printed_config_says_where_each_value_came_from(least: str) -> None:
     ("override", "read"),
     [
         ("optimizer=adam", {"optimizer": OptimizerSpec("adam")}),
-        ("optimizer.options.momentum=0.9", {"optimizer": OptimizerSpec("sgd", {"momentum": 0.9})}),
-        ("loss.class_weight={3: 2.5}", {"loss": LossSpec("sparse_categorical_crossentropy", {}, {"3": 2.5})}),
+        ("optimizer.options.momentum=0.9", {"optimizer": OptimizerSpec("auto", {"momentum": 0.9})}),
+        ("loss.class_weight={3: 2.5}", {"loss": LossSpec("auto", {}, {"3": 2.5})}),
         ("metrics=accuracy", {"metrics": (MetricSpec("accuracy"),)}),
         ("lr_schedule.base_lr=1e-3", {"lr_schedule.base_lr": 0.001}),
         ("data.train=[a, b]", {"data.train": ("a", "b")}),

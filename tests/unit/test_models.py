@@ -110,9 +110,8 @@ def test_a_method_that_the_trainer_would_not_call_is_refused(method: str) -> Non
         build_model(Spec(f"{__name__}:own", {"method": method}))
 
 
-def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(UserError, match=r"returns a compiled Own, but optimizer, loss and metrics are the config's"):
-        build_model(Spec(f"{__name__}:own", {"compiled": True}))
+def test_a_compiled_model_is_taken() -> None:
+    assert build_model(Spec(f"{__name__}:own", {"compiled": True})).compiled
 
 
 def test_a_model_that_only_computes_its_outputs_is_taken() -> None:

@@ -342,6 +342,27 @@ def test_a_users_parse_function_must_give_what_is_wanted(images: Path) -> None:
         pipeline(config(images, parse="test_pipeline:own_parse", inputs=("thrice",)))
 
 
+def test_a_feature_weights_its_record_and_padding_weighs_nothing(images: Path) -> None:
+    """By the schema, and from a user's parse function; at ranks whose last batch has fewer records."""
+    for given in ({}, {"parse": "test_pipeline:own_parse", "inputs": ("twice",), "targets": ("label",)}):
+        data = config(images, weight="label", **given)
+        for rank in (0, 1):
+            found = batches(pipeline(data, rank, 2, batch=16))
+            for batch in found:
+                assert batch.weights.tolist() == np.where(batch.ids >= 0, batch.targets, 0).tolist()
+            assert any((batch.ids < 0).any() for batch in found)
+
+
+def test_a_weight_that_a_users_parse_function_does_not_give_is_refused(images: Path) -> None:
+    for weight, said in {
+        "thrice": "gives twice, label; there is no thrice",
+        "twice": "feature twice is int64\\[2\\]",
+    }.items():
+        data = config(images, parse="test_pipeline:own_parse", inputs=("label",), weight=weight)
+        with pytest.raises(UserError, match=f"data.weight: .*{said}"):
+            pipeline(data)
+
+
 def test_a_users_augment_function_is_used(images: Path) -> None:
     def data(brightness: float) -> DataConfig:
         return config(images, augment=(Spec("test_pipeline:own_augment", {"brightness": brightness}),))
