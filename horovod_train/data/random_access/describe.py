@@ -33,7 +33,8 @@ def wanted_images(config: DataConfig) -> frozenset[str]:
 def describe(first: Arrays, known: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
     """Return the schema of records. first: one of them, each array with one row. known: what their store adds.
 
-    What data.features says wins. Without data.inputs, all features but the targets and the weight are inputs. Raises UserError.
+    What data.features says wins. Without data.inputs, all features but the targets and the weight are inputs. Raises
+    UserError.
     """
     there = ", ".join(first) or "nothing"
     weight = _weight(config)
