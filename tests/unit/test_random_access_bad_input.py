@@ -209,7 +209,6 @@ def test_a_file_that_does_not_serve_is_named(name: str, tmp_path: Path) -> None:
     ("library", "file", "extra"),
     [
         ("pyarrow", "a.parquet", "parquet"),
-        ("h5py", "a.h5", "hdf5"),
         ("array_record", "a.array_record", "array_record"),
         ("datasets", "saved", "huggingface"),
     ],

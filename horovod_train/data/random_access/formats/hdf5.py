@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from horovod_train.config.registry import import_extra
 from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
@@ -18,7 +17,8 @@ class HDF5File:
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""
-        h5py = import_extra("h5py", "hdf5", f"{request.setting}: {path}")
+        import h5py  # takes a while
+
         self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
         try:
             self._file = h5py.File(path, "r", locking="best-effort")  # some network file systems cannot lock
