@@ -29,11 +29,15 @@ def string_settings(cls: Any, prefix: str = "") -> Iterator[str]:
         hint, path = hints[field.name], f"{prefix}{field.name}"
         if typing.get_origin(hint) is dict:
             continue  # options of somebody's function, which may take addresses
-        inner = [one for one in (hint, *typing.get_args(hint)) if isinstance(one, type)]
+        inner = [one for one in types_in(hint) if isinstance(one, type)]
         for nested in filter(dataclasses.is_dataclass, inner):
             yield from string_settings(nested, f"{path}.")
         if str in inner:
             yield path
+
+
+def types_in(hint: Any) -> list[Any]:
+    return [hint, *(inner for argument in typing.get_args(hint) for inner in types_in(argument))]
 
 
 SETTINGS = [*string_settings(Config)]
