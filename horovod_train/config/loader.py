@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -244,10 +244,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        kinds = [a for a in arguments if dataclasses.is_dataclass(a)] if isinstance(value, dict) else []
-        others = [a for a in arguments if a is not type(None)]
-        chosen = type(value) if type(value) in arguments else (kinds or others)[0]
-        return _convert(value, chosen, path, origins)
+        return _convert(value, _member(value, arguments), path, origins)
     if origin is Literal:
         if value not in arguments:
             _fail(path, origins, f"expected one of {', '.join(map(str, arguments))}; received {value!r}.")
@@ -280,6 +277,14 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     return _fail(path, origins, f"expected {_article(hint.__name__)}; received {value!r}.")
+
+
+def _member(value: Any, members: Sequence[Any]) -> Any:
+    """Return the member of a union that a value is meant as."""
+    if type(value) in members:
+        return type(value)
+    sections = [member for member in members if dataclasses.is_dataclass(member) and isinstance(value, dict)]
+    return (sections or [member for member in members if member is not type(None)])[0]
 
 
 def _seconds(value: Any) -> float:

@@ -44,8 +44,6 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
 
     Raises UserError for records that are not in TFRecord files; benchmarks/sources.py compares readers of others.
     """
-    if not isinstance(records.source, TFRecords):
-        raise UserError(f"bench input: compares readers of TFRecords; {records.setting} names records of another kind.")
     window, features = config.data.shuffle_window, _used(records)
     specs = {name: example_spec(feature) for name, feature in features.items()}
     plan = _plan(build_ours(records, config, batch_size))
@@ -99,8 +97,9 @@ def _used(records: Records) -> dict[str, Feature]:
 
 
 def _files(records: Records) -> tuple[list[str], str]:
-    """Return the paths of the files, and how they are packed."""
-    assert isinstance(records.source, TFRecords)
+    """Return the paths of the files, and how they are packed. Raises UserError."""
+    if not isinstance(records.source, TFRecords):
+        raise UserError(f"bench input: compares readers of TFRecords; {records.setting} names records of another kind.")
     files = records.source.index.files
     return [file.path for file in files], files[0].packing
 
