@@ -231,9 +231,8 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
             if maximum is not None and number is not None and number > maximum:
                 _fail(path, origins, f"must be at most {maximum:.10g}; received {number}.")
     required = [f.name for f in fields.values() if f.default is f.default_factory is dataclasses.MISSING]
-    for key in required:
-        if key not in arguments:
-            _fail(f"{prefix}{key}", origins, "is required and missing.")
+    for key in (name for name in required if name not in arguments):
+        _fail(f"{prefix}{key}", origins, "is required and missing.")
     return cls(**arguments)
 
 
@@ -283,8 +282,8 @@ def _member(value: Any, members: Sequence[Any]) -> Any:
     """Return the member of a union that a value is meant as."""
     if type(value) in members:
         return type(value)
-    sections = [member for member in members if dataclasses.is_dataclass(member) and isinstance(value, dict)]
-    return (sections or [member for member in members if member is not type(None)])[0]
+    sections = [one for one in members if dataclasses.is_dataclass(one) and isinstance(value, dict)]
+    return next(one for one in [*sections, *members] if one is not type(None))
 
 
 def _seconds(value: Any) -> float:
