@@ -39,8 +39,10 @@ def flip(direction: str = "horizontal") -> Augmentation:
         return tf.where(draws[:, :1, None, None] < 0.5, tf.reverse(images, [axes[direction]]), images)
 
     def of_one(image: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        # TensorFlow has a fast kernel for rows of three-channel pixels, but only for single images.
-        return tf.cond(draws[0] < 0.5, lambda: tf.reverse(image, [axes[direction] - 1]), lambda: image)
+        # TensorFlow has a fast kernel for rows of three-channel pixels, but only for single images. This op takes the
+        # choice as a tensor: a branch for each record would cost more.
+        chosen = [draws[0] < 0.5 if axis == axes[direction] else tf.constant(False) for axis in (1, 2, 3)]
+        return tf.raw_ops.Reverse(tensor=image, dims=tf.stack(chosen))
 
     return Augmentation(1, apply, of_one=of_one)
 

@@ -121,20 +121,27 @@ def _decode(feature: Feature, file: tf.Tensor, choose: _Choose | None, side: int
     if choose is None and feature.dct_method == "fast":
         return _decode_whole(feature, file)
 
-    def of_jpeg() -> tf.Tensor:
-        size = tf.image.extract_jpeg_shape(file)[:2]
-        box = tf.concat([[0, 0], size], 0) if choose is None else choose(size)
-        decode = partial(_decode_with_sides, width=size[1], side=side) if side else _decode_part
-        parts = [partial(decode, feature, file, box, ratio) for ratio in _RATIOS]
-        if choose is None or feature.interpolation == "nearest":  # reducing would mix pixels
-            return parts[0]()
-        return tf.switch_case(_reduction(feature, box), parts)
+    is_jpeg = tf.io.is_jpeg(file)
+    # A header in any case, because a branch for each record costs more than copying the file.
+    size = tf.image.extract_jpeg_shape(tf.where(is_jpeg, file, _any_jpeg()))[:2]
+    box = tf.concat([[0, 0], size], 0) if choose is None else choose(size)
+    decode = partial(_decode_with_sides, width=size[1], side=side) if side else _decode_part
 
     def of_other() -> tf.Tensor:
         image = _decode_whole(feature, file)
         return image if choose is None else _cut(image, choose(tf.shape(image)[:2]))
 
-    return tf.cond(tf.io.is_jpeg(file), of_jpeg, of_other)
+    mixes_pixels = choose is None or feature.interpolation == "nearest"
+    ratios = _RATIOS[:1] if mixes_pixels else _RATIOS
+    branches = [*(partial(decode, feature, file, box, ratio) for ratio in ratios), of_other]
+    branch = 0 if mixes_pixels else _reduction(feature, box)
+    return tf.switch_case(tf.where(is_jpeg, branch, len(ratios)), branches)
+
+
+def _any_jpeg() -> tf.Tensor:
+    with tf.init_scope():  # once, when the function is traced
+        file = tf.io.encode_jpeg(tf.zeros((1, 1, 3), tf.uint8)).numpy()
+    return tf.constant(file)
 
 
 def _reduction(feature: Feature, box: tf.Tensor) -> tf.Tensor:

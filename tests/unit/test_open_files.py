@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,24 @@ def test_a_replaced_file_is_read_as_it_was(paths: list[str], tmp_path: Path) -> 
     os.replace(tmp_path / "new", paths[0])
     assert read(files, paths[0]) == "content 0"
     assert read(OpenFiles(), paths[0]) == "other content"
+
+
+def test_files_are_closed_where_the_process_has_no_descriptor_left(paths: list[str]) -> None:
+    files, before = OpenFiles(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for path in paths[:6]:
+        read(files, path)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken = [os.dup(0) for _ in range(highest - len(os.listdir("/proc/self/fd")) + 2)]  # no gap is left
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        assert read(files, paths[7]) == "content 7"
+        assert open_here(paths) == [paths[7]]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def test_a_missing_file_is_an_error_and_leaves_nothing_open(paths: list[str]) -> None:

@@ -5,6 +5,7 @@ Several threads may use it. Does not look at what files hold.
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import threading
@@ -53,7 +54,7 @@ class OpenFiles:
                 file.users += 1
                 self._files.move_to_end(path)
                 return file
-        made = _Open(path)  # not under the lock: it may take long
+        made = self._open(path)  # not under the lock: it may take long
         with self._lock:
             file = self._files.setdefault(path, made)  # another thread may have opened it meanwhile
             file.users += 1
@@ -62,8 +63,18 @@ class OpenFiles:
             made.close()
         return file
 
-    def _close_oldest(self) -> None:
-        surplus = len(self._files) - self._most
+    def _open(self, path: str) -> _Open:
+        try:
+            return _Open(path)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+        with self._lock:  # others in this process have taken the descriptors
+            self._close_oldest(keep=0)
+        return _Open(path)
+
+    def _close_oldest(self, keep: int | None = None) -> None:
+        surplus = len(self._files) - (self._most if keep is None else keep)
         idle = [path for path, file in self._files.items() if not file.users] if surplus > 0 else []
         for path in idle[: max(surplus, 0)]:
             self._files.pop(path).close()
