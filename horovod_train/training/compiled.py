@@ -55,6 +55,8 @@ def choose_loss(config: Config, model: keras.Model) -> Loss:
     """Build the config's loss or the compiled model's. Raises UserError."""
     if not brings(model, config)["loss"]:
         return build_loss(config.loss)
+    if config.loss.options:
+        raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
     given = _compile_config(model)
     loss, factors = given["loss"], given.get("loss_weights")
     if isinstance(loss, list) and len(loss) == 1:
@@ -62,11 +64,13 @@ def choose_loss(config: Config, model: keras.Model) -> Loss:
     if isinstance(loss, list):
         raise UserError("model.name: is compiled with a list of losses; expected one loss, or a dict by output.")
     if not isinstance(loss, Mapping):
-        factor = factors[0] if isinstance(factors, list) else 1.0 if factors is None else factors
+        (factor,) = keras.tree.flatten(1.0 if factors is None else factors)  # Keras has checked that there is one
         weights = build_class_weights(config.loss.class_weight, None, "loss")
         return Loss({"loss": Term(float(factor), _per_record(loss, None), weights)})
     if config.loss.class_weight:
         raise UserError("loss.class_weight: is for one loss; the model is compiled with one for each output.")
+    if isinstance(factors, list | tuple):
+        factors = dict(zip(loss, factors, strict=True))
     factors = factors or {}
     terms = {
         f"{output}_loss": Term(float(factors.get(output, 1.0)), _per_record(one, output))
@@ -105,6 +109,8 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
         raise UserError("optimizer.options: the model is compiled with an optimizer; give optimizer.name too.")
     compiled = _compile_config(model)["optimizer"]
     settings = compiled.get_config()
+    if settings.get("use_ema"):
+        raise UserError("model.name: is compiled with use_ema, whose averages nothing reads; give train.ema_decay.")
     if config.lr_schedule != LrScheduleConfig():
         settings["learning_rate"] = build_schedule(_with_base_rate(config.lr_schedule, compiled), horizon)
     if config.train.clip_norm is not None:

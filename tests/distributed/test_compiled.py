@@ -142,6 +142,11 @@ WRONG = {
     ),
     "a compile of its own": (["model=user_models:compiled_its_way"], "compiled by a compile() of its own"),
     "options of no optimizer": (["optimizer.options.momentum=0.9"], "the model is compiled with an optimizer; give"),
+    "options of no loss": (["loss.options.from_logits=true"], "the model is compiled with a loss; give loss.name too."),
+    "averages of its own": (
+        ["model.options={use_ema: true}"],
+        "is compiled with use_ema, whose averages nothing reads",
+    ),
     "warm-up to a schedule": (
         ["model.options={schedule: true}", "lr_schedule.warmup_epochs=1"],
         "lr_schedule.base_lr: is required with other settings of lr_schedule, because the model's optimizer is",

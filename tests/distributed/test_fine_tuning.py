@@ -231,6 +231,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["model.init_from={here}/low.keras", "model.init_exclude=tail"],
         "model.init_exclude[0]: 'tail' is in none of first/kernel, first/bias",
     ),
+    "exclude by no regular expression": (
+        ["model.init_from={here}/low.keras", "model.init_exclude='['"],
+        "model.init_exclude[0]: '[' is no regular expression",
+    ),
     "freeze of nothing": (["model.freeze=fist"], "model.freeze: 'fist' is in none of first/kernel, first/bias"),
     "no regular expression": (["model.freeze='('"], "model.freeze: '(' is no regular expression"),
     "everything frozen": (["model.freeze=."], "model.freeze: . leaves nothing to train at the start."),

@@ -195,6 +195,18 @@ WRONG = {
         ["loss={name: per_output, options: {a: mse}, class_weight: {1: 2}}"],
         "loss.class_weight: with per_output give it to an output: loss.options.OUTPUT.class_weight.",
     ),
+    "no such metric": (
+        ["data.weight=importance", "weighted_metrics=acuracy"],
+        "Keras has no 'acuracy'; near it: Accuracy",
+    ),
+    "the same name": (
+        [
+            "data.weight=importance",
+            "weighted_metrics=sparse_categorical_accuracy",
+            "metrics=sparse_categorical_accuracy",
+        ],
+        "metrics: names must differ, also from loss",
+    ),
     "weighted by nothing": (
         [],
         "weighted_metrics: needs data.weight or a class_weight of the loss; without one, write metrics.",
@@ -206,7 +218,7 @@ WRONG = {
 def test_wrong_weights_are_one_line(start: Start, name: str) -> None:
     words, expected = WRONG[name]
     unweighted = [] if name == "weighted by nothing" else ["weighted_metrics=[]"]
-    finished = start([*words, *unweighted])
+    finished = start([*unweighted, *words])
     assert finished.returncode == 2, finished.text
     (line,) = finished.stderr.splitlines()
     assert expected in line
