@@ -156,7 +156,7 @@ def test_a_torn_record_is_named_on_all_ranks_or_left_out(arrays: Arrays, tmp_pat
     words = ["--config", config, "train.epochs=1", "data.source.options.torn=[1000]"]
     refused = train([*words, "--output-dir", tmp_path / "run"], launcher="mpirun", np=2)
     assert refused.returncode == 2, refused.text
-    said = [line for line in refused.stderr.splitlines() if "error: " in line]
+    said = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert re.search(r"stored\.npz: record 1000: ValueError: torn page .*Read by rank [01] of 2; ", said[0])
     assert len(said) == 1
     skipping = [*words, "data.on_bad_record=skip", "--output-dir", tmp_path / "skipping"]
@@ -190,6 +190,6 @@ def test_other_data_on_one_rank_is_named(arrays: Arrays, tmp_path: Path) -> None
     options = ["--oversubscribe", "--bind-to", "none"]
     refused = run_process([str(BIN / "mpirun"), *options, *ranks[1:]], environment=rank_environment())
     assert refused.returncode == 2, refused.text
-    (line,) = [line for line in refused.stderr.splitlines() if "error: " in line]
+    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: data.train: ranks see different records: rank 1 (")
     assert "has other content in arrays than rank 0" in line
