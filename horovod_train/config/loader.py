@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
 import re
 import types
 import typing
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from horovod_train.config.numbers import is_number, seconds_of
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.config.yaml_nodes import compose, plain_value
@@ -99,18 +99,9 @@ def remote_problem(text: str) -> str | None:
 def parse_seconds(text: str, where: str) -> float:
     """Parse seconds or [D-]HH:MM:SS, given as an argument named `where`. Raises UserError."""
     try:
-        return _seconds(text)
+        return seconds_of(text)
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def parse_clock(text: str) -> float | None:
-    """Return the seconds of [D-]HH:MM:SS; None if the text has another form."""
-    clock = _CLOCK.fullmatch(text)
-    if clock is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class _Located(dict[str, tuple[Any, str]]):
@@ -188,7 +179,6 @@ def _forget(origins: Origins, path: str) -> None:
 
 _LARGEST_INT = 2**53
 """Beyond this, some JSON readers return a different number."""
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
 
 
 @functools.cache
@@ -261,11 +251,11 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         return value if origin is dict else _build(hint, value, f"{path}.", origins)
     if hint is Seconds:
         try:
-            return _seconds(value)
+            return seconds_of(value)
         except ValueError as error:
             _fail(path, origins, str(error))
     if hint is float:
-        if _is_number(value):
+        if is_number(value):
             return float(value)
         _fail(path, origins, f"expected a number; received {value!r}.")
     # Every string: most strings are paths, and no setting is an address.
@@ -284,22 +274,6 @@ def _member(value: Any, members: Sequence[Any]) -> Any:
         return type(value)
     sections = [one for one in members if dataclasses.is_dataclass(one) and isinstance(value, dict)]
     return next(one for one in [*sections, *members] if one is not type(None))
-
-
-def _seconds(value: Any) -> float:
-    if isinstance(value, str) and (seconds := parse_clock(value.strip())) is not None:
-        return seconds
-    if not _is_number(value):
-        raise ValueError(f"expected seconds or [D-]HH:MM:SS; received {value!r}.")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number; also strings like "1e-3", which YAML 1.1 does not read as a number."""
-    try:
-        return not isinstance(value, bool) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 def _article(name: str) -> str:

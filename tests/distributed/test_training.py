@@ -179,7 +179,7 @@ model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
 config = DataConfig(eval=({str(tmp_path / "some")!r},))
 records = open_records(config, "eval")
 pipeline = build_pipeline(records, config, Ranks(0, 1), seed=0, training=False, global_batch_size=999)
-(batch,) = pipeline.batches(0, epochs=1)
+(batch,) = map(pipeline.scaled, pipeline.batches(0, epochs=1))
 assert batch.weights.numpy().sum() == 999
 print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=999))
 """

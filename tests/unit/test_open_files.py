@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.data.tfrecord.open_files import OpenFiles
+from horovod_train.open_files import OpenFiles, idle_descriptors
 
 FILES = 12
 
@@ -111,3 +111,11 @@ def test_a_missing_file_is_an_error_and_leaves_nothing_open(paths: list[str]) ->
     read(files, paths[1])
     del files
     assert open_here(paths) == []
+
+
+def test_files_that_are_only_kept_open_are_known(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    files = OpenFiles()
+    with files.opened(str(tmp_path / "a")) as descriptor:
+        assert descriptor not in idle_descriptors()
+    assert descriptor in idle_descriptors()

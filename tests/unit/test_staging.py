@@ -126,15 +126,16 @@ def test_staged_files_are_read_where_their_source_has_gone(tmp_path: Path) -> No
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
+    """Some for each of the threads that read."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 120, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_more_packed_files_than_a_process_may_hold_open(tmp_path: Path, few_descriptors: None, staged: bool) -> None:
-    paths = write(tmp_path / "data", 120, packed=True)
+    paths = write(tmp_path / "data", 250, packed=True)
     assert len(paths) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
     assert is_read(paths, tmp_path / "stage" if staged else None)
 

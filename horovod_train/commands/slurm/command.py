@@ -10,7 +10,8 @@ from pathlib import Path
 from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
 from horovod_train.commands.slurm.options import CPUS_PER_GPU, add_options, gpus_in, merge_site_options, site_file
 from horovod_train.commands.slurm.script import Job, render
-from horovod_train.config.loader import load, parse_clock
+from horovod_train.config.loader import load
+from horovod_train.config.numbers import parse_clock
 from horovod_train.config.settings import Config, resolve
 from horovod_train.errors import UserError
 

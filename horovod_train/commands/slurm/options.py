@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from horovod_train.commands.arguments import Parser
-from horovod_train.config.loader import parse_clock
+from horovod_train.config.numbers import parse_clock
 from horovod_train.config.registry import nearest
 from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError

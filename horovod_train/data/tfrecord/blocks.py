@@ -12,10 +12,10 @@ from horovod_train import tfrecord_framing
 from horovod_train.data.source import Data, Fault, Wanted
 from horovod_train.data.tfrecord.index import Index
 from horovod_train.data.tfrecord.index_file import ScannedFile
-from horovod_train.data.tfrecord.open_files import OpenFiles
 from horovod_train.data.tfrecord.scan import at_record
 from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
+from horovod_train.open_files import OpenFiles
 
 
 class _Block(NamedTuple):
@@ -122,16 +122,23 @@ def _join_tables(wanted: Sequence[Wanted[_Block]], records: int) -> np.ndarray |
     return table[:, tfrecord_framing.HEADER_BYTES : -tfrecord_framing.FOOTER_BYTES]
 
 
+def _check_unchanged(file: ScannedFile, now: os.stat_result) -> None:
+    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise UserError(
+            f"{file.path}: was changed while in use: {file.size} bytes before, {now.st_size} now, "
+            "or a newer date. Put it back as it was, or start again on the new file."
+        )
+
+
 def _read_file(files: OpenFiles, file: ScannedFile, offset: int, length: int, staged: StagedFiles) -> bytes:
     try:
-        with files.opened(file.path) as fd:
-            stat = os.fstat(fd)  # a file that was replaced is still read as it was; one that was written to is not
-            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise UserError(
-                    f"{file.path}: was changed while in use: {file.size} bytes before, {stat.st_size} now, "
-                    "or a newer date. Put it back as it was, or start again on the new file."
-                )
-            data = staged.read_unpacked(file, offset, length) if file.packing else os.pread(fd, length, offset)
+        if file.packing:  # its copy is read, so that it need not stay open
+            _check_unchanged(file, os.stat(file.path))
+            data = staged.read_unpacked(file, offset, length)
+        else:
+            with files.opened(file.path) as fd:
+                _check_unchanged(file, os.fstat(fd))  # one that was replaced is read as it was
+                data = os.pread(fd, length, offset)
     except OSError as error:
         raise UserError(f"{file.path}: cannot be read any more: {error.strerror or error}.") from error
     if len(data) < length:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from horovod_train.open_files import idle_descriptors
 from horovod_train.output.logs import ANY_RANK, PHASE
 
 TRAIN = "train"
@@ -136,13 +137,16 @@ class _Phase:
 
 
 def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: int = 3) -> str:
-    """Return the files with such suffixes that this process has open now, as "reading train-00031.tfrecord".
+    """Return the files with such suffixes that this process is reading now, as "reading train-00031.tfrecord".
 
     For a probe: it asks the kernel (Linux; "" elsewhere), so it also sees the file that blocks a thread.
     """
     folder = Path("/proc/self/fd")
     names: set[str] = set()
+    idle = idle_descriptors()
     for descriptor in os.listdir(folder) if folder.is_dir() else []:
+        if int(descriptor) in idle:
+            continue
         try:
             name = (folder / descriptor).readlink().name
         except OSError:  # closed in the meantime

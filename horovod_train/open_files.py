@@ -1,6 +1,7 @@
 """Keeps files open for reading, the most recently used ones: on a shared file system, opening costs more than reading.
 
-Several threads may use it. Does not look at what files hold.
+Several threads may use it. Does not look at what files hold. Here, below all packages, because the watchdog asks which
+open files nobody reads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,17 @@ _SHARE = 4
 """One of so many of the descriptors that a process may have."""
 
 
+_everywhere: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
+_registering = threading.Lock()
+
+
+def idle_descriptors() -> set[int]:
+    """Return the descriptors that are only kept open; may be called from any thread."""
+    with _registering:
+        found = list(_everywhere)
+    return {number for files in found for number in files.idle()}
+
+
 class _Open:
     """A descriptor, and how many reads use it."""
 
@@ -35,6 +47,13 @@ class OpenFiles:
         self._most = most or min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE)
         self._files: OrderedDict[str, _Open] = OrderedDict()
         self._lock = threading.Lock()
+        with _registering:
+            _everywhere.add(self)
+
+    def idle(self) -> list[int]:
+        """Return the descriptors of files that are not being read."""
+        with self._lock:
+            return [file.descriptor for file in self._files.values() if not file.users]
 
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
