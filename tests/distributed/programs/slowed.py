@@ -34,8 +34,8 @@ CONFIG = config_of(
         "parallel_parse_calls": 1,
         "prefetch_batches": 1,
     },
-    train={"max_steps": 30, "steps_per_call": 2},
-    log={"tensorboard": False, "progress": "plain", "every_steps": 10},
+    train={"max_steps": 60, "steps_per_call": 2},
+    log={"tensorboard": False, "progress": "plain", "every_steps": 20},
     checkpoint={"every_epochs": None},
     device={"inter_op_threads": 3},  # a parser that sleeps must not keep the step from its thread
 )
