@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
-from horovod_train.data.fold import Fold, FoldedRecords
+from horovod_train.data.fold import Fold, fold_records
 from horovod_train.data.identity import digest_of
-from horovod_train.data.mixture import DataSet, Entry, Mixture, split_by_entry
+from horovod_train.data.mixture import DataSet, Entry, mix, split_by_entry
 from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
@@ -122,7 +122,7 @@ def scan_records(config: DataConfig, split: Split) -> Records:
         source = _fold(source, config.fold, split)
     data_sets = split_by_entry(source, found.entries)
     if any(entry.repeats > 1 for entry in found.entries):
-        source = Mixture(source, found.entries)
+        source = mix(source, found.entries)
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
 
 
@@ -130,7 +130,7 @@ def _fold(source: RecordSource, text: str, split: Split) -> RecordSource:
     fold = Fold.parse(text)
     if source.blocks.num_records < fold.of:
         raise UserError(f"data.fold: {text} needs at least {fold.of} records; there are {source.blocks.num_records}.")
-    return FoldedRecords(source, fold, is_left_out=split == "eval")
+    return fold_records(source, fold, is_left_out=split == "eval")
 
 
 def find_records(config: DataConfig, split: Split) -> Found:
