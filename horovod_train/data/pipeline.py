@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import counter_rng, identity
+from horovod_train.data.batch import Batch, by_name, pick
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
@@ -32,35 +32,10 @@ from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Transforms
 from horovod_train.errors import UserError
 
-Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
-
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
 _BATCHES_ON_DEVICE = 1
 """Batches that wait on the device of the steps, if it is not the host: device memory is dear."""
 _NOT_AN_IMAGE = "records that are no images: "
-
-
-class Batch(NamedTuple):
-    """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record.
-
-    A pipeline gives inputs and targets as they are stored, such as uint8; Pipeline.scaled makes of them what the model
-    gets.
-    """
-
-    inputs: Tensors
-    """One tensor [rows, …], or a dict of them if the schema names several inputs."""
-    targets: Tensors
-    weights: tf.Tensor
-    """float32 [rows]: the record's weight by data.weight, or 1; 0 for padding."""
-    ids: tf.Tensor
-    """int64 [rows]: the record's number, -1 for padding."""
-    count: tf.Tensor
-    """int64 scalar: the records of this step over all ranks."""
-
-    @property
-    def real(self) -> tf.Tensor:
-        """float32 [rows]: 1 for a record, whatever its weight, 0 for padding."""
-        return tf.cast(self.ids >= 0, tf.float32)
 
 
 class Pipeline:
@@ -145,9 +120,9 @@ class Pipeline:
         Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
         """
         schema = self._records.schema
-        inputs = self._transforms.scale(_by_name(batch.inputs, schema.inputs))
-        targets = self._transforms.scale(_by_name(batch.targets, schema.targets))
-        return batch._replace(inputs=_pick(inputs, schema.inputs), targets=_pick(targets, schema.targets))
+        inputs = self._transforms.scale(by_name(batch.inputs, schema.inputs))
+        targets = self._transforms.scale(by_name(batch.targets, schema.targets))
+        return batch._replace(inputs=pick(inputs, schema.inputs), targets=pick(targets, schema.targets))
 
     def one_pass(self, most: int) -> Iterator[tuple[Iterator[Batch], int]]:
         """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
@@ -244,7 +219,7 @@ class Pipeline:
         if name := self._config.weight:
             # Padding repeats another record, whose weight it must not have.
             weights *= tf.cast(self._transforms.scale({name: tensors[name]})[name], tf.float32)
-        return Batch(_pick(tensors, schema.inputs), _pick(tensors, schema.targets), weights, ids, count)
+        return Batch(pick(tensors, schema.inputs), pick(tensors, schema.targets), weights, ids, count)
 
     def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))
@@ -294,13 +269,5 @@ def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) 
     return tuple(values)
 
 
-def _pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
-    return tensors[names[0]] if len(names) == 1 else {name: tensors[name] for name in names}
-
-
 def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
     return tf.TensorSpec(tensor.shape, tensor.dtype)
-
-
-def _by_name(tensors: Tensors, names: tuple[str, ...]) -> dict[str, tf.Tensor]:
-    return {names[0]: tensors} if len(names) == 1 else tensors

@@ -17,7 +17,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.data.batch import Batch
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace

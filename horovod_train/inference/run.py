@@ -14,7 +14,8 @@ import keras
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline import Batch, Pipeline
+from horovod_train.data.batch import Batch
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment

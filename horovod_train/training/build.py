@@ -11,9 +11,10 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config, Watched
+from horovod_train.data.batch import Batch
 from horovod_train.data.dataset import Records
 from horovod_train.data.loader import Ranks
-from horovod_train.data.pipeline import Batch, Pipeline, build_pipeline
+from horovod_train.data.pipeline import Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, check_sendable
 from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm

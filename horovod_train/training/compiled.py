@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.optim.optimizers import build_optimizer, build_schedule, in_loss_scale
 from horovod_train.optim.schedules import Horizon

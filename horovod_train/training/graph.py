@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import nearest
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.output.graph import PARTS, fold, show_branches
 from horovod_train.training.step import TrainStep

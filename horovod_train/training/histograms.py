@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import nearest
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.training.step import TrainStep

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError

@@ -15,8 +15,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.data.batch import Batch
 from horovod_train.data.counter_rng import mix
-from horovod_train.data.pipeline import Batch
 from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.training.losses import Loss
 from horovod_train.training.metrics import Accumulator

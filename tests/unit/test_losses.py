@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.config.settings import LossSpec, MetricSpec, Spec
+from horovod_train.data.batch import Batch
 from horovod_train.data.features import Feature
-from horovod_train.data.pipeline import Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 from horovod_train.training.losses import build_loss

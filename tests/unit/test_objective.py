@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import Spec
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective

@@ -22,7 +22,7 @@ import keras  # noqa: E402  TensorFlow speaks when it is first loaded
 import tensorflow as tf  # noqa: E402
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
-from horovod_train.data.pipeline import Batch  # noqa: E402
+from horovod_train.data.batch import Batch  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
 from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.training.histograms import Summaries
 from horovod_train.training.run_record import Run
 

@@ -12,7 +12,7 @@ from facts import leave
 from uneven import LOSS, ROWS, group, rank, size
 
 from horovod_train.config.settings import TrainConfig
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed import consistency
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import RunError

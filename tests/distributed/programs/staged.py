@@ -16,7 +16,7 @@ from facts import leave
 from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm

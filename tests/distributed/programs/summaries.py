@@ -12,7 +12,7 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import as_tf_variable, start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError

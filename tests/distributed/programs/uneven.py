@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
-from horovod_train.data.pipeline import Batch
+from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.training.losses import build_loss
