@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,28 +15,43 @@ from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
 from horovod_train.training.phase_times import judge
 
 REASONS = [
-    *("compute-bound", "exchange-bound"),
-    *("straggler rank 1 in compute", "straggler rank 2 in input", "straggler rank 0 in .*"),
+    (2, "straggler rank 1 in compute"),
+    *(
+        pytest.param(3, reason, marks=pytest.mark.long)  # on cores that do much else besides, another may be the reason
+        for reason in (
+            *("compute-bound", "exchange-bound"),
+            *("straggler rank 1 in compute", "straggler rank 2 in input", "straggler rank 0 in .*"),
+        )
+    ),
 ]
-"""Patterns of what is said. A rank that is stopped from outside may be stopped in either phase."""
+"""Numbers of ranks, and patterns of what is said. A rank that is stopped from outside may be in either phase."""
 
 
-def said_by(verdict: str) -> str:
-    """A verdict without its host and its figure."""
-    return re.sub(r"(straggler rank \d) \(.*\): .*( in \w+)", r"\1\2", verdict)
+def said_mostly(verdicts: Iterable[str]) -> str:
+    """The most frequent verdict without host and figure: on busy cores any rank is sometimes the slowest."""
+    said = (re.sub(r"(straggler rank \d) \(.*\): .*( in \w+)", r"\1\2", verdict) for verdict in verdicts)
+    return Counter(said).most_common(1)[0][0]
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_the_reason_is_found(rank_facts: RankFacts, reason: str) -> None:
-    root = rank_facts("slowed", "srun", 3)[0][reason]
+def between(times: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but the start and the end, before which all input is there."""
+    assert len(times) == 5
+    return times[1:-1]
+
+
+@pytest.mark.parametrize(("np_", "reason"), REASONS)
+def test_the_reason_is_found(rank_facts: RankFacts, np_: int, reason: str) -> None:
+    root = rank_facts("slowed", "srun", np_)[0][reason]
     assert root["code"] == 0
-    _, second, _ = root["times"]  # neither the start nor the end, before which all input is there
-    assert re.fullmatch(reason, said_by(second["verdict"])), second
+    times = between(root["times"])
+    assert re.fullmatch(reason, said_mostly(row["verdict"] for row in times)), times
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_it_would_not_be_found_in_shuffled_marks(rank_facts: RankFacts, reason: str) -> None:
-    second = rank_facts("slowed", "srun", 3)[0][reason]["times"][1]
-    seconds = np.array([second["seconds"][phase] for phase in FINE_PHASES]).T
-    shuffled = np.roll(seconds, 1, axis=0 if "straggler" in reason else 1)
-    assert not re.fullmatch(reason, said_by(judge(shuffled, lambda rank: f"rank {rank} (host)")))
+@pytest.mark.parametrize(("np_", "reason"), REASONS)
+def test_it_would_not_be_found_in_shuffled_marks(rank_facts: RankFacts, np_: int, reason: str) -> None:
+    verdicts = []
+    for row in between(rank_facts("slowed", "srun", np_)[0][reason]["times"]):
+        seconds = np.array([row["seconds"][phase] for phase in FINE_PHASES]).T
+        shuffled = np.roll(seconds, 1, axis=0 if "straggler" in reason else 1)
+        verdicts.append(judge(shuffled, lambda rank: f"rank {rank} (host)"))
+    assert not re.fullmatch(reason, said_mostly(verdicts)), verdicts
