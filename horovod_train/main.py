@@ -43,6 +43,7 @@ COMMANDS = {
     "predict": ("horovod_train.commands.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
     "export": ("horovod_train.commands.export", "a .keras file or SavedModel that needs none of this to load"),
     "explain": ("horovod_train.commands.explain", "what happened to a run, and what to do next"),
+    "watch": ("horovod_train.commands.watch", "look at a run while it trains: progress, metrics, what each rank does"),
     "report": ("horovod_train.commands.report", "one page of what runs were: curves, starts, settings"),
     "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
     "build-horovod": ("horovod_train.commands.build_horovod", "compile Horovod for this TensorFlow, and install it"),

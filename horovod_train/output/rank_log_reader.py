@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod_train.output.rank_log import FOLDER, end_file, log_file
 
@@ -25,6 +25,16 @@ class Entry:
     time: str
     kind: str
     text: str
+
+
+class Introduction(NamedTuple):
+    """What the first line of a start says."""
+
+    rank: int
+    size: int
+    launcher: str
+    pid: int
+    host: str
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,29 @@ def read_starts_of_root(run_dir: Path) -> list[RankStory]:
     return _read_starts(path) if path.exists() else []
 
 
+def read_line(line: str) -> Entry | None:
+    """Return the entry that begins in a line of a log; None for a line that continues one."""
+    time, kind, text = (*line.split(" ", 2), "", "")[:3]
+    return Entry(time, kind, text) if _TIME.fullmatch(time) else None
+
+
+def read_introduction(text: str) -> Introduction | None:
+    """Return what the text of a "start" says; None if a kill has cut it short."""
+    said = _INTRODUCTION.match(text)
+    if said is None:
+        return None
+    rank, size, launcher, pid, host = said.groups()
+    return Introduction(int(rank), int(size), launcher, int(pid), host)
+
+
 def _read_starts(path: Path) -> list[RankStory]:
     starts: list[list[Entry]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        time, kind, text = (*line.split(" ", 2), "", "")[:3]
-        is_entry = _TIME.fullmatch(time) is not None
-        if is_entry and kind == "start":
+        entry = read_line(line)
+        if entry and entry.kind == "start":
             starts.append([])
-        if starts and is_entry:
-            starts[-1].append(Entry(time, kind, text))
+        if starts and entry:
+            starts[-1].append(entry)
         elif starts:  # continues the line above
             last = starts[-1].pop()
             starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
@@ -76,11 +100,8 @@ def _read_starts(path: Path) -> list[RankStory]:
 
 
 def _story(entries: Sequence[Entry]) -> RankStory | None:
-    said = _INTRODUCTION.match(entries[0].text)
-    if said is None:
-        return None
-    rank, size, launcher, pid, host = said.groups()
-    return RankStory(int(rank), int(size), launcher, int(pid), host, tuple(entries), None)
+    said = read_introduction(entries[0].text)
+    return None if said is None else RankStory(*said, tuple(entries), None)
 
 
 def _read_end(path: Path) -> Mapping[str, Any] | None:

@@ -91,6 +91,7 @@ def _begin_files(run: Run) -> Audit:
         audit = _open_audit(run)
     if run.config.log.graph:
         _draw_graph(run)
+    log.info(f"ends at step {run.parts.last_step}")
     run.output.start_progress(first_step, run.parts.last_step)
     return audit
 

@@ -1,0 +1,215 @@
+"""For `watch`: reads what a run's files have gained since the last look. Needs no TensorFlow, changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horovod_train.errors import UserError
+from horovod_train.output.lease import STALE_S, read_lease
+from horovod_train.output.metrics import ABOUT
+from horovod_train.output.rank_log import FOLDER
+from horovod_train.output.rank_log_reader import Introduction, read_introduction, read_line
+
+_ENDS_AT = re.compile(r"ends at step (\d+)$")
+_AFTER_STEP = re.compile(r".* after step (\d+)$")
+_TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
+"""Kinds of lines in a rank's log that tell of trouble."""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank's log says last. Times: as the rank's host has them."""
+
+    about: Introduction
+    began: datetime
+    doing: str = "start"
+    since: datetime | None = None
+    """When it began to do that."""
+    step: int | None = None
+    """The last that its log names."""
+    trouble: str | None = None
+    ended: str | None = None
+
+
+class Row(NamedTuple):
+    """A line of metrics.jsonl. values: None for one that was not finite."""
+
+    step: int
+    epoch: int
+    split: str
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run at one moment."""
+
+    run_dir: str
+    ranks: Mapping[int, RankNow]
+    """Of the last start, by rank."""
+    rows: Sequence[Row]
+    """All of metrics.jsonl."""
+    verdicts: Mapping[int, str]
+    """What limited training, by the step at which it was said."""
+    last_step: int | None
+    """Where the run ends."""
+    silent_s: float | None
+    """For how long a run on another host has shown no sign of life; None if it has lately, or its process is here."""
+    is_over: bool
+
+    @property
+    def step(self) -> int:
+        named = [self.ranks[0].step] if 0 in self.ranks else []
+        return max((step for step in [*named, *(row.step for row in self.rows[-1:])] if step is not None), default=0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the speed of the newest lines of metrics, without evaluations and saves."""
+        speeds = [row.values.get("s_per_step") for row in self.rows[-20:] if row.split == "train"]
+        known = [speed for speed in speeds if speed is not None]
+        if self.last_step is None or not known:
+            return None
+        return (self.last_step - self.step) * sum(known) / len(known)
+
+
+@dataclass
+class _Tail:
+    """Reads a file that grows, or that another may replace."""
+
+    path: Path
+    _read_to: int = 0
+    _inode: int | None = None
+
+    def new_lines(self) -> tuple[bool, list[str]]:
+        """Return whether the file is another than at the last call, and its whole lines since then."""
+        try:
+            with self.path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                is_other = about.st_ino != self._inode or about.st_size < self._read_to
+                if is_other:
+                    self._inode, self._read_to = about.st_ino, 0
+                file.seek(self._read_to)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            is_other, self._inode, self._read_to = self._inode is not None, None, 0
+            return is_other, []
+        self._read_to += len(whole) + len(newline)
+        return is_other, whole.decode("utf-8", errors="replace").splitlines()
+
+
+@dataclass
+class Follower:
+    """Looks at a run directory again and again. Raises UserError if no run has written to it."""
+
+    run_dir: Path
+    last: Look = field(init=False)
+    """What the last `look` has found."""
+    _tails: dict[str, _Tail] = field(default_factory=dict)
+    _ranks: dict[int, RankNow] = field(default_factory=dict)
+    _rows: list[Row] = field(default_factory=list)
+    _verdicts: dict[int, str] = field(default_factory=dict)
+    _last_step: int | None = None
+    _refreshed: tuple[float, float] | None = None
+    """When the lease was refreshed, by the clock of its host; and when that was seen, by ours."""
+
+    def __post_init__(self) -> None:
+        if not any((self.run_dir / name).exists() for name in (FOLDER, "metrics.jsonl")):
+            found = "a folder without them" if self.run_dir.is_dir() else "no folder"
+            raise UserError(f"{self.run_dir}: expected a run directory, with {FOLDER} or metrics.jsonl; found {found}.")
+
+    def look(self) -> Look:
+        for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
+            self._read_log(path)
+        self._read_rows()
+        size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
+        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
+        silent_s = self._silent_s()
+        has_ended = 0 in ranks and ranks[0].ended is not None
+        self.last = Look(
+            run_dir=str(self.run_dir),
+            ranks=ranks,
+            rows=tuple(self._rows),
+            verdicts=dict(self._verdicts),
+            last_step=self._last_step,
+            silent_s=None if has_ended else silent_s,
+            is_over=has_ended or (silent_s is not None and silent_s > STALE_S),
+        )
+        return self.last
+
+    def _new(self, path: Path) -> tuple[bool, list[str]]:
+        return self._tails.setdefault(path.name, _Tail(path)).new_lines()
+
+    def _read_log(self, path: Path) -> None:
+        _, lines = self._new(path)
+        rank = int(path.stem.removeprefix("rank-"))
+        for line in lines:
+            entry = read_line(line)
+            if entry is None:
+                continue
+            at = datetime.fromisoformat(entry.time)
+            now = self._ranks.get(rank)
+            if entry.kind == "start" and (about := read_introduction(entry.text)):
+                self._ranks[rank] = RankNow(about, at, since=at)
+            elif now and (found := _ENDS_AT.search(entry.text)) and entry.kind == "info":
+                self._last_step = int(found[1])
+            elif now:
+                self._ranks[rank] = _after(now, entry.kind, entry.text, at)
+
+    def _read_rows(self) -> None:
+        is_other, lines = self._new(self.run_dir / "metrics.jsonl")
+        if is_other:
+            self._rows.clear()
+        self._rows.extend(_rows(lines))
+        is_other, lines = self._new(self.run_dir / "times.jsonl")
+        if is_other:
+            self._verdicts.clear()
+        self._verdicts |= {row["step"]: row["verdict"] for row in _objects(lines) if {"step", "verdict"} <= row.keys()}
+
+    def _silent_s(self) -> float | None:
+        """Return for how long the lease of the directory has not been refreshed; infinity if its process has ended."""
+        try:
+            _, refreshed, runs_here = read_lease(self.run_dir)
+        except OSError:
+            return float("inf")
+        if runs_here is not None:
+            return None if runs_here else float("inf")
+        if self._refreshed is None or self._refreshed[0] != refreshed:
+            self._refreshed = (refreshed, time.monotonic())
+        silent_s = time.monotonic() - self._refreshed[1]
+        return silent_s if silent_s > STALE_S / 2 else None
+
+
+def _after(now: RankNow, kind: str, text: str, at: datetime) -> RankNow:
+    """Return a rank as it is after a line of its log."""
+    if kind == "phase":
+        found = _AFTER_STEP.match(text)
+        return replace(now, doing=text.partition(" ")[0], since=at, step=int(found[1]) if found else now.step)
+    if kind in _TROUBLE:
+        return replace(now, trouble=text)
+    return replace(now, ended=text, since=at) if kind == "end" else now
+
+
+def _rows(lines: Sequence[str]) -> Iterator[Row]:
+    for row in _objects(lines):
+        if row.keys() >= {"step", "epoch", "split"}:
+            values = {name: value for name, value in row.items() if name not in ABOUT}
+            yield Row(row["step"], row["epoch"], row["split"], values)
+
+
+def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects; a line that a kill has cut short is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row

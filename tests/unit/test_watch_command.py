@@ -1,0 +1,204 @@
+"""`watch` shows what a run's files say, while they grow and after."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import PROJECT, run_process, without_tensorflow
+
+from horovod_train.commands.tables import open_screen
+from horovod_train.commands.watch.follow import Follower
+from horovod_train.commands.watch.screen import draw, news, sparkline
+from horovod_train.main import main
+from horovod_train.output.lease import open_lease
+from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile
+from horovod_train.output.rank_log import introduction, make_folder, open_rank_log
+
+
+class Run:
+    """A run of 60 steps, written as runs write theirs; this process is its root."""
+
+    def __init__(self, folder: Path, np: int = 4) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        make_folder(folder)
+        self.lease = open_lease(folder)
+        self.metrics, self.times = MetricsFile(folder), JsonLines(folder / "times.jsonl", TIMES)
+        self.logs: list[Any] = []
+        for rank in range(np):
+            host = f"node{rank // 2}"
+            self.logs.append(open_rank_log(folder, rank, host, said=introduction(rank, np, "srun", host, "CPU")))
+        self.logs[0].write("info", "ends at step 60")
+
+    def train(self, *steps: int, loss: float = 1.0) -> None:
+        for step in steps:
+            for log in self.logs:
+                log.write("phase", f"train after step {step}")
+            self.times.append({"step": step, "verdict": f"verdict of {step}", "seconds": {}})
+            self.metrics.write(step, step // 10, "train", {"loss": loss / step, "s_per_step": 0.5, "input_share": 0.1})
+
+    def end(self) -> None:
+        for log in self.logs:
+            log.end("done", 0, step=60, phase="train", error=None)
+        self.lease.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "run")
+    yield made
+    made.lease.close()
+
+
+def shown(follower: Follower) -> list[str]:
+    screen = open_screen(launched=True)
+    with screen.capture() as found:
+        screen.print(draw(follower.look()))
+    return [line.rstrip() for line in found.get().splitlines()]
+
+
+def test_a_running_one_shows_how_far_it_is_and_what_it_does(run: Run) -> None:
+    run.train(10, 20, 30)
+    title, progress, loss, verdict, *ranks = shown(Follower(run.folder))
+    assert title.startswith(f"{run.folder}: 4 rank(s) on 2 host(s), launcher srun, for 0:00:0")
+    assert progress.endswith("  step 30 of 60, epoch 3, 0:00:15 left")
+    assert loss.split() == ["train", "loss", "0.03333", "█▃▁"]
+    assert verdict == "verdict of 30"
+    assert ranks == ["ranks 0-3 (node0 … node1): train, step 30 or later"]
+
+
+def test_a_rank_in_trouble_is_named_first(run: Run) -> None:
+    run.train(10)
+    run.logs[2].write("phase", "evaluate after step 10")
+    run.logs[3].write("stall", "rank 2 (node1) has been in evaluate for 60 s\nat step 10")
+    *_, third, others, second = shown(Follower(run.folder))
+    assert third == "rank 3 (node1): train, step 10 or later; rank 2 (node1) has been in evaluate for 60 s"
+    assert others == "ranks 0-1 (node0): train, step 10 or later"
+    assert second == "rank 2 (node1): evaluate, step 10 or later"
+
+
+def test_each_new_thing_is_told_once(run: Run) -> None:
+    follower = Follower(run.folder)
+    before = follower.look()
+    assert [line.partition(":")[0] for line in news(None, before)] == [str(run.folder)]
+    run.train(10, 20)
+    after = follower.look()
+    assert list(news(before, after)) == [
+        "train step 10 of 60  epoch 1  loss 0.1  verdict of 10",
+        "train step 20 of 60  epoch 2  loss 0.05  verdict of 20",
+    ]
+    assert list(news(after, follower.look())) == []
+
+
+def test_rows_that_a_resume_takes_back_are_gone(run: Run) -> None:
+    run.train(10, 20, 30)
+    follower = Follower(run.folder)
+    before = follower.look()
+    run.metrics.rewind(10)
+    run.train(20, loss=5.0)
+    after = follower.look()
+    assert [row.step for row in after.rows] == [10, 20]
+    assert list(news(before, after)) == ["train step 20 of 60  epoch 2  loss 0.25  verdict of 20"]
+
+
+def test_a_line_that_is_being_written_waits_for_its_end(run: Run) -> None:
+    run.train(10)
+    follower = Follower(run.folder)
+    with (run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "epoch": 2, "spl')
+        file.flush()
+        assert [row.step for row in follower.look().rows] == [10]
+        file.write('it": "train", "seconds": 1.0, "loss": null}\n')
+    found = follower.look()
+    assert [(row.step, row.values) for row in found.rows][1:] == [(20, {"loss": None})]
+    assert "not finite" in "\n".join(news(None, found))
+
+
+def test_a_run_whose_process_has_gone_is_over(run: Run) -> None:
+    run.train(10)
+    follower = Follower(run.folder)
+    assert not follower.look().is_over
+    (run.folder / "lease.json").unlink()
+    assert follower.look().is_over
+    assert "no sign of life" in "\n".join(shown(follower))
+
+
+@contextmanager
+def watching(run_dir: Path, terminal: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-m", "horovod_train.main", "watch", str(run_dir), "--every", "0.1"]
+    process = subprocess.Popen(
+        words, cwd=PROJECT, stdout=subprocess.PIPE if terminal is None else terminal, text=True, env=os.environ
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_lines_come_while_it_trains_until_it_ends(run: Run) -> None:
+    with watching(run.folder) as process:
+        assert process.stdout
+        assert "4 rank(s)" in process.stdout.readline()
+        run.train(10)
+        assert process.stdout.readline().startswith("train step 10 of 60")
+        run.train(20)
+        assert process.stdout.readline().startswith("train step 20 of 60")
+        (run.folder / "summary.json").write_text('{"steps": 60}')
+        run.end()
+        rest = process.stdout.read()
+        assert process.wait() == 0
+    assert "rank 3 (node1): done, exit code 0" in rest
+    assert f"{run.folder}: finished after 60 steps" in rest
+
+
+def test_a_terminal_is_drawn_again(run: Run) -> None:
+    ours, its = pty.openpty()
+    with watching(run.folder, its) as process:
+        os.close(its)
+        text = ""
+        while "step 0 of 60" not in text:
+            text += os.read(ours, 65536).decode()
+        run.train(50)
+        while "step 50 of 60" not in text:
+            text += os.read(ours, 65536).decode()
+        process.kill()
+    os.close(ours)
+    assert "\x1b[1A" in text or "\x1b[2K" in text  # goes back up to draw over what was there
+
+
+def test_a_run_that_ended_is_looked_at_without_tensorflow(run: Run, tmp_path: Path) -> None:
+    run.train(10)
+    run.logs[1].end("failed", 1, step=10, phase="train", error="no memory")
+    run.logs[0].end("followed", 1, step=10, phase="train", error=None)
+    words = [sys.executable, "-m", "horovod_train.main", "watch", str(run.folder)]
+    finished = run_process(words, environment=without_tensorflow(tmp_path))
+    assert finished.returncode == 1, finished.text
+    assert "rank 1 (node0) failed in train at step 10: no memory" in finished.stdout
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["."], [".", "--every", "0"], [".", "--every", "nan"]])
+def test_bad_words_are_one_line(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path / words[0]), *words[1:]]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [([], ""), ([1], ""), ([1, 1], "▁▁"), ([0, 7], "▁█"), ([7, 0], "█▁"), (list(range(8)), "▁▂▃▄▅▆▇█")],
+)
+def test_a_curve_goes_from_the_smallest_to_the_largest(values: list[float], line: str) -> None:
+    assert sparkline(values) == line
+
+
+def test_a_long_curve_keeps_its_course() -> None:
+    assert sparkline([float(n) for n in range(1000)]) == "".join(sorted(sparkline([float(n) for n in range(1000)])))
+    assert len(sparkline([1.0, 2.0] * 500)) == 24
