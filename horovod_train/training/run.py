@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from horovod_train.config.loader import as_dict, dump
@@ -15,6 +16,7 @@ from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.distributed import consistency
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
+from horovod_train.output.commit import describe_commit
 from horovod_train.training.graph import draw_step
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.initial_weights import assign, match
@@ -82,6 +84,8 @@ def _describe_parts(run: Run) -> None:
 def _begin_files(run: Run) -> Audit:
     """Collective: make the run directory as it was at the first step, and add what does not change; open the audit."""
     first_step = int(run.state.step)
+    if run.group.is_root and (commit := describe_commit(Path.cwd())):
+        log.info(f"code: {commit}")
     if first_step == 0:
         log.info(f"starting from {run.config.model.init_from or 'initial weights'}")
     with run.group.raise_together():

@@ -17,8 +17,10 @@ from horovod_train.commands.report.charts import MOST_POINTS, Chart, build_chart
 from horovod_train.commands.report.drawing import Drawer
 from horovod_train.commands.report.page import build_page
 from horovod_train.commands.report.story import read_run
+from horovod_train.data.audit import AuditLog, Start
 from horovod_train.errors import UserError
 from horovod_train.main import main
+from horovod_train.output.commit import describe_commit
 
 TIME = "2026-11-22T10:00:{:06.3f}+00:00"
 FIRST = [
@@ -201,3 +203,40 @@ def test_a_hundred_thousand_rows_make_a_page_of_few_megabytes_without_tensorflow
     )
     subprocess.run([sys.executable, "-c", program, "report", str(run), "--out", str(out)], check=True)
     assert out.stat().st_size < 3e6
+
+
+def audited(folder: Path, ids: Sequence[Sequence[int]], records: int) -> Path:
+    """A run on one rank, which has noted that it consumed these records in the steps of an epoch."""
+    run_dir(folder)
+    log = AuditLog(str(folder), Start(0, 0, 0, 1, records, 2, len(ids), "digest"))
+    for step, consumed in enumerate(ids):
+        log.append(0, step, np.array([consumed]))
+    log.close()
+    return folder
+
+
+def test_the_page_tells_what_the_audit_found(tmp_path: Path) -> None:
+    assert read_run(run_dir(tmp_path / "none")).audit == "none; data.audit: true writes one"
+    clean = read_run(audited(tmp_path / "clean", [[3, 1], [0, 2]], 4))
+    assert clean.audit == "every record once in 1 whole epoch(s), none twice in 1 begun"
+    wrong = read_run(audited(tmp_path / "wrong", [[3, 1], [1, 2]], 4))
+    assert wrong.audit == "epoch 0: 1 missing, 1 twice"
+    assert wrong.audit in build_page([wrong])
+
+
+def test_the_page_tells_which_commits_ran(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path / "code"], check=True)
+    assert describe_commit(tmp_path / "code") is None
+    assert describe_commit(tmp_path) is None
+    (tmp_path / "code" / "model.py").write_text("a = 1\n")
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["add", "."], [*name, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", tmp_path / "code", *words], check=True)
+    found = describe_commit(tmp_path / "code")
+    assert found
+    assert re.fullmatch(rf"commit [0-9a-f]{{40}} of {tmp_path}/code", found)
+    (tmp_path / "code" / "model.py").write_text("a = 2\n")
+    assert describe_commit(tmp_path / "code") == f"{found}, with changes that are not committed"
+    log = run_dir(tmp_path / "a") / "logs" / "rank-0.log"
+    log.write_text(f"{log.read_text()}{TIME.format(42)} info code: {found}\n")
+    assert found in build_page([read_run(tmp_path / "a")])

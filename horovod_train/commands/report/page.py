@@ -97,19 +97,7 @@ def _details(run: Run, number: int, drawer: Drawer) -> Iterator[str]:
     if run.starts:
         label = escape(f"what {run.name} was doing, by start", quote=True)
         yield f'<figure role="img" aria-label="{label}">{drawer.timeline(run, f"timeline-{number}")}</figure>'
-        titles = [
-            "began",
-            "ranks",
-            "root on",
-            "by",
-            "steps",
-            "training s",
-            "evaluating s",
-            "saving s",
-            "start s",
-            "end",
-        ]
-        yield _table(titles, [_start(start) for start in run.starts])
+        yield _table(_OF_A_START, [_start(start) for start in run.starts])
     remarks = [remark for start in run.starts for remark in start.remarks]
     if remarks:
         yield f"<details><summary>{len(remarks)} warnings and failures in root's log</summary>"
@@ -123,6 +111,9 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     versions = run.summary.get("versions") or {}
     if versions:
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
+    if code := list(dict.fromkeys(start.code for start in run.starts if start.code)):
+        yield "code", "; ".join(code)
+    yield "audit", run.audit
     for key, words in (("steps", "steps"), ("epochs", "epochs"), ("weights_sha256", "SHA-256 of the weights")):
         if key in run.summary:
             yield words, str(run.summary[key])

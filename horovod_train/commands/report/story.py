@@ -14,12 +14,16 @@ import yaml
 
 from horovod_train.commands.explain import Explanation, explain
 from horovod_train.commands.explain_files import read_json
+from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import ABOUT
 from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
 
 _PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
 _RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
+_CODE = re.compile(r"code: (.+)")
+_MOST_AUDITED = 50_000_000
+"""Bytes of an audit; reading more takes longer than somebody waits for a page."""
 _REMARKS = ("slow", "stall", "cause", "lost", "failed", "warning", "error")
 """Kinds of lines in a log that tell of trouble."""
 
@@ -45,6 +49,8 @@ class Start:
     begin: float
     end: float
     phases: tuple[Phase, ...]
+    code: str
+    """The commit that it ran; empty outside a repository."""
     ended: str
     remarks: tuple[str, ...]
 
@@ -74,6 +80,8 @@ class Run:
     summary: Mapping[str, Any]
     starts: Sequence[Start]
     rows: Sequence[Row]
+    audit: str
+    """Whether each record was read once an epoch, in a sentence."""
 
     @property
     def metrics(self) -> list[str]:
@@ -92,7 +100,27 @@ def read_run(run_dir: Path) -> Run:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{run_dir}: cannot be read: {error}.") from error
     flat = dict(_flat(settings if isinstance(settings, dict) else {}))
-    return Run(str(run_dir), explanation, flat, read_json(run_dir / "summary.json"), starts, rows)
+    summary = read_json(run_dir / "summary.json")
+    return Run(str(run_dir), explanation, flat, summary, starts, rows, _audit(run_dir))
+
+
+def _audit(run_dir: Path) -> str:
+    if not (run_dir / FOLDER).exists():
+        return "none; data.audit: true writes one"
+    stored = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.jsonl"))
+    if stored > _MOST_AUDITED:
+        return f"not read, because it has {stored / 1e9:.1f} GB: check-data --audit {run_dir}"
+    try:
+        epochs = audit(str(run_dir))
+    except UserError as error:
+        return str(error)
+    wrong = [
+        f"epoch {epoch.epoch}: {len(epoch.missing)} missing, {len(epoch.twice)} twice"
+        for epoch in epochs
+        if epoch.missing or epoch.twice
+    ]
+    whole = sum(epoch.is_whole for epoch in epochs)
+    return "; ".join(wrong) or f"every record once in {whole} whole epoch(s), none twice in {len(epochs)} begun"
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
@@ -100,7 +128,8 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
     for story in stories:
         at = [datetime.fromisoformat(entry.time) for entry in story.entries]
         times = [(time - (first or time)).total_seconds() for time in at]
-        resumed = [_RESUMED.search(entry.text) for entry in story.find("info")]
+        infos = [entry.text for entry in story.find("info")]
+        resumed = [_RESUMED.search(text) for text in infos]
         yield Start(
             at=at[0],
             ranks=story.size,
@@ -110,6 +139,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             begin=times[0],
             end=times[-1],
             phases=tuple(_phases(story, times)),
+            code=next((found[1] for found in map(_CODE.match, infos) if found), ""),
             ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
             remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKS),
         )

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_train.errors import UserError
+from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import ABOUT
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.rank_log_reader import Introduction, read_introduction, read_line
 
+_LEFT_BY_A_RUN = (FOLDER, "metrics.jsonl", LEASE)
 _ENDS_AT = re.compile(r"ends at step (\d+)$")
 _AFTER_STEP = re.compile(r".* after step (\d+)$")
 _TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
@@ -121,9 +123,10 @@ class Follower:
     """When the lease was refreshed, by the clock of its host; and when that was seen, by ours."""
 
     def __post_init__(self) -> None:
-        if not any((self.run_dir / name).exists() for name in (FOLDER, "metrics.jsonl")):
-            found = "a folder without them" if self.run_dir.is_dir() else "no folder"
-            raise UserError(f"{self.run_dir}: expected a run directory, with {FOLDER} or metrics.jsonl; found {found}.")
+        if not any((self.run_dir / name).exists() for name in _LEFT_BY_A_RUN):
+            found = "a folder without any of these" if self.run_dir.is_dir() else "no folder"
+            names = ", ".join(_LEFT_BY_A_RUN)
+            raise UserError(f"{self.run_dir}: expected a run directory, with {names}; found {found}.")
 
     def look(self) -> Look:
         for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
