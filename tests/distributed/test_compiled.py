@@ -56,7 +56,10 @@ def fitted(model: keras.Model, targets: Any, of_eval: Any) -> tuple[list[float],
     return losses, model.evaluate(EVAL.x, of_eval, batch_size=len(EVAL.x), verbose=0, return_dict=True)
 
 
-@pytest.mark.parametrize(("model", "np_"), [("user_models:compiled_vector", 3), ("{here}/whole.keras", 2)])
+@pytest.mark.parametrize(
+    ("model", "np_"),
+    [pytest.param("user_models:compiled_vector", 3, marks=pytest.mark.long), ("{here}/whole.keras", 2)],
+)
 def test_a_compiled_model_trains_as_fit_does(start: Start, here: Path, tmp_path: Path, model: str, np_: int) -> None:
     """Its loss, momentum, rate and metrics; from a function, and from a file that brings its weights too."""
     finished = start([f"model={model.format(here=here)}", *PER_STEP], np_)
@@ -99,7 +102,12 @@ def test_what_the_config_names_wins_and_the_log_says_so(start: Start, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("words", "rate"), [([], 0.3), (["lr_schedule.base_lr=0.2"], 0.2), (["lr_schedule.warmup_epochs=1"], 0.15)]
+    ("words", "rate"),
+    [
+        ([], 0.3),
+        pytest.param(["lr_schedule.base_lr=0.2"], 0.2, marks=pytest.mark.long),
+        (["lr_schedule.warmup_epochs=1"], 0.15),
+    ],
 )
 def test_the_rate_is_the_compiled_one_until_the_config_says_another(
     start: Start, tmp_path: Path, words: list[str], rate: float

@@ -11,7 +11,7 @@ from conftest import RankFacts
 # Two exchanges, and a number of ranks at which a process set leaves one out.
 WAYS = [
     ("srun", 2),
-    ("mpirun", 3),
+    pytest.param(("mpirun", 3), marks=pytest.mark.long),
     pytest.param(("mpirun", 2), marks=pytest.mark.long),
     pytest.param(("srun", 3), marks=pytest.mark.long),
 ]

@@ -16,7 +16,7 @@ def last_figure(script: str) -> float:
     return float(re.findall(r"\d+\.\d+", finished.stdout)[-1])
 
 
-@pytest.mark.parametrize("script", ["fit", "tape", "elastic", "data_service"])
+@pytest.mark.parametrize("script", ["fit", "tape", "elastic", pytest.param("data_service", marks=pytest.mark.long)])
 def test_scripts_that_classify_digits_learn_to(script: str) -> None:
     assert last_figure(script) > 0.85
 

@@ -273,7 +273,11 @@ WRONG: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+ONE_MORE = {"no Keras file", "no weights file", "another shape in a run", "exclude by no regular expression"}
+ONE_MORE |= {"no regular expression", "LoRA of nothing", "a factor in words", "a factor of nothing"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in ONE_MORE)) for n in WRONG])
 def test_a_mistake_is_one_line_before_training(start: Start, here: Path, name: str) -> None:
     words, expected = WRONG[name]
     finished = start([word.format(here=here) if "{here}" in word else word for word in words])

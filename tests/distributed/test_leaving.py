@@ -102,8 +102,13 @@ def undisturbed(config: Path, run_dir: Path, np: int, *words: str, steps: int) -
     return str(summary_of(run_dir)["weights_sha256"])
 
 
-def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit(config: Path, tmp_path: Path) -> None:
-    """One run, stopped during the first compile, a step, an evaluation and a save, and each time started again."""
+@pytest.mark.parametrize(
+    "names", [("step", "save"), pytest.param(("first compile", "step", "evaluation", "save"), marks=pytest.mark.long)]
+)
+def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit(
+    config: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """One run, stopped at these moments, and each time started again."""
     np, run_dir = int(os.environ.get("NP", "2")), tmp_path / "stopped"
     marker = tmp_path / "evaluating"
     slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: 0.1}}}}"
@@ -123,8 +128,8 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
         "evaluation": lambda job: marker.exists,
         "save": lambda job: is_saving,
     }
-    for name, moment in moments.items():
-        log = tmp_path / f"{name}.log"
+    for name in names:
+        log, moment = tmp_path / f"{name}.log", moments[name]
         marker.unlink(missing_ok=True)
         job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
         job.wait_until(moment(job), name)

@@ -60,7 +60,9 @@ print(json.dumps(history.history["loss"]))
     return json.loads(finished.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("launcher", "np"), [("none", 1), ("horovodrun", 2), ("horovodrun-default", 4)])
+@pytest.mark.parametrize(
+    ("launcher", "np"), [("none", 1), ("horovodrun", 2), pytest.param("horovodrun-default", 4, marks=pytest.mark.long)]
+)
 def test_n_ranks_train_like_one_and_like_plain_keras(
     base_config: Path, plain_keras_losses: list[float], tmp_path: Path, launcher: str, np: int
 ) -> None:

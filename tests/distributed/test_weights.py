@@ -129,7 +129,16 @@ def means_so_far(losses: list[float]) -> Iterator[float]:
             yield float(np.average(own[:step], weights=counts[:step]))
 
 
-@pytest.mark.parametrize(("weighted", "np_"), [("both", 1), ("both", 2), ("both", 3), ("class", 2), ("sample", 3)])
+@pytest.mark.parametrize(
+    ("weighted", "np_"),
+    [
+        ("both", 1),
+        ("both", 2),
+        ("both", 3),
+        pytest.param("class", 2, marks=pytest.mark.long),
+        pytest.param("sample", 3, marks=pytest.mark.long),
+    ],
+)
 def test_a_weighted_run_is_that_of_fit_in_one_process(start: Start, tmp_path: Path, weighted: str, np_: int) -> None:
     finished = start([*WEIGHTS[weighted], *PER_STEP], np_)
     assert finished.returncode == 0, finished.text
@@ -141,7 +150,14 @@ def test_a_weighted_run_is_that_of_fit_in_one_process(start: Start, tmp_path: Pa
     assert found["accuracy"] != pytest.approx(found["weighted_accuracy"], abs=1e-3)
 
 
-@pytest.mark.parametrize("words", [["train.accumulate_steps=2"], ["data.on_bad_record=skip"], ["jit_compile=true"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.accumulate_steps=2"],
+        ["data.on_bad_record=skip"],
+        pytest.param(["jit_compile=true"], marks=pytest.mark.long),
+    ],
+)
 def test_weights_hold_in_parts_with_bad_records_left_out_and_under_xla(
     start: Start, tmp_path: Path, words: list[str]
 ) -> None:
