@@ -67,7 +67,7 @@ def sum_over_ranks(values: tf.Tensor, name: str, *, deterministic: bool) -> tf.T
 
     name: from exchange_name, if two exchanges with one name could be under way.
     """
-    if deterministic:
+    if deterministic or is_alone():
         return sum_in_order(values, name)
     return hvd.allreduce(values, op=hvd.Sum, name=name, ignore_name_scope=True)
 
@@ -78,7 +78,7 @@ def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.globa
     From three ranks on, the result of an allreduce depends on the order in which the library adds. That order depends
     on what else the library exchanges at that time. name: unique among the exchanges under way.
     """
-    return values if is_alone(ranks) else _by_slices(values, _add, name, ranks)
+    return _by_slices(values, _add, name, ranks)
 
 
 def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: Any) -> tf.Tensor:
@@ -134,6 +134,8 @@ def _add(slices: tf.Tensor) -> tf.Tensor:
 
 def _by_slices(values: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
     """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype."""
+    if is_alone(ranks):
+        return tf.reshape(add(tf.reshape(values, [1, -1])), tf.shape(values))
     size = number_of_ranks(ranks)
     length = tf.size(values)
     slice_length = -(-length // size)

@@ -19,6 +19,7 @@ from horovod_train.distributed.allreduce import (
     add_up_rows_in_order,
     combine_bf16,
     exchange_name,
+    is_alone,
     number_of_ranks,
     sum_in_order,
 )
@@ -28,6 +29,9 @@ from horovod_train.errors import UserError
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+
+SMALL_BYTES = 1 << 20
+"""Dense gradients that have no more bytes in all are exchanged as one tensor; see GradientExchange.each."""
 
 Combine = Callable[[Sequence[Any], Sequence[Any] | None, str], list[Any]]
 """(gradients, their variables if the caller knows them, name of the optimizer) → gradients combined over the ranks."""
@@ -67,15 +71,16 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
 
     options: fields of GradientExchange, as op="sum", compression="bf16"; by default the mean over all ranks.
 
-    Returns the same object, see `distribute`. Each gradient is exchanged separately, as soon as it is computed, so that
-    exchanges overlap with the rest of the backward pass. A gradient that is None must be None on every rank.
+    Returns the same object, see `distribute`. Small gradients are exchanged together. Otherwise each is exchanged as
+    soon as it is computed, so that exchanges overlap with the rest of the backward pass. A gradient that is None must
+    be None on every rank.
 
     Raises UserError for an unknown op or compression, and as `distribute` does.
     """
     exchange = GradientExchange(**options)
 
     def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
-        return [None if grad is None else exchange(grad, f"{name}.gradient.{i}") for i, grad in enumerate(grads)]
+        return exchange.each(grads, f"{name}.gradient")
 
     return distribute(optimizer, combine)
 
@@ -189,11 +194,42 @@ class GradientExchange:
         if self.sparse_as_dense or self.op == "adasum":
             return self._combine_dense(tf.convert_to_tensor(gradient), name)
         own = add_up_rows(gradient)  # so that no rank sends a row twice
+        if is_alone(ranks):
+            return own
         values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
         indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
         if self.op == "average":
             values = values / tf.cast(number_of_ranks(ranks), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
+
+    def each(self, gradients: Sequence[Any], name: str) -> list[Any]:
+        """Combine each gradient, None where it is None; small dense ones of a dtype as one tensor.
+
+        An exchange takes one of Horovod's cycles however small it is, and tensors that are there at different moments
+        may take several. Small ones gain nothing from an earlier start.
+        """
+        combined = [None] * len(gradients)
+        for dtype, members in self._small(gradients).items():
+            flat = tf.concat([tf.reshape(gradients[index], [-1]) for index in members], axis=0)
+            total = self(flat, f"{name}s.{dtype}")
+            parts = tf.split(total, [gradients[index].shape.num_elements() for index in members])
+            for index, part in zip(members, parts, strict=True):
+                combined[index] = tf.reshape(part, gradients[index].shape)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and combined[index] is None:
+                combined[index] = self(gradient, f"{name}.{index}")
+        return combined
+
+    def _small(self, gradients: Sequence[Any]) -> dict[str, list[int]]:
+        """Return the indices of the gradients to exchange as one tensor, by dtype."""
+        members: dict[str, list[int]] = {}
+        size = 0
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.Tensor) and gradient.shape.is_fully_defined():
+                members.setdefault(gradient.dtype.name, []).append(index)
+                size += gradient.shape.num_elements() * gradient.dtype.size
+        # Adasum scales each tensor by its own norm.
+        return {} if size > SMALL_BYTES or self.op == "adasum" else members
 
     def together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Combine dense gradients in one exchange, which begins when all of them are there on all ranks.
@@ -231,6 +267,8 @@ class GradientExchange:
             return combine_bf16(gradient, name, ranks, divisor=number_of_ranks(ranks) if averages else 1)
         compressor = hvd.Compression.none if self.compression == "bf16" else self._compressor
         wire, how = compressor.compress(gradient)
+        if is_alone(ranks):
+            return compressor.decompress(wire, how)
         if self.deterministic and self.op != "adasum":
             after = self.predivide / ranks.size() if averages else 1.0
             combined = sum_in_order(wire / self.predivide, name, ranks) * after

@@ -117,3 +117,29 @@ def test_frozen_weights_are_saved_once_and_must_be_equal_on_all_ranks(
             assert found["bytes_saved"] == 0, "root alone makes the copies that are saved"
         assert found["agreement"] == "yes"
         assert f"ranks disagree now on model/held/frozen/kernel: rank {np_ - 1} (" in found["agreement_after"]
+
+
+NUMBERS = {
+    "small": {"HorovodAllreduce": 1},
+    "small, deterministic": {"HorovodAlltoall": 1, "HorovodAllgather": 1},
+    "large": {"HorovodAllreduce": 2},  # each begins as soon as it is computed
+    "of two dtypes": {"HorovodAllreduce": 2},
+    "some sparse, some none": {"HorovodAllreduce": 1, "HorovodAllgather": 2},
+}
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_small_gradients_travel_together_and_one_rank_exchanges_nothing(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        for name, expected in NUMBERS.items():
+            assert facts["together"][name] == (expected if np_ > 1 else {}), name
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[:2])
+def test_those_that_travel_together_have_the_bits_of_those_that_travel_alone(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert set(map(tuple, facts["together"]["same"].values())) == {(True,) * 4}

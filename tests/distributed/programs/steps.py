@@ -10,6 +10,7 @@ import keras
 import modes
 import numpy as np
 import tensorflow as tf
+import together
 from facts import leave, rel_error
 from uneven import (
     COUNTS,
@@ -120,6 +121,6 @@ facts["averaged_mask"] = state.model.layers[1].mask.numpy()
 state.set_statistics(own)
 facts["own_mask"] = state.model.layers[1].mask.numpy()
 
-facts |= modes.facts() | frozen.facts()
+facts |= modes.facts() | frozen.facts() | together.facts()
 leave(rank, facts)
 group.close()
