@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,6 +14,7 @@ from horovod_train.config.registry import users_modules
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Split
 from horovod_train.distributed import consistency
+from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.launch import launcher
@@ -66,6 +68,8 @@ def open_run(config: Config) -> Iterator[Run]:
         records = open_on_all_ranks(config.data, splits, group)
         with group.raise_together():
             parts = build_components(config, group, records["train"], records.get("eval"))
+        if chosen := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
+            log.info(chosen)
         deadline = _deadline(config, started)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
         times = PhaseTimes(lambda: parts.train_step.phase_variable.phase() if group.heartbeat.name == TRAIN else None)

@@ -119,15 +119,25 @@ def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: P
 def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     base_config: Path, tmp_path: Path, launcher: str, np: int
 ) -> None:
-    """The last start has the words of the one before it, as after a requeue, and goes on from there."""
+    """The last start has the words of the one before it, as after a requeue, and goes on from there.
+
+    The whole run has its own pause between exchanges; the others choose it, for which Horovod starts again.
+    """
     whole, parts, branch = tmp_path / "whole", tmp_path / "parts", tmp_path / "branch"
     model = "model={name: user_models:mixed, options: {batch_norm: false}}"
     common = ["--config", base_config, model, "optimizer=adam", "lr_schedule.base_lr=0.01"]
     begin = ["--resume", parts / "checkpoints" / "step-000000022"]
-    for output_dir, max_steps, words in [(whole, 40, []), (parts, 22, []), (branch, 31, begin), (branch, 40, begin)]:
+    for output_dir, max_steps, words in [
+        (whole, 40, ["horovod.cycle_time_ms=1"]),
+        (parts, 22, []),
+        (branch, 31, begin),
+        (branch, 40, begin),
+    ]:
         arguments = [*common, *words, f"train.max_steps={max_steps}", "--output-dir", output_dir]
         finished = train(arguments, launcher=launcher, np=np)
         assert finished.returncode == 0, finished.text
+        chosen = "HOROVOD_CYCLE_TIME=0.1 (ms; a step's gradients have only " in finished.stdout
+        assert chosen == (output_dir != whole)
     assert f"resumed from {branch / 'checkpoints' / 'step-000000031'} at step 31" in finished.stdout
     rows = [*metrics_of(parts, "train"), *metrics_of(branch, "train")]
     assert [row["step"] for row in rows] == list(range(1, 41))

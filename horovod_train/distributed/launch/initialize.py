@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
@@ -86,6 +86,18 @@ def _initialise_over_mpi(
     cores[sorted(mine)] = 1
     neighbours.Allreduce(MPI.IN_PLACE, cores, op=MPI.MAX)
     return {int(core) for core in np.flatnonzero(cores)}
+
+
+def start_again(settings: Mapping[str, str]) -> None:
+    """Collective: start Horovod again over MPI, with these environment variables changed. No exchange may be under way.
+
+    Not over gloo: the ranks would find the addresses of the first start.
+    """
+    from mpi4py import MPI
+
+    hvd.shutdown()
+    os.environ |= settings
+    hvd.init(comm=MPI.COMM_WORLD)
 
 
 _GLOO_FAILED = (

@@ -29,6 +29,9 @@ class Setting(NamedTuple):
 CYCLE_MS: dict[Library, str] = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
+SMALL_MODEL_CYCLE_MS = "0.1"
+"""The same over MPI where the gradients of a step are small; see cycle."""
+
 ELASTIC_TIMEOUT_S = "60"
 """How long elastic ranks wait for a host that has vanished without a word, and for one that loads TensorFlow."""
 

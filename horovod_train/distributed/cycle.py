@@ -1,0 +1,32 @@
+"""Shortens Horovod's pause between exchanges for a small model, whose steps would mostly wait for it.
+
+The pause can only be chosen when Horovod starts, and the model is built later. So Horovod starts again.
+"""
+
+from __future__ import annotations
+
+import os
+
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch.initialize import start_again
+from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS
+from horovod_train.distributed.optimizer import SMALL_BYTES
+
+_NAME = "HOROVOD_CYCLE_TIME"
+
+
+def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
+    """Collective: shorten the pause if gradients have few bytes; return what was done and why, None if nothing.
+
+    Only over MPI between CPUs: over gloo the threads of a short cycle take more time from the steps than they wait. A
+    pause that the user has set stays. No exchange may be under way.
+    """
+    if group.size == 1 or group.exchange != "MPI" or any(device.gpu_keys for device in group.devices):
+        return None
+    is_free = any(setting.name == _NAME and setting.origin == "default" for setting in group.settings)
+    is_free = is_free and "HOROVOD_TIMELINE" not in os.environ  # would be written from the beginning again
+    wishes = group.gather(is_free and gradient_bytes <= SMALL_BYTES)
+    if not all(wishes):
+        return None
+    start_again({_NAME: SMALL_MODEL_CYCLE_MS})
+    return f"{_NAME}={SMALL_MODEL_CYCLE_MS} (ms; a step's gradients have only {gradient_bytes} bytes)"
