@@ -73,5 +73,5 @@ def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> st
 
 
 def _short(value: str) -> str:
-    is_digest = len(value) == 64 and set(value) <= set("0123456789abcdef")
+    is_digest = len(value) in (32, 64) and set(value) <= set("0123456789abcdef")
     return value[:12] if is_digest else repr(value)

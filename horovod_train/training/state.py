@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
@@ -171,11 +172,14 @@ class Settled:
     state: TrainState
 
     def digests(self) -> dict[str, str]:
-        """Map the name of each variable that must be equal on all ranks at every step to the SHA-256 of its bytes."""
+        """Map the name of each variable that must be equal on all ranks at every step to a digest of its bytes.
+
+        XXH3 is some 20 times as fast as SHA-256, and ranks that compute are no attackers.
+        """
         own = {variable.ref() for variable in self.state.statistics}
         variables = self.state.variables()
         compared = {name: variable for name, variable in variables.items() if variable.ref() not in own}
-        return {name: hashlib.sha256(_bytes(variable)).hexdigest() for name, variable in compared.items()}
+        return {name: xxhash.xxh3_128_hexdigest(_bytes(variable)) for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
         """Collective: return copies of all variables, with statistics averaged and, under `ranks/`, those of each rank.
@@ -267,5 +271,5 @@ def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variabl
 
 
 def _bytes(variable: tf.Variable) -> memoryview:
-    """Return the bytes with one copy, where `tobytes` would make two."""
-    return np.ascontiguousarray(variable.numpy()).reshape(-1).view(np.uint8).data
+    """Return the bytes, on the host without a copy, where `numpy` would make one."""
+    return np.asarray(memoryview(variable.value())).reshape(-1).view(np.uint8).data
