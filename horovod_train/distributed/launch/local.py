@@ -118,14 +118,7 @@ def run_ranks(
 
     Raises subprocess.TimeoutExpired, after the launcher has been told to end its ranks.
     """
-    process = subprocess.Popen(
-        [*launch_words(way, ranks), *words],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start_program([*launch_words(way, ranks), *words], environment)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except BaseException:
@@ -133,6 +126,18 @@ def run_ranks(
         process.communicate()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def start_program(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start a program whose output is collected; `environment` is added to this process's."""
+    return subprocess.Popen(
+        list(words),
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _main() -> int:
