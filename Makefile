@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 # Two at a time, since ranks mostly wait while they start; the long files first.
 TEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help install train test test-all test-faults test-cluster lint format docs clean
+.PHONY: help install train test test-all test-faults test-trackers test-cluster lint format docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -28,6 +28,10 @@ test-all: install ## and those that are one more of a kind
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
 	ROUNDS=$(or $(ROUNDS),25) python -m pytest -rP -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed
+
+test-trackers: install ## with a real MLflow server and W&B offline, which it installs in build/trackers
+	tests/install_trackers.sh
+	python -m pytest tests/distributed/test_tracked_runs.py
 
 test-cluster: install ## every way to start, requeues and losses, on virtual hosts with a real SLURM; needs root, Debian
 	@tests/cluster/install_packages.sh

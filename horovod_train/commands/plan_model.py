@@ -22,6 +22,7 @@ from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.output.run_dir import load_writers
+from horovod_train.output.trackers.build import build_trackers
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.compiled import brings
 from horovod_train.training.fine_tuning import is_lora, listed
@@ -67,6 +68,7 @@ def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
     if config.horovod.op == "adasum" and size & (size - 1):
         raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {size}.")
     load_writers(config.log)
+    build_trackers(config.log.trackers)
     # What depends on the nodes of the run, not on its config: how much memory and disk they have, and their MPI.
     data = dataclasses.replace(config.data, stage_dir=None, cache="none")
     exchange = HorovodConfig() if config.horovod.op == "adasum" else config.horovod
@@ -77,6 +79,7 @@ def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
 def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield keys of the config, each with a function that builds what it names without the others and the records."""
     yield "log.writers", partial(load_writers, config.log)
+    yield from (("log.trackers", partial(build_trackers, [tracker])) for tracker in config.log.trackers)
     yield "model", partial(build_model, config.model)
     if config.loss.name == PER_OUTPUT and config.loss.options:
         for output, term in config.loss.options.items():

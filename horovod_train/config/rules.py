@@ -101,6 +101,9 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "weighted_metrics", "needs data.weight or a class_weight of the loss; without one, write metrics."
     if any(step < 2 for step in config.log.profile_at_steps):
         yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
+    names = [tracker.name for tracker in config.log.trackers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        yield "log.trackers", f"expected each tracker once; received {twice[0]} {len(twice)} times."
     if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
         stages = len(config.device.cut_before) + 1
         yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."

@@ -204,6 +204,7 @@ class LogConfig:
     every_steps: int = setting(100, "steps between lines of training metrics", minimum=1)
     tensorboard: bool = setting(True, "write TensorBoard scalars")
     writers: tuple[str, ...] = setting((), "package.module:class, each writes the metrics in one more form")
+    trackers: tuple[Spec, ...] = setting((), "csv, mlflow, wandb or package.module:class that get the metrics too")
     progress: Literal["auto", "bar", "plain"] = setting("auto", "auto: a bar on a terminal, plain lines elsewhere")
     histograms_every_steps: int | None = setting(None, "steps between histograms of weights and gradients", minimum=1)
     activations: dict[str, Any] = setting({}, "outputs that get histograms too: {name to show: layer}")

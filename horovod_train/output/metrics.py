@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,10 +58,11 @@ class JsonLines:
         with must_be_writable(self._lines.path):
             self._lines.keep(lambda line: _step_of(line) <= step, self._made)
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return the rows. Raises UserError."""
+    def read(self, until: float = math.inf) -> list[dict[str, Any]]:
+        """Return the rows, without those after step `until` and one that a kill has cut short. Raises UserError."""
         with must_be_writable(self._lines.path):
-            return [json.loads(line) for line in self._lines.read()]
+            lines = self._lines.read()
+        return [json.loads(line) for line in lines if _step_of(line) <= until and _step_of(line) != math.inf]
 
     def close(self) -> None:
         self._lines.close()
@@ -96,4 +98,4 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return math.inf

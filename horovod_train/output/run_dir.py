@@ -36,6 +36,8 @@ from horovod_train.output.metrics import (
 )
 from horovod_train.output.removal import Made, NotOurs, begins, check
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
+from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
+from horovod_train.output.trackers.tracker import Ended
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ _FILES = {
     "times.jsonl": TIMES,
     "summary.json": _SUMMARY,
 }
+_GIVEN_TO_TRACKERS = ("config.yaml", "summary.json", "report.html")
+"""At the end of a start, as far as they exist."""
 
 
 def check_writable(directory: str) -> Path:
@@ -92,6 +96,15 @@ class Output(Protocol):
     @property
     def tensorboard(self) -> TensorBoard: ...
 
+    def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
+        """Begin or continue the run in each tracker, at `step`; call before `rewind`. anew: begin another run.
+
+        config: all settings, as plain mappings. Raises UserError if a run cannot begin.
+        """
+
+    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
+        """Give trackers the files of the run, and wait for them, but not for long; a later call does nothing."""
+
     def write_config(self, text: str) -> None:
         """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
 
@@ -125,6 +138,10 @@ class NullOutput:
     directory: Path | None = None
     tensorboard: TensorBoard = NullTensorBoard()
 
+    def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None: ...
+
+    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None: ...
+
     def write_config(self, text: str) -> None: ...
 
     def rewind(self, step: int) -> None: ...
@@ -153,19 +170,33 @@ class RunOutput:
     """Writes config.yaml, metrics, times.jsonl, parameters.jsonl if there are values, and summary.json; shows a bar."""
 
     def __init__(
-        self, directory: Path, *, tensorboard: bool = False, bar: bool = False, more: Sequence[MetricsWriter] = ()
+        self,
+        directory: Path,
+        *,
+        tensorboard: bool = False,
+        bar: bool = False,
+        more: Sequence[MetricsWriter] = (),
+        trackers: Trackers | None = None,
     ) -> None:
         self.directory = directory
         self.tensorboard: TensorBoard = NullTensorBoard()
         if tensorboard:
             self.tensorboard = TensorBoardWriter(directory / "tensorboard")
         self._metrics = MetricsFile(directory)
-        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, *more]
+        self._trackers = trackers or Trackers()
+        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._trackers, *more]
         self._started = time.time()
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
         self._bar = _build_bar() if bar else None
         self._task: Any = None
+
+    def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
+        self._trackers.start(step, config, self._metrics.read(until=step), anew=anew)
+
+    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
+        files = [self.directory / name for name in _GIVEN_TO_TRACKERS]
+        self._trackers.finish(ended, files, at_most_s=at_most_s)
 
     def write_config(self, text: str) -> None:
         with must_be_writable(self.directory / "config.yaml"):
@@ -232,13 +263,16 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     launched: whether a launcher started this process. Then log.progress "auto" draws no bar, because mpirun gives its
     ranks a terminal and forwards what they print there.
     """
-    writers = load_writers(config)  # on every rank: the ranks compare the user's modules that they have loaded
+    # On every rank: the ranks compare the user's modules that they have loaded.
+    writers = load_writers(config)
+    load_trackers(config.trackers)
     if not is_root:
         return NullOutput()
     path = check_writable(directory)
     more = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
-    return RunOutput(path, tensorboard=config.tensorboard, bar=bar, more=more)
+    trackers = open_trackers(config.trackers, path)
+    return RunOutput(path, tensorboard=config.tensorboard, bar=bar, more=more, trackers=trackers)
 
 
 def load_writers(config: LogConfig) -> dict[str, Callable[..., MetricsWriter]]:

@@ -56,6 +56,7 @@ def open_run(config: Config) -> Iterator[Run]:
         run_end = stack.enter_context(RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)))
         signals = stack.enter_context(collected_signals())
         stack.enter_context(closing(lease))
+        stack.enter_context(_failure_is_tracked(output))
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
@@ -92,6 +93,16 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
     said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
     assert config.output_dir is not None
     return rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
+
+
+@contextmanager
+def _failure_is_tracked(output: Output) -> Iterator[None]:
+    """If the block fails, tell the trackers that the run has failed."""
+    try:
+        yield
+    except BaseException:
+        output.finish_trackers("failed")
+        raise
 
 
 def _deadline(config: Config, started: float) -> float | None:

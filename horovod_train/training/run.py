@@ -89,6 +89,8 @@ def _begin_files(run: Run) -> Audit:
     if first_step == 0:
         log.info(f"starting from {run.config.model.init_from or 'initial weights'}")
     with run.group.raise_together():
+        is_anew = run.config.checkpoint.resume == "never"
+        run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
         run.output.rewind(first_step)
         run.store.rewind(first_step)
         run.output.write_config(dump(run.config))
@@ -151,6 +153,8 @@ def _finish(run: Run, reason: StopReason) -> int:
     why = "" if reason == DONE else f" ({reason.text})"
     again = f"; saved, start it again{_how_to_resume(run.config, reason)} to resume" if reason.restartable else ""
     log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
+    at_most_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
+    run.output.finish_trackers("stopped" if reason.restartable else "done", at_most_s=at_most_s)
     run.output.close()
     run.group.close()
     exit_code = START_AGAIN if reason.restartable else 0

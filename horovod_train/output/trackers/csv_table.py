@@ -1,0 +1,91 @@
+"""The tracker `csv`: csv/train.csv and csv/eval.csv in the run directory, with a column for each value."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_train.output.files import Lines, write_whole
+from horovod_train.output.removal import Made, begins, check
+from horovod_train.output.trackers.tracker import Ended, Row
+
+_FIRST = ("step", "epoch")
+_TABLE = Made("a run's table of metrics", r"\w+\.csv", is_ours=lambda path: begins(path, ",".join(_FIRST)))
+
+
+class CsvTables:
+    """A value that comes later gets a column of its own, which is empty in the rows before."""
+
+    def __init__(self) -> None:
+        self._folder = Path()
+        self._tables: dict[str, _Table] = {}
+
+    def start(self, directory: Path, run_id: str | None, step: int, config: Mapping[str, Any]) -> str:
+        self._folder = directory / "csv"
+        self._folder.mkdir(exist_ok=True)
+        for path in self._folder.glob("*.csv"):
+            self._tables[path.stem] = table = _Table(path)
+            table.rewind(step)
+        return "csv"
+
+    def last_steps(self) -> dict[str, int]:
+        return {split: table.last_step for split, table in self._tables.items()}
+
+    def log(self, row: Row) -> None:
+        if row.split not in self._tables:
+            self._tables[row.split] = _Table(self._folder / f"{row.split}.csv")
+        self._tables[row.split].append({"step": row.step, "epoch": row.epoch, **row.values})
+
+    def finish(self, ended: Ended, files: Sequence[Path]) -> None:
+        for table in self._tables.values():
+            table.close()
+
+
+class _Table:
+    """One file. Raises OSError where it must be rewritten and cannot be; what cannot be appended waits in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines, self._columns, self.last_step = Lines(path, unit="rows"), [*_FIRST], -1
+
+    def rewind(self, step: int) -> None:
+        """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
+        check(self._lines.path, _TABLE)
+        with self._lines.path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.reader(file))
+        self._columns = rows[0] if rows else [*_FIRST]
+        kept = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
+        self.last_step = int(kept[-1][0]) if kept else -1
+        self._rewrite(kept)
+
+    def append(self, values: Mapping[str, float]) -> None:
+        if new := [name for name in values if name not in self._columns]:
+            self._add_columns(new)
+        self._lines.append(_line([repr(values[name]) if name in values else "" for name in self._columns]))
+        self.last_step = int(values["step"])
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _add_columns(self, names: Sequence[str]) -> None:
+        self._lines.flush()
+        rows = list(csv.reader(self._lines.read()))[1:]
+        columns = self._columns
+        self._columns = [*columns, *names]
+        try:
+            self._rewrite([[*row, *[""] * len(names)] for row in rows])
+        except OSError:
+            self._columns = columns
+            raise
+
+    def _rewrite(self, rows: Sequence[Sequence[str]]) -> None:
+        text = "".join(f"{_line(row)}\n" for row in [self._columns, *rows])
+        write_whole(self._lines.path, text, _TABLE)
+
+
+def _line(cells: Sequence[str]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(cells)
+    return text.getvalue()

@@ -1,0 +1,200 @@
+"""Hands rows of metrics to one tracker, from a thread, so that a tracker can neither slow down nor end training.
+
+Rows wait in a bounded queue. Does not know what a tracker does with them; see tracker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from horovod_train.config.registry import raised_at
+from horovod_train.errors import UserError
+from horovod_train.output.logs import ANY_RANK
+from horovod_train.output.trackers.record import Record
+from horovod_train.output.trackers.tracker import Ended, Row, Tracker
+
+MOST_ROWS = 10_000
+"""Rows that wait; beyond them the oldest are dropped. Some tens of MB."""
+
+CONNECT_WITHIN_S = 120.0
+"""How long the first start of a run waits for a tracker."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a failed call is repeated; each pause is twice as long as the one before."""
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Calls one tracker from a thread, in the order start, log, log, …, finish. Root calls its methods."""
+
+    def __init__(
+        self, name: str, tracker: Tracker, run_dir: Path, *, most_rows: int = MOST_ROWS, pause_s: float = FIRST_PAUSE_S
+    ) -> None:
+        self._name, self._tracker, self._run_dir = name, tracker, run_dir
+        self._most_rows, self._pause_s = most_rows, pause_s
+        self._record = Record(run_dir, name)
+        self._rows: deque[Row] = deque()
+        self._changed = threading.Condition()
+        """Guards _rows, _end and _lost, and tells that they have changed."""
+        self._end: tuple[Ended, Sequence[Path]] | None = None
+        self._lost = 0
+        self._is_failing = self._has_refused = self._is_finished = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[Row], *, anew: bool) -> None:
+        """Begin or continue the run in the tracker; then send it the rows that it lacks.
+
+        rows: of the run so far, until `step`. anew: begin another run, even if the directory names one.
+        Raises UserError if a run cannot begin. A run that continues does not wait for its tracker.
+        """
+        if not anew:
+            self._record.load()
+        self._rows.extend(rows)
+        begin = partial(self._begin, step, config)
+        begun: Future[None] | None = Future() if self._record.run_id is None else None
+        self._thread = threading.Thread(target=self._work, args=(begin, begun), name=self._name, daemon=True)
+        self._thread.start()
+        if begun is not None:
+            self._wait_for(begun)
+
+    def write(self, row: Row) -> None:
+        with self._changed:
+            self._rows.append(row)
+            if len(self._rows) > self._most_rows:
+                self._rows.popleft()
+                self._lost += 1
+            self._changed.notify_all()
+
+    def ask_to_finish(self, ended: Ended, files: Sequence[Path]) -> None:
+        """Let the thread end when it has sent all rows, or when a call fails."""
+        with self._changed:
+            self._end = (ended, files)
+            self._changed.notify_all()
+
+    def wait_until_finished(self, until: float) -> None:
+        """Wait for the thread; say what the tracker lacks. until: on time.monotonic's clock."""
+        if self._thread is None:
+            return
+        self._thread.join(max(0.0, until - time.monotonic()))
+        is_late, self._thread = self._thread.is_alive(), None
+        with self._changed:
+            lost = self._lost + len(self._rows)
+        late = " It had not answered when the run ended." if is_late else ""
+        if lost:
+            self._warn(f"lacks {lost} row{'s' * (lost > 1)} of metrics, which metrics.jsonl has.{late}")
+        elif not self._is_finished:
+            self._warn(f"may lack the files and the end of the run.{late}")
+
+    def _wait_for(self, begun: Future[None]) -> None:
+        try:
+            begun.result(CONNECT_WITHIN_S)
+        except Exception as error:  # a tracker may raise anything
+            self._thread = None
+            if isinstance(error, UserError):
+                raise
+            why = self._told(error) if begun.done() else f"no answer within {CONNECT_WITHIN_S:.0f} s."
+            raise UserError(f"log.trackers: {self._name}: cannot begin a run: {why}") from error
+
+    def _work(self, begin: Callable[[], None], begun: Future[None] | None) -> None:
+        """Be the thread. begun: is told how the first start of a run ends."""
+        if begun is None:
+            if not self._until_done("continue the run", begin):
+                return
+        else:
+            try:
+                begin()
+                self._record.save_first()
+            except Exception as error:
+                begun.set_exception(error)
+                return
+            begun.set_result(None)
+        for row in self._taken():
+            if not self._until_done(f"log step {row.step}", partial(self._send, row)):
+                return
+        assert self._end is not None
+        self._is_finished = self._until_done("finish", partial(self._tracker.finish, *self._end))
+
+    def _begin(self, step: int, config: Mapping[str, Any]) -> None:
+        record = self._record
+        run_id = self._tracker.start(self._run_dir, record.run_id, step, config)
+        if not isinstance(run_id, str) or not run_id:
+            raise TypeError(f"start must return the id of the run, a string; it returned {run_id!r}")
+        if record.run_id not in (None, run_id):
+            log.info(f"log.trackers: {self._name}: run {record.run_id} is gone, and {run_id} takes its place")
+            record.logged = {}
+        record.run_id = run_id
+        if last_steps := getattr(self._tracker, "last_steps", None):
+            record.logged = dict(last_steps())
+        record.save()
+
+    def _taken(self) -> Iterator[Row]:
+        """Yield rows until the run ends. A row stays in the queue until it is sent, and may be dropped from there."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rows or self._end)
+                if not self._rows:
+                    return
+                row = self._rows[0]
+            yield row
+            with self._changed:
+                if self._rows and self._rows[0] is row:
+                    self._rows.popleft()
+                else:
+                    self._lost -= 1  # sent while it was dropped
+
+    def _send(self, row: Row) -> None:
+        if row.step <= self._record.logged.get(row.split, -1):
+            return  # it was logged before the run was resumed from an earlier step
+        try:
+            self._tracker.log(row)
+        except (ValueError, TypeError) as error:
+            with self._changed:
+                self._lost += 1
+            if not self._has_refused:
+                self._warn(f"refuses the row of step {row.step}: {self._told(error)} Such rows are left out.")
+            self._has_refused = True
+        self._record.logged[row.split] = row.step
+        self._record.save()
+
+    def _until_done(self, what: str, call: Callable[[], None]) -> bool:
+        """Repeat a call until it succeeds; return False if it fails when the run has ended."""
+        pause_s = self._pause_s
+        while True:
+            try:
+                call()
+            except Exception as error:  # a tracker may raise anything
+                if not self._is_failing and self._thread is not None:  # else the run has ended without it
+                    again = "" if self._end else " Training continues, and it is tried again."
+                    self._warn(f"cannot {what}: {self._told(error)}{again}")
+                self._is_failing = True
+            else:
+                if self._is_failing:
+                    log.info(f"log.trackers: {self._name}: works again")
+                self._is_failing = False
+                return True
+            if self._end:
+                return False
+            with self._changed:
+                self._changed.wait_for(lambda: self._end, pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _warn(self, text: str) -> None:
+        log.warning(f"log.trackers: {self._name}: {text}", extra=ANY_RANK)
+
+    def _told(self, error: BaseException) -> str:
+        """Return an error as one short sentence."""
+        text = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        short = text if len(text) <= 300 else f"{text[:300]} …"
+        where = raised_at(error) if ":" in self._name else ""  # of the user's own class
+        return f"{type(error).__name__}{': ' * bool(short)}{short.rstrip('.')}{where}."

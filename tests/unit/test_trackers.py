@@ -1,0 +1,301 @@
+"""Trackers: each step once, also after a resume; one that is slow, gone or full costs rows, which are counted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from user_trackers import Noted
+
+from horovod_train.config.loader import as_dict, load
+from horovod_train.config.settings import Config, LogConfig, Spec
+from horovod_train.errors import UserError
+from horovod_train.output.run_dir import Output, open_output
+from horovod_train.output.trackers.build import Trackers, build_trackers
+from horovod_train.output.trackers.sender import Sender
+from horovod_train.output.trackers.tracker import Ended, Row
+
+CONFIG = as_dict(Config())
+
+
+class Kept(Noted):
+    """Keeps rows in memory. fails: raised by `log` as long as it is set; is_open: `log` waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Row] = []
+        self.started: list[str | None] = []
+        self.fails: Exception | None = None
+        self.has_tried, self.is_open = threading.Event(), threading.Event()
+        self.is_open.set()
+
+    def start(self, directory: Path, run_id: str | None, step: int, config: Mapping[str, Any]) -> str:
+        self.started.append(run_id)
+        return run_id or f"run {len(self.started)}"
+
+    def log(self, row: Row) -> None:
+        self.has_tried.set()
+        assert self.is_open.wait(60)
+        if self.fails is not None:
+            raise self.fails
+        self.rows.append(row)
+
+    def finish(self, ended: Ended, files: Sequence[Path]) -> None: ...
+
+    @property
+    def steps(self) -> list[int]:
+        return [row.step for row in self.rows]
+
+
+def started(tracker: Any, run_dir: Path, step: int = 0, anew: bool = False, **options: Any) -> Trackers:
+    trackers = Trackers([Sender("kept", tracker, run_dir, pause_s=0.01, **options)])
+    path = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    trackers.start(step, CONFIG, rows, anew=anew)
+    return trackers
+
+
+def write(trackers: Trackers, *steps: int, split: str = "train") -> None:
+    for step in steps:
+        trackers.write(step, 0, split, {"loss": 1.0 / step})
+
+
+def opened(run_dir: Path, *trackers: Spec, step: int = 0) -> Output:
+    output = open_output(str(run_dir), LogConfig(tensorboard=False, trackers=trackers), is_root=True, launched=True)
+    output.start_trackers(step, CONFIG, anew=False)
+    output.rewind(step)
+    return output
+
+
+def close(output: Output, ended: Ended = "done") -> None:
+    output.finish_trackers(ended)
+    output.close()
+
+
+def calls(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
+    return [call for call in found if call["call"] == name]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_class_of_the_users_gets_what_metrics_jsonl_gets_and_goes_on_with_one_run(tmp_path: Path) -> None:
+    spec = Spec("user_trackers:Noted", {"word": "given"})
+    output = opened(tmp_path, spec)
+    output.write_config("seed: 1\n")
+    for step in (10, 20, 30):
+        output.append_metrics("train", step, 0, {"loss": 1.0 / step})
+    output.append_metrics("eval", 30, 0, {"loss": 0.5})
+    close(output, "stopped")
+    again = opened(tmp_path, spec, step=20)  # from an earlier step, as after a kill
+    for step in (30, 40):
+        again.append_metrics("train", step, 0, {"loss": 1.0 / step})
+    again.append_metrics("eval", 30, 0, {"loss": 0.4})
+    again.append_metrics("eval", 60, 0, {"loss": 0.3})
+    again.write_summary({"steps": 60})
+    close(again)
+    assert [(call["run_id"], call["step"], call["word"]) for call in calls(tmp_path, "start")] == [
+        *((None, 0, "given"), ("the first", 20, "given"))
+    ]
+    logged = [(call["split"], call["step"]) for call in calls(tmp_path, "log")]
+    assert logged == [("train", 10), ("train", 20), ("train", 30), ("eval", 30), ("train", 40), ("eval", 60)]
+    assert calls(tmp_path, "log")[0]["values"] == {"loss": 0.1}
+    ends = [(call["ended"], call["files"]) for call in calls(tmp_path, "finish")]
+    assert ends == [("stopped", ["config.yaml"]), ("done", ["config.yaml", "summary.json"])]
+    assert {call["thread"] for name in ("start", "log", "finish") for call in calls(tmp_path, name)} == {spec.name}
+
+
+def test_rows_that_a_kill_kept_from_the_tracker_come_after_the_resume(tmp_path: Path) -> None:
+    output = opened(tmp_path)
+    for step in (10, 20, 30):
+        output.append_metrics("train", step, 0, {"loss": math.nan if step == 10 else 1.0 / step})
+    output.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "los')
+    again = opened(tmp_path, Spec("user_trackers:Noted"), step=20)
+    again.append_metrics("train", 30, 0, {"loss": 3.0})
+    close(again)
+    found = [(call["step"], call["values"]["loss"]) for call in calls(tmp_path, "log")]
+    assert found[1:] == [(20, 1 / 20), (30, 3.0)]
+    assert found[0][0] == 10
+    assert math.isnan(found[0][1])
+
+
+def test_another_run_begins_if_the_run_is_not_to_resume(tmp_path: Path) -> None:
+    first, second, third = Kept(), Kept(), Kept()
+    for tracker, anew in ((first, False), (second, False), (third, True)):
+        trackers = started(tracker, tmp_path, anew=anew)
+        write(trackers, 10)
+        trackers.finish("done", [])
+    assert (first.started, second.started, third.started) == ([None], ["run 1"], [None])
+    assert (first.steps, second.steps, third.steps) == ([10], [], [10])
+
+
+def test_csv_has_a_row_for_each_step_and_a_column_for_each_value(tmp_path: Path) -> None:
+    output = opened(tmp_path, Spec("csv"))
+    output.append_metrics("train", 10, 0, {"loss": 0.1})
+    output.append_metrics("train", 20, 0, {"loss": math.nan, "a, b": 1.0})
+    output.append_metrics("eval", 20, 1, {"loss": 0.2})
+    output.append_metrics("train", 30, 1, {"loss": 0.3, "a, b": 2.0})
+    close(output)
+    with (tmp_path / "csv" / "train.csv").open("a") as file:
+        file.write("40,1,0.")  # a kill cut it short
+    again = opened(tmp_path, Spec("csv"), step=20)
+    again.append_metrics("train", 30, 1, {"loss": 0.25})
+    close(again)
+    assert table(tmp_path / "csv" / "train.csv") == [
+        {"step": "10", "epoch": "0", "loss": "0.1", "a, b": ""},
+        {"step": "20", "epoch": "0", "loss": "nan", "a, b": "1.0"},
+        {"step": "30", "epoch": "1", "loss": "0.25", "a, b": ""},
+    ]
+    assert table(tmp_path / "csv" / "eval.csv") == [{"step": "20", "epoch": "1", "loss": "0.2"}]
+
+
+def test_csv_leaves_a_table_of_somebody_else_alone(tmp_path: Path) -> None:
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("name,age\nAda,36\n")
+    with pytest.raises(UserError, match=r"^log\.trackers: csv: cannot begin a run: .*is not a run's table"):
+        opened(tmp_path, Spec("csv"))
+    assert (tmp_path / "csv" / "train.csv").read_text() == "name,age\nAda,36\n"
+
+
+def test_a_slow_tracker_is_not_waited_for_and_what_is_dropped_is_counted(tmp_path: Path, said: list[str]) -> None:
+    tracker = Kept()
+    tracker.is_open.clear()
+    trackers = started(tracker, tmp_path, most_rows=3)
+    write(trackers, 1)
+    assert tracker.has_tried.wait(60)
+    write(trackers, *range(2, 11))  # each returns, though nothing is taken
+    tracker.is_open.set()
+    trackers.finish("done", [])
+    assert tracker.steps == [1, 8, 9, 10]
+    assert said == ["warning: log.trackers: kept: lacks 6 rows of metrics, which metrics.jsonl has."]
+
+
+def test_a_tracker_that_never_answers_does_not_keep_the_run_from_ending(tmp_path: Path, said: list[str]) -> None:
+    tracker = Kept()
+    tracker.is_open.clear()
+    trackers = started(tracker, tmp_path)
+    write(trackers, 1, 2)
+    trackers.finish("done", [], at_most_s=0.05)
+    assert said == [
+        "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has. It had not answered when the "
+        "run ended."
+    ]
+    tracker.is_open.set()
+
+
+def test_a_tracker_that_comes_back_has_missed_nothing(tmp_path: Path, said: list[str]) -> None:
+    tracker = Kept()
+    tracker.fails = ConnectionError("refused")
+    trackers = started(tracker, tmp_path)
+    write(trackers, 1, 2, 3)
+    for _ in range(3):
+        tracker.has_tried.clear()
+        assert tracker.has_tried.wait(60)
+    tracker.fails = None
+    trackers.finish("done", [])
+    assert tracker.steps == [1, 2, 3]
+    assert said == [
+        "warning: log.trackers: kept: cannot log step 1: ConnectionError: refused. Training continues, and it is tried "
+        "again.",
+        "log.trackers: kept: works again",
+    ]
+
+
+def test_a_tracker_that_is_gone_is_said_once_and_its_rows_are_counted(tmp_path: Path, said: list[str]) -> None:
+    tracker = Kept()
+    trackers = started(tracker, tmp_path)
+    write(trackers, 1)
+    while not tracker.rows:
+        tracker.has_tried.wait(60)
+    tracker.fails = ConnectionError("refused")
+    write(trackers, 2, 3)
+    for _ in range(3):
+        tracker.has_tried.clear()
+        assert tracker.has_tried.wait(60)
+    trackers.finish("done", [])
+    assert len([line for line in said if "cannot" in line]) == 1
+    assert said[-1] == "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has."
+
+
+def test_a_row_that_a_tracker_refuses_is_left_out_alone(tmp_path: Path, said: list[str]) -> None:
+    class Picky(Kept):
+        def log(self, row: Row) -> None:
+            if row.step % 2:
+                raise ValueError("odd")
+            super().log(row)
+
+    tracker = Picky()
+    trackers = started(tracker, tmp_path)
+    write(trackers, 1, 2, 3, 4)
+    trackers.finish("done", [])
+    assert tracker.steps == [2, 4]
+    assert said == [
+        "warning: log.trackers: kept: refuses the row of step 1: ValueError: odd. Such rows are left out.",
+        "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has.",
+    ]
+
+
+def test_a_run_does_not_begin_without_its_tracker_but_continues_without_it(tmp_path: Path, said: list[str]) -> None:
+    unreachable = Spec("user_trackers:Unreachable")
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, unreachable)
+    assert str(caught.value).startswith(
+        "log.trackers: user_trackers:Unreachable: cannot begin a run: ConnectionError: nobody at tracker.example:5000 "
+        "(at "
+    )
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "user_trackers.Unreachable.json").write_text('{"run_id": "7", "logged": {"train": 10}}\n')
+    output = opened(tmp_path, unreachable, step=10)
+    output.append_metrics("train", 20, 0, {"loss": 0.1})
+    close(output)
+    about = [line for line in said if "Unreachable" in line]
+    assert len(about) == 2
+    assert "cannot continue the run: ConnectionError" in about[0]
+    assert "lacks 1 row of metrics" in about[1]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Spec("mlfow"), "log.trackers: unknown name 'mlfow'; known here: mlflow"),
+        (Spec("user_trackers:Note"), "log.trackers: user_trackers has no 'Note'; it has"),
+        (Spec("user_trackers:Noted", {"sound": 1}), "log.trackers.options: user_trackers:Noted: got an unexpected"),
+        (Spec("user_trackers:WithoutFinish"), "log.trackers: user_trackers:WithoutFinish must have start(directory, "),
+        (Spec("mlflow"), "log.trackers: needs mlflow (import of mlflow halted"),
+        (Spec("wandb", {"project": "p"}), "log.trackers: needs wandb (import of wandb halted"),
+    ],
+)
+def test_a_wrong_tracker_is_one_line(spec: Spec, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("mlflow", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError) as caught:
+        build_trackers([spec])
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tracker_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "data: {train: x, global_batch_size: 4}\ntrain: {epochs: 1}\nlog: {trackers: [csv, {name: csv}]}\n"
+    )
+    with pytest.raises(UserError, match=r"log\.trackers: expected each tracker once; received csv 2 times"):
+        load([str(tmp_path / "c.yaml")])
+
+
+def test_a_record_that_no_run_has_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "csv.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"csv\.json: expected a record of a run's tracker: .* Remove the file"):
+        opened(tmp_path, Spec("csv"))
