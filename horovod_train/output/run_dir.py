@@ -34,6 +34,7 @@ from horovod_train.output.metrics import (
     MetricsFile,
     MetricsWriter,
 )
+from horovod_train.output.prometheus import PROM, PrometheusFile
 from horovod_train.output.removal import Made, NotOurs, begins, check
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
@@ -55,6 +56,7 @@ _SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: begins
 _FILES = {
     "config.yaml": _CONFIG,
     "metrics.jsonl": METRICS,
+    "metrics.prom": PROM,
     "parameters.jsonl": PARAMETERS,
     "times.jsonl": TIMES,
     "summary.json": _SUMMARY,
@@ -184,7 +186,8 @@ class RunOutput:
             self.tensorboard = TensorBoardWriter(directory / "tensorboard")
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
-        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._trackers, *more]
+        prometheus = PrometheusFile(directory)
+        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, prometheus, self._trackers, *more]
         self._started = time.time()
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)

@@ -42,7 +42,7 @@ def test_metrics_of_a_run_that_has_none_yet_can_be_read(tmp_path: Path) -> None:
         output.rewind(0)
         assert (tmp_path / "metrics.jsonl").read_text() == ""
     output.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.prom"]
 
 
 def test_numbers_that_are_not_finite_are_null_and_the_line_is_json_to_every_reader(tmp_path: Path) -> None:
@@ -168,7 +168,12 @@ def test_the_files_of_a_run_are_those_of_a_run(tmp_path: Path) -> None:
         output.write_summary({"steps": 1})
         output.close()
     assert (tmp_path / "config.yaml").read_text().endswith("\nseed: 2\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "metrics.prom",
+        "summary.json",
+    ]
 
 
 def test_a_run_directory_of_a_version_without_the_head_is_still_ours(tmp_path: Path) -> None:
