@@ -220,9 +220,8 @@ class HorovodConfig:
     predivide: float = setting(1.0, "divide gradients by this before the sum, and by the rest after it", minimum=1e-9)
     sparse_as_dense: bool = setting(False, "exchange the gradients of embeddings as whole tables, not as their rows")
     cycle_time_ms: float | None = setting(None, "pause between exchanges; default: see docs/tools.md", minimum=0)
-    fusion_threshold_mb: float | None = setting(
-        None, "most bytes in one exchange; default: Horovod's", minimum=0, maximum=1e6
-    )
+    fusion_threshold_mb: float | None = setting(None, "most in an exchange; default: Horovod's", minimum=0, maximum=1e6)
+    timeline: bool = setting(False, "write when each tensor was ready, sent and received; see docs/seeing.md")
 
 
 @dataclass(frozen=True)

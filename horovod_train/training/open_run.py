@@ -7,13 +7,14 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Split
-from horovod_train.distributed import consistency
+from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
@@ -44,6 +45,8 @@ def open_run(config: Config) -> Iterator[Run]:
     started = time.time()
     with ExitStack() as stack:
         environment = _environment(config)
+        if config.horovod.timeline:
+            stack.callback(timeline.forget)
         group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
         stack.enter_context(logs.to_console(group.is_root, users=users_modules(as_dict(config))))
         with group.raise_together():
@@ -79,7 +82,11 @@ def open_run(config: Config) -> Iterator[Run]:
 
 def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
-    return stall_environment(config.watch) | (traced_memory_environment() if config.log.profile_at_steps else {})
+    memory = traced_memory_environment() if config.log.profile_at_steps else {}
+    assert config.output_dir is not None
+    is_root, run_dir = launcher.detect().rank == 0, Path(config.output_dir)
+    written = timeline.timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
+    return stall_environment(config.watch) | memory | written
 
 
 def _open_output(config: Config, group: WorkerGroup) -> Output:

@@ -29,11 +29,11 @@ CONFIG = config_of(
 TRACKERS = ("csv", "user_trackers:Noted")
 
 
-def run(name: str, *hooks: str, trackers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What this rank saw of a run of 12 steps, and what its summary says."""
+def run(name: str, *hooks: str, trackers: tuple[str, ...] = (), timeline: bool = False) -> dict[str, Any]:
+    """What this rank saw of a run of 12 steps, and what its summary says. timeline: Horovod writes one in a process."""
     keras.utils.clear_session()  # names as in a process of its own
     user_hooks.called.clear()
-    words = [f"log.trackers={json.dumps(trackers)}"]
+    words = [f"log.trackers={json.dumps(trackers)}", f"horovod.timeline={json.dumps(timeline)}"]
     words += [f"hooks={json.dumps([f'user_hooks:{hook}' for hook in hooks])}", "--output-dir", str(OUT / name)]
     code = main.main(["--config", str(CONFIG), *words])
     summary = json.loads((OUT / name / "summary.json").read_text()) if RANK == 0 else {}
@@ -47,7 +47,8 @@ def tracked(run_dir: Path) -> dict[str, Any]:
         return {}
     found = [json.loads(line) for line in (run_dir / "calls.jsonl").read_text().splitlines()]
     steps = [line.split(",")[0] for line in (run_dir / "csv" / "train.csv").read_text().splitlines()]
-    return {"calls": found, "csv": steps}
+    timelines = [json.loads(path.read_text()) for path in (run_dir / "timeline").iterdir()]
+    return {"calls": found, "csv": steps, "timelines": timelines, "untracked": (OUT / "without" / "timeline").exists()}
 
 
 leave(
@@ -56,7 +57,7 @@ leave(
         "without": run("without"),
         "noted": run("noted", "note", "note_every_5"),
         "stopped": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
-        "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
+        "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS, timeline=True),
         "tracked": tracked(OUT / "stopped"),
     },
 )
