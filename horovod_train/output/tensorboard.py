@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from horovod_train.output.files import Appender
+from horovod_train.output.profile import read_profiles
 from horovod_train.output.removal import rename
 from horovod_train.tfrecord_framing import frame
 
@@ -111,7 +112,7 @@ class TensorBoardWriter:
             self._profiled.__enter__()
 
     def stop_profile(self, step: int) -> None:
-        """Write the profile to `plugins/profile/step-N`, or `step-N-2`, … if that exists."""
+        """Write the profile to `plugins/profile/step-N`, or `step-N-2`, … if that exists; log what its ops cost."""
         from tensorflow.profiler import experimental as profiler
 
         if self._profiled is None:
@@ -127,7 +128,7 @@ class TensorBoardWriter:
                 while place.exists():  # from before the run was resumed
                     number += 1
                     place = folder / f"step-{step:09d}-{number}"
-                rename(made, place)
+                log.info(read_profiles([rename(made, place)])[0].text())
 
     def close(self) -> None:
         if self._profiled is not None:  # the run ended before that step

@@ -18,6 +18,10 @@ import tensorflow as tf
 from conftest import BIN, HANGS_AFTER_S, PROJECT, metrics_of, rank_environment, summary_of, train
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from horovod_train.commands.report.page import build_page
+from horovod_train.commands.report.story import read_run
+from horovod_train.output.profile import find_profiles, read_profiles
+
 CONFIGS = PROJECT / "configs"
 WEIGHTS = ["hidden1/weight", "hidden1/bias", "out_layer/weight", "out_layer/bias"]
 PROFILED = [30, 31]
@@ -135,6 +139,45 @@ def test_profile_of_a_step_holds_its_ops_and_their_memory(run_dir: Path) -> None
         assert len([name for name in names if re.search(r"gradient_tape/.*hidden1_1/MatMul", name)]) == 1
         assert len([name for name in names if "AssignSubVariableOp" in name]) == 4  # one step, not several
         assert names.count("MemoryAllocation") > 10
+
+
+def op_ms(profile: Path) -> dict[tuple[str, str], float]:
+    """(kind, name) of each op of a step, as TensorFlow wrote it → ms in all threads."""
+    (file,) = profile.glob("*.xplane.pb")
+    found: dict[tuple[str, str], float] = {}
+    for plane in xplane_pb2.XSpace.FromString(file.read_bytes()).planes:
+        for event in (event for line in plane.lines for event in line.events):
+            name, _, kind = plane.event_metadata[event.metadata_id].name.rpartition(":")
+            name = re.sub(r"while/(body/_\d+/)?", "", name)  # the loop over steps
+            found[kind, name] = found.get((kind, name), 0.0) + event.duration_ps / 1e9
+    return found
+
+
+def test_a_profiled_step_ends_with_a_table_of_its_most_expensive_ops(run_dir: Path) -> None:
+    pytest.importorskip("xprof", reason="reading profiles needs the extra `profile`")
+    folders = find_profiles(run_dir)
+    assert len(folders) == len(PROFILED)
+    log = "\n".join(line.strip() for line in (run_dir / "logs" / "rank-0.log").read_text().splitlines())
+    for costs, folder, step in zip(read_profiles(folders), folders, PROFILED, strict=True):
+        assert (costs.step, costs.place, costs.problem, len(costs.ops)) == (step, "Host", "", 10)
+        assert [op.ms for op in costs.ops] == sorted((op.ms for op in costs.ops), reverse=True)
+        assert sum(op.ms for op in costs.ops) <= costs.ms
+        written = op_ms(folder)
+        of_the_graph = [op for op in costs.ops if op.kind != "Dataset"]  # whose names are others in the file
+        assert of_the_graph
+        for op in of_the_graph:
+            # Own time: without the ops that an op calls.
+            assert 0 < op.ms <= written[op.kind, op.name] + 1e-6
+        assert "\n".join(line.strip() for line in costs.text().splitlines()) in log
+        assert [path.suffix for path in folder.iterdir()] == [".pb"]
+
+
+def test_the_report_has_the_table_too(run_dir: Path) -> None:
+    pytest.importorskip("xprof", reason="reading profiles needs the extra `profile`")
+    page = build_page([read_run(run_dir)])
+    for costs in read_profiles(find_profiles(run_dir)):
+        assert f"<h3>{costs.heading.capitalize()}</h3>" in page
+        assert all(f"<td>{op.name}</td>" in page for op in costs.ops)
 
 
 def test_profiles_of_other_steps_and_ranks_are_not_there(run_dir: Path) -> None:

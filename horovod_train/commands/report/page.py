@@ -102,6 +102,10 @@ def _details(run: Run, number: int, drawer: Drawer) -> Iterator[str]:
     if remarks:
         yield f"<details><summary>{len(remarks)} warnings and failures in root's log</summary>"
         yield f"<pre>{escape(chr(10).join(remarks))}</pre></details>"
+    for costs in run.profiles:
+        yield f"<h3>{escape(costs.heading[0].upper() + costs.heading[1:])}</h3>"
+        if costs.ops:
+            yield _table(["ms", "share", "op", "name"], [list(row) for row in costs.rows()])
     yield f"<details><summary>The last {_ROWS_SHOWN} lines of metrics</summary>{_last_rows(run)}</details>"
     settings = [[key, _value(value)] for key, value in run.settings.items()]
     yield f"<details><summary>All settings</summary>{_table(['setting', 'value'], settings)}</details>"

@@ -17,6 +17,7 @@ from horovod_train.commands.explain_files import read_json
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import ABOUT
+from horovod_train.output.profile import Costs, find_profiles, read_profiles
 from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
 
 _PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
@@ -82,6 +83,7 @@ class Run:
     rows: Sequence[Row]
     audit: str
     """Whether each record was read once an epoch, in a sentence."""
+    profiles: Sequence[Costs]
 
     @property
     def metrics(self) -> list[str]:
@@ -101,7 +103,8 @@ def read_run(run_dir: Path) -> Run:
         raise UserError(f"{run_dir}: cannot be read: {error}.") from error
     flat = dict(_flat(settings if isinstance(settings, dict) else {}))
     summary = read_json(run_dir / "summary.json")
-    return Run(str(run_dir), explanation, flat, summary, starts, rows, _audit(run_dir))
+    profiles = read_profiles(find_profiles(run_dir))
+    return Run(str(run_dir), explanation, flat, summary, starts, rows, _audit(run_dir), profiles)
 
 
 def _audit(run_dir: Path) -> str:
