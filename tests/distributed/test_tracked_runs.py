@@ -68,6 +68,17 @@ def test_a_tracker_that_is_not_there_is_one_line_before_training(digits: Path, t
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_run_that_fails_tells_its_trackers(digits: Path, tmp_path: Path) -> None:
+    arguments = words(digits, "user_trackers:Noted", "lr_schedule={base_lr: 1e30, warmup_epochs: 0}")
+    finished = train([*arguments, "--output-dir", tmp_path / "run"])
+    assert finished.returncode == 1, finished.text
+    calls = [json.loads(line) for line in (tmp_path / "run" / "calls.jsonl").read_text().splitlines()]
+    assert [call["ended"] for call in calls if call["call"] == "finish"] == ["failed"]
+    prom = (tmp_path / "run" / "metrics.prom").read_text()
+    (running,) = [line for line in prom.splitlines() if line.startswith("horovod_train_running{")]
+    assert running.endswith(" 1.0")  # for an alert
+
+
 def words(digits: Path, tracker: str, *more: str) -> list[str | Path]:
     data = [f"data.train={digits}/train", f"data.eval={digits}/eval"]
     config = ["--config", PROJECT / "configs" / "digits_convnet.yaml"]
