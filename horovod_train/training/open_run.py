@@ -56,10 +56,11 @@ def open_run(config: Config) -> Iterator[Run]:
             rank_log.make_folder(output.directory)
         own_log = _open_rank_log(config, group)
         stack.enter_context(logs.to_file(own_log.write))
+        # Around the run's end, which first shows the error and tells the other ranks.
+        stack.enter_context(_failure_is_tracked(output))
         run_end = stack.enter_context(RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)))
         signals = stack.enter_context(collected_signals())
         stack.enter_context(closing(lease))
-        stack.enter_context(_failure_is_tracked(output))
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)

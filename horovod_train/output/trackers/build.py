@@ -21,8 +21,9 @@ from horovod_train.output.trackers.wandb import WandbTracker
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"csv": CsvTables, "mlflow": MlflowTracker, "wandb": WandbTracker}
 
-FINISH_WITHIN_S: dict[Ended, float] = {"done": 30.0, "stopped": 10.0, "failed": 5.0}
-"""How long the end of a run waits for rows and files to arrive. A run that stops may have little time left."""
+FINISH_WITHIN_S: dict[Ended, float] = {"done": 30.0, "stopped": 10.0, "failed": 3.0}
+"""How long the end of a run waits for rows and files to arrive. A run that stops may have little time left; when one
+fails, the watchdog ends the process after some seconds."""
 
 _METHODS = ("start", "log", "finish")
 
