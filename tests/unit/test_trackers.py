@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from user_trackers import Noted
 
@@ -143,7 +144,7 @@ def test_another_run_begins_if_the_run_is_not_to_resume(tmp_path: Path) -> None:
 
 def test_csv_has_a_row_for_each_step_and_a_column_for_each_value(tmp_path: Path) -> None:
     output = opened(tmp_path, Spec("csv"))
-    output.append_metrics("train", 10, 0, {"loss": 0.1})
+    output.append_metrics("train", 10, 0, {"loss": np.float64(0.1)})
     output.append_metrics("train", 20, 0, {"loss": math.nan, "a, b": 1.0})
     output.append_metrics("eval", 20, 1, {"loss": 0.2})
     output.append_metrics("train", 30, 1, {"loss": 0.3, "a, b": 2.0})

@@ -41,7 +41,8 @@ class Trackers:
             sender.start(step, config, known, anew=anew)
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
-        row = Row(step, epoch, split, dict(values), time.time())
+        # Plain numbers: what computes them may give NumPy's.
+        row = Row(step, epoch, split, {name: float(value) for name, value in values.items()}, time.time())
         for sender in self._senders:
             sender.write(row)
 
