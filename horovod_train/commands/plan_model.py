@@ -30,6 +30,7 @@ from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.initial_weights import match
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import build_metrics
+from horovod_train.training.own_steps.optimizers import Optimizers
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
 
@@ -129,13 +130,14 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
         "cached records": made.train.bytes_to_cache if outlook.config.data.cache == "memory" else 0,
     }
     has_own_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
+    keeps_its_own = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
     return Sizes(
         source="of the model as built",
         checkpoint_bytes=total + outlook.ranks * _bytes(state.statistics),  # statistics: the mean, and each rank's own
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
-        rate_of="the compiled optimizer" if has_own_rate else "",
+        rate_of="the model" if keeps_its_own else "the compiled optimizer" if has_own_rate else "",
         fine_tuning=dict(_fine_tuning(made, outlook)),
     )
 

@@ -22,11 +22,9 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_env
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.rank_log import NullRankLog
-from horovod_train.training.build import build_accumulator, build_split
-from horovod_train.training.compiled import choose_loss
-from horovod_train.training.objective import check_fits
+from horovod_train.training.build import build_split
+from horovod_train.training.build_steps import build_evaluation
 from horovod_train.training.shared_records import open_on_all_ranks
-from horovod_train.training.step import EvalStep
 
 
 @dataclass(frozen=True)
@@ -51,12 +49,9 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         records = open_on_all_ranks(config.data, ["eval"], group)["eval"]
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
-            loss = choose_loss(config, trained.model)
-            seen = build_accumulator(config, trained.model, loss, pipeline.scaled_spec)
-            check_fits(trained.model, loss, seen, pipeline.scaled_spec, "data.eval")
-        step = EvalStep(trained.model, loss, seen, pipeline.scaled)
+            step = build_evaluation(config, group, trained.model, pipeline).step
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
-        values = seen.result(group)
+        values = step.seen.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
         if skipped := int(group.sum([pipeline.skipped])[0]):
             about["skipped_records"] = skipped

@@ -6,7 +6,7 @@ name it `package.module:function`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import keras
 
@@ -24,8 +24,17 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 }
 
 
-NEVER_CALLED = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
-"""Methods of a Keras model that `fit`, `evaluate` and `predict` call but this trainer does not: it calls the model."""
+OWN_TRAINING = ("train_step", "compute_loss", "compute_metrics")
+"""Methods of a Keras model that say what a training step is: a model that overrides one of them trains by its own."""
+OWN_EVALUATION = ("test_step", "compute_loss", "compute_metrics")
+"""The same for a step of an evaluation."""
+NEVER_CALLED = ("predict_step",)
+"""Methods of a Keras model that `predict` of Keras calls but this trainer does not: it calls the model."""
+
+
+def overridden(model: keras.Model, methods: Sequence[str]) -> list[str]:
+    """Return those of some methods of keras.Model that a model has of its own."""
+    return [method for method in methods if _function(model, method) is not getattr(keras.Model, method)]
 
 
 def build_model(spec: Spec) -> keras.Model:
@@ -58,17 +67,15 @@ def _load(spec: Spec) -> keras.Model:
 def _refuse_ignored(model: keras.Model, name: str) -> None:
     """Raise UserError for parts of a model that would be ignored silently."""
     kind = type(model).__name__
-    own = [method for method in NEVER_CALLED if _function(model, method) is not getattr(keras.Model, method)]
-    if own:
+    if own := overridden(model, NEVER_CALLED):
         raise UserError(
             f"model.name: {name} returns a {kind} that overrides {', '.join(own)}, which the trainer does not call: "
-            "loss and metrics are the config's, on the outputs of call(). Put them there, or train with model.fit and "
-            "the DistributedOptimizer (see README)."
+            "`predict` writes the outputs of call(). Put it there, and leave this method out."
         )
-    if model.compiled and _function(model, "compile") is not keras.Model.compile:
+    if model.compiled and overridden(model, ["compile"]) and not overridden(model, OWN_TRAINING):
         raise UserError(
             f"model.name: {name} returns a {kind} compiled by a compile() of its own, whose arguments are not known. "
-            "Leave it out, and give loss, metrics and optimizer in the config."
+            "Leave it out, and give loss, metrics and optimizer in the config; or give the model a train_step."
         )
 
 

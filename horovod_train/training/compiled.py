@@ -20,6 +20,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
+from horovod_train.models import overridden
 from horovod_train.optim.optimizers import build_optimizer, build_schedule, in_loss_scale
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.losses import Loss, Term, build_class_weights, build_loss, per_record, pick
@@ -134,8 +135,8 @@ def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Opti
 
 
 def _compile_config(model: keras.Model) -> dict[str, Any]:
-    """Return new objects of what `compile` was given; empty if the model is not compiled. Raises UserError."""
-    if not model.compiled:
+    """Return new objects of what Keras' own `compile` was given; empty if it was not called. Raises UserError."""
+    if not model.compiled or overridden(model, ["compile"]):
         return {}
     try:
         with warnings.catch_warnings():  # of lambdas, which are an error here

@@ -29,8 +29,8 @@ class BestTracker:
         self.evaluations_since.assign(0)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of an evaluation, the same on all ranks. NaN never counts as best."""
-        new, old = values[self.metric], float(self.value)
+        """Take the values of an evaluation, the same on all ranks. NaN, or no such value, never counts as best."""
+        new, old = values.get(self.metric, math.nan), float(self.value)
         is_better = math.isnan(old) or self.sign * (new - old) > self.min_delta
         if math.isnan(new) or not is_better:
             self.evaluations_since.assign_add(1)
@@ -50,7 +50,7 @@ class EarlyStopping:
     def update(self, step: int, values: Mapping[str, float]) -> StopReason | None:
         """Take the values of an evaluation, the same on all ranks; return the stop reason or None."""
         self.best.update(step, values)
-        return self.reached(values[self.config.metric]) or self.ended()
+        return self.reached(values.get(self.config.metric, math.nan)) or self.ended()
 
     def reached(self, value: float) -> StopReason | None:
         """Return a stop reason if `value` reaches the target, else None."""

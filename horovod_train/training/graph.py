@@ -16,7 +16,7 @@ from horovod_train.config.registry import nearest
 from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.output.graph import PARTS, fold, show_branches
-from horovod_train.training.step import TrainStep
+from horovod_train.training.step import Steps
 
 
 def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
             )
 
 
-def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[str, str | None]) -> Any:
+def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str, str | None]) -> Any:
     """Return the GraphDef of one step on a batch like `batch` (of tf.TensorSpec).
 
     Its top-level folds are `input_data`, `rank_N` with the model and its layers, `exchange`, `update_parameters`, and
@@ -51,7 +51,7 @@ def draw_step(train_step: TrainStep, batch: Batch, *, rank: int, names: Mapping[
     )
 
 
-def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
+def _variables(train_step: Steps, traced: Any) -> dict[str, str]:
     """Map each node that stands for a variable to the variable's name under its fold."""
     state = {id(variable.handle): name for name, variable in train_step.state.variables().items()}
     others = {id(variable.handle): f"counters/{variable.name.split(':')[0]}" for variable in traced.graph.variables}

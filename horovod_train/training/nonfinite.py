@@ -27,6 +27,8 @@ class Failure:
         self.step, self.is_cause, self.loss, self.last_loss, self.skips = (
             tf.Variable(value, trainable=False) for value in (tf.constant(0, tf.int64), False, 0.0, 0.0, 0)
         )
+        self.knows_loss = True
+        """Whether `loss` says anything; not where a model's own step computes it."""
         self._what = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
@@ -61,15 +63,19 @@ class Failure:
         ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
         tried = f", after {skips} skipped updates in a row" if skips else ""
         before = f"The weights are those before that step; {_THEN}."
+        if not self.knows_loss:
+            before = "Weights with such gradients are those before that step; lower the learning rates."
         if not causes:
             return DivergedError(
                 f"Model diverged at step {step}: gradients are finite on each rank, but not once they are combined"
                 f"{tried}. horovod.compression: fp16 overflows above 65504; use bf16 or none. {before}"
             )
-        lead = f"Model diverged{'' if loss_is_finite else f' with loss = {shown}'} at step {step}"
+        shows_loss = self.knows_loss and not loss_is_finite
+        lead = f"Model diverged{f' with loss = {shown}' if shows_loss else ''} at step {step}"
         if what:
             return DivergedError(f"{lead}: {what} is not finite on {ranks}. It has not been saved; {_THEN}.")
-        numbers = "gradients, but not the loss," if loss_is_finite else "loss or gradients"
+        but = ", but not the loss," if self.knows_loss else ""
+        numbers = f"gradients{but}" if loss_is_finite else "loss or gradients"
         return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {before}")
 
 

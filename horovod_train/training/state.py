@@ -45,7 +45,7 @@ class TrainState:
     ) -> None:
         """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
 
-        losses: names of the losses passed to `note_losses`.
+        losses: names of the losses passed to `note_losses`, if it is called.
         """
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
         if not optimizer.built:
@@ -70,7 +70,8 @@ class TrainState:
         named = [
             *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
-            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records", "loss_averages")),
+            *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records")),
+            *(("progress/loss_averages", averages) for averages in self._losses),
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
@@ -86,7 +87,11 @@ class TrainState:
         own = [as_tf_variable(weight) for weight in self.model.weights]
         # Freezing a layer changes the Keras variable; the inner tf.Variable keeps the value from creation.
         gathered = (variable for variable in own if not variable.trainable and variable.dtype.is_floating)
-        return [*gathered, self.loss_averages]
+        return [*gathered, *self._losses]
+
+    @property
+    def _losses(self) -> list[tf.Variable]:
+        return [self.loss_averages] if self.losses else []
 
     def settle(self, group: WorkerGroup) -> Settled:
         """Collective: make variables equal that may differ between exchanges; often there are none.
@@ -121,6 +126,11 @@ class TrainState:
         followed |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
         return {name: variable for name, variable in self.variables().items() if variable.ref() in followed}
 
+    @property
+    def learning_rates(self) -> dict[str, Any]:
+        """The learning rate, or those of a model's own optimizers, by the names under which they are shown."""
+        return getattr(self.optimizer, "learning_rates", None) or {"learning_rate": self.optimizer.learning_rate}
+
     def note_losses(self, shares: Mapping[str, tf.Tensor]) -> None:
         """In the compiled step: add this rank's parts of the means, times the number of ranks, to their averages.
 
@@ -132,6 +142,8 @@ class TrainState:
 
     def average_losses(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: return moving averages of the global training losses by name, corrected for the start at zero."""
+        if not self.losses:
+            return {}
         (means,) = group.average([self.loss_averages.numpy()])
         correction = 1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step))
         return {name: float(mean) / correction for name, mean in zip(self.losses, means, strict=True)}

@@ -6,9 +6,9 @@ minimised function is in objective, the exchange between ranks in sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import keras
@@ -36,47 +36,54 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
-@dataclass(eq=False, repr=False)
-class TrainStep:
-    """Updates a TrainState from batches and adds losses and metrics to `seen`.
+class Seeds:
+    """Sets the model's random generators, such as dropout's, by (seed, rank, layer, step).
 
-    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step, by their
-    weights if they have any. Each rank divides its sum by the global count or weight, so ranks may have different
-    numbers of records.
+    Masks differ between ranks, and a resumed run draws the same again.
     """
+
+    def __init__(self, variables: Sequence[tf.Variable], seed: int, rank: int) -> None:
+        """variables: the states of the generators, uint32 [2] each."""
+        self._variables = variables
+        self.keys = [_seed_key(seed, rank, index) for index in range(len(variables))]
+
+    def set(self, step: tf.Tensor) -> None:
+        """In the compiled step: set all of them. step: int64 scalar."""
+        with tf.name_scope("dropout_seeds"):
+            for variable, key in zip(self._variables, self.keys, strict=True):
+                counter = tf.cast(step * DRAWS_PER_STEP, tf.uint32)
+                variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
+
+
+def _seed_key(seed: int, rank: int, index: int) -> int:
+    """Return 32 well-mixed bits."""
+    bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
+    return int(mix(np.array([bits], np.uint64))[0]) % 2**32
+
+
+@dataclass(eq=False, repr=False)
+class Steps:
+    """Runs training steps on a TrainState, several in one compiled call; `train_on` of a subclass is a step."""
 
     state: TrainState
-    objective: Objective
-    seen: Accumulator
+    _: KW_ONLY
     rank: int
     seed: int
-    count_over_ranks: Callable[[Batch], tf.Tensor]
-    """Returns what the sums of the losses are divided by in the step of a batch: the records of all ranks, or their
-    weights for each term of the loss.
-    """
-    max_skips_in_a_row: int = 0
-    """Non-finite updates to skip before `run` ends; 0: end at the first.
-
-    With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
-    """
     scaled: Callable[[Batch], Batch] = _as_it_is
     """Casts and scales a batch of the iterator; see Pipeline.scaled."""
     placement: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
 
     def __post_init__(self) -> None:
-        self.scales_loss = isinstance(self.state.optimizer, keras.optimizers.LossScaleOptimizer)
-        if self.scales_loss:
-            self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
-        self.seed_keys = [_seed_key(self.seed, self.rank, index) for index in range(len(self.state.seeds))]
-        self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
+        self.seeds = Seeds(self.state.seeds, self.seed, self.rank)
+        self.skipped = tf.Variable(0, trainable=False)
+        """int32: updates that were left out."""
         self.phase_variable = PhaseVariable(self.state.step)
         self.traces = 0
         self.retrace()
 
     def retrace(self) -> None:
         """Compile the step when it runs next: for when other variables are trained than before."""
-        self.objective.retrace()
         self._run = tf.function(self._run_steps, autograph=False)
         self.traces += 1
 
@@ -111,7 +118,45 @@ class TrainStep:
 
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""
-        self._set_dropout_seeds()
+        raise NotImplementedError
+
+
+@dataclass(eq=False, repr=False)
+class TrainStep(Steps):
+    """Updates a TrainState from batches and adds losses and metrics to `seen`.
+
+    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step, by their
+    weights if they have any. Each rank divides its sum by the global count or weight, so ranks may have different
+    numbers of records.
+    """
+
+    objective: Objective
+    seen: Accumulator
+    _: KW_ONLY
+    count_over_ranks: Callable[[Batch], tf.Tensor]
+    """Returns what the sums of the losses are divided by in the step of a batch: the records of all ranks, or their
+    weights for each term of the loss.
+    """
+    max_skips_in_a_row: int = 0
+    """Non-finite updates to skip before `run` ends; 0: end at the first.
+
+    With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
+    """
+
+    def __post_init__(self) -> None:
+        self.scales_loss = isinstance(self.state.optimizer, keras.optimizers.LossScaleOptimizer)
+        if self.scales_loss:
+            self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
+        self.skipped_in_a_row = tf.Variable(0, trainable=False)
+        super().__post_init__()
+
+    def retrace(self) -> None:
+        self.objective.retrace()
+        super().retrace()
+
+    def train_on(self, batch: Batch) -> tf.Tensor:
+        """Run one update. Return whether to continue; the same on all ranks."""
+        self.seeds.set(self.state.step)
         with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)]):  # counting may communicate
             batch = batch._replace(count=self.count_over_ranks(batch))
         with tf.control_dependencies([self.phase_variable.enter("compute", after=batch.count)]):
@@ -167,13 +212,6 @@ class TrainStep:
             without.enter_context(taken_back(self.seen.variables, list(self.seen.sums.values())))
         return without
 
-    def _set_dropout_seeds(self) -> None:
-        """Seed by (seed, rank, layer, step): masks differ between ranks, and a resumed run draws the same again."""
-        with tf.name_scope("dropout_seeds"):
-            for variable, key in zip(self.state.seeds, self.seed_keys, strict=True):
-                counter = tf.cast(self.state.step * DRAWS_PER_STEP, tf.uint32)
-                variable.assign(tf.cast(tf.stack([tf.constant(key, tf.uint32), counter]), variable.dtype))
-
 
 class EvalStep:
     """Evaluates batches: adds their loss and metrics to `seen`."""
@@ -197,9 +235,3 @@ class EvalStep:
             return [done + 1]
 
         tf.while_loop(lambda done: done < steps, one_step, [0])
-
-
-def _seed_key(seed: int, rank: int, index: int) -> int:
-    """Return 32 well-mixed bits."""
-    bits = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB) % 2**64
-    return int(mix(np.array([bits], np.uint64))[0]) % 2**32

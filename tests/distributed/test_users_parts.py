@@ -15,7 +15,7 @@ import pytest
 import yaml
 from conftest import PROJECT, metrics_of, rank_environment, train
 
-EXAMPLES = ["classification", "compiled", "finetuned", "homes", "tagging", "weighted"]
+EXAMPLES = ["classification", "compiled", "finetuned", "gan", "homes", "tagging", "weighted"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,15 @@ def test_the_fine_tuned_example_begins_where_the_other_run_ended(learned: Callab
     assert tuned[-1]["loss"] < tuned[0]["loss"]
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "finetuned"])
+def test_the_example_with_steps_of_its_own_trains_both_nets(learned: Callable[[str], Path]) -> None:
+    rows = metrics_of(learned("gan"), "eval")
+    assert [set(row) & {"loss", "generator_loss"} for row in rows] == [{"loss", "generator_loss"}] * 5
+    assert rows[-1]["loss"] != rows[0]["loss"]
+    (row, *_) = metrics_of(learned("gan"), "train")
+    assert row["critic_optimizer_learning_rate"] == row["generator_optimizer_learning_rate"] == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ("finetuned", "gan")])
 def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -> None:
     rows = metrics_of(learned(name), "eval")
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]

@@ -8,7 +8,17 @@ import pytest
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.models import NEVER_CALLED, build_model, convnet, mlp, resnet, transformer
+from horovod_train.models import (
+    NEVER_CALLED,
+    OWN_EVALUATION,
+    OWN_TRAINING,
+    build_model,
+    convnet,
+    mlp,
+    overridden,
+    resnet,
+    transformer,
+)
 
 TOKENS = np.array([[5, 3, 9, 0, 0, 0], [7, 0, 0, 0, 0, 0]])
 
@@ -108,6 +118,11 @@ def own(method: str = "", compiled: bool = False) -> keras.Model:
 def test_a_method_that_the_trainer_would_not_call_is_refused(method: str) -> None:
     with pytest.raises(UserError, match=rf"^model.name: \S+:own returns a Own that overrides {method}, which"):
         build_model(Spec(f"{__name__}:own", {"method": method}))
+
+
+@pytest.mark.parametrize("method", sorted({*OWN_TRAINING, *OWN_EVALUATION}))
+def test_a_step_of_its_own_is_taken(method: str) -> None:
+    assert overridden(build_model(Spec(f"{__name__}:own", {"method": method})), [method]) == [method]
 
 
 def test_a_compiled_model_is_taken() -> None:

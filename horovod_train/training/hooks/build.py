@@ -32,7 +32,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, show_progress),
         every(config.log.every_steps, LogTraining(first_step), at_end="always"),
-        every(config.log.histograms_every_steps, ShowHistograms(run)),
+        *([every(config.log.histograms_every_steps, ShowHistograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
         *(every(hook.every_steps, save.if_best) for hook in evaluations if config.checkpoint.best),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.training.own_steps.step import OwnEvalStep
 from horovod_train.training.run_record import Run
+from horovod_train.training.step import EvalStep
 from horovod_train.training.stopping import StopReason
 
 
@@ -16,11 +18,12 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         return None
     parts, state = run.parts, run.state
     assert parts.eval is not None
+    assert parts.eval_step is not None
     with run.outside_training("evaluate"):
         state.settle(run.group)
         own = state.average_statistics(run.group)
         with state.averages.in_place():
-            interrupted = _evaluate_all(run, parts.eval)
+            interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
         values = parts.eval_step.seen.result(run.group)
         state.set_statistics(own)
     if interrupted:
@@ -35,11 +38,11 @@ def is_evaluated(run: Run, step: int) -> bool:
     return int(run.parts.evaluated) == step
 
 
-def _evaluate_all(run: Run, pipeline: Pipeline) -> StopReason | None:
+def _evaluate_all(run: Run, pipeline: Pipeline, step: EvalStep | OwnEvalStep) -> StopReason | None:
     for batches, steps in pipeline.one_pass(run.config.train.steps_per_call):
         run.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
         with pipeline.explaining():  # by default errors are explained from the training data
-            run.parts.eval_step.run(batches, steps)
+            step.run(batches, steps)
         if reason := run.stopping.vote_periodically():
             return reason
     return None

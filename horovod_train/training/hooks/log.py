@@ -21,7 +21,7 @@ class LogTraining:
             return  # no new steps
         self._last_step = step
         values = _losses_and_metrics(run) | _drift(run, step)
-        values["learning_rate"] = float(run.state.optimizer.learning_rate)
+        values |= {name: float(rate) for name, rate in run.state.learning_rates.items()}
         steps, speed = self._speed(run)
         values |= speed
         if skipped := int(run.parts.train_step.skipped):
@@ -65,6 +65,8 @@ def _where_time_went(run: Run, step: int, steps: int) -> Aside:
 def _losses_and_metrics(run: Run) -> dict[str, float]:
     values = run.parts.train_step.seen.result(run.group)
     averages = run.state.average_losses(run.group)
+    if not averages:  # the figures of a model's own step
+        return values
     for losses in (values, averages):
         losses["total_loss"] = losses["loss"] + losses["penalty"]
     if not values["penalty"]:  # without a penalty, total_loss is the loss

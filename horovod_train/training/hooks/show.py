@@ -5,6 +5,7 @@ from __future__ import annotations
 from horovod_train.data.batch import Batch
 from horovod_train.training.histograms import Summaries
 from horovod_train.training.run_record import Run
+from horovod_train.training.step import TrainStep
 
 
 def show_progress(run: Run, step: int) -> None:
@@ -13,10 +14,13 @@ def show_progress(run: Run, step: int) -> None:
 
 class ShowHistograms:
     def __init__(self, run: Run) -> None:
+        step = run.parts.train_step
+        assert isinstance(step, TrainStep)  # settings of histograms are refused with a model's own
+
         def first_batch() -> Batch:
             return run.parts.train.scaled(next(iter(run.parts.train.batches(epoch=0, epochs=1))))
 
-        self._summaries = Summaries(run.group, run.parts.train_step, first_batch, run.config.log.activations)
+        self._summaries = Summaries(run.group, step, first_batch, run.config.log.activations)
 
     def __call__(self, run: Run, step: int) -> None:
         with run.outside_training("histograms"):

@@ -64,7 +64,7 @@ def _lose(patch: Patch, prefix: str) -> None:
 
 GUARDS: dict[str, Callable[[Patch], None]] = {
     "all on": lambda patch: None,
-    "seeds": lambda patch: patch.setattr(step.TrainStep, "_set_dropout_seeds", _nothing),
+    "seeds": lambda patch: patch.setattr(step.Seeds, "set", _nothing),
     "slots": lambda patch: _lose(patch, "optimizer/"),
     "averages": lambda patch: _lose(patch, "ema/"),
     "place in the data": lambda patch: _lose(patch, "progress/records"),

@@ -1,0 +1,193 @@
+"""Builds what a run trains and evaluates with: the trainer's own steps, or those of a model that has some.
+
+Does not build the model, the data or the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.settings import Config
+from horovod_train.data.batch import Batch
+from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.schema import Schema
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer
+from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
+from horovod_train.models.model_parallel import follow_inputs
+from horovod_train.optim.optimizers import limit_weight_decay
+from horovod_train.optim.schedules import Horizon
+from horovod_train.training.compiled import brings, choose_loss, choose_metrics, choose_optimizer, origins
+from horovod_train.training.losses import Loss
+from horovod_train.training.lr_multipliers import multiply_rates
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective, check_fits
+from horovod_train.training.own_steps.build import (
+    build_own_evaluation,
+    build_own_training,
+    check_loss_is_known,
+    refuse_unused_loss,
+)
+from horovod_train.training.own_steps.step import OwnEvalStep, OwnTrainStep
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import EvalStep, TrainStep
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a state is built with, and then a step with the state. The optimizer has its slots."""
+
+    optimizer: CombiningOptimizer
+    losses: list[str]
+    """Those of which the state keeps averages."""
+    make_step: Callable[[TrainState], TrainStep | OwnTrainStep]
+    origins: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The step of an evaluation."""
+
+    step: EvalStep | OwnEvalStep
+    origins: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def build_training(
+    config: Config, group: WorkerGroup, model: keras.Model, train: Pipeline, horizon: Horizon, schema: Schema
+) -> Training:
+    """Build loss, metrics and optimizer, and try them on the shapes of a batch. Raises UserError."""
+    if overridden(model, OWN_TRAINING):
+        return _build_own_training(config, group, model, train, horizon)
+    loss = choose_loss(config, model)
+    loss.check_classes(schema)
+    seen = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
+    has_own_losses = check_fits(model, loss, seen, train.scaled_spec, "data.train")
+    plain = choose_optimizer(config, model, horizon)
+    multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
+    optimizer = DistributedOptimizer(
+        plain,
+        op=config.horovod.op,
+        compression=config.horovod.compression,
+        sparse_as_dense=config.horovod.sparse_as_dense,
+        predivide=config.horovod.predivide,
+        deterministic=config.deterministic,
+    )
+    is_compiled = brings(model, config)["optimizer"]
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
+    optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
+    return Training(
+        optimizer,
+        [*loss.names, "penalty"],
+        lambda state: _build_train_step(config, group, state, loss, seen, train),
+        tuple(origins(model, config)),
+        tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
+    )
+
+
+def _build_own_training(
+    config: Config, group: WorkerGroup, model: keras.Model, train: Pipeline, horizon: Horizon
+) -> Training:
+    if not config.data.eval:
+        refuse_unused_loss(config)
+    own = build_own_training(config, group, model, horizon, train)
+
+    def make_step(state: TrainState) -> OwnTrainStep:
+        state.failure.knows_loss = False
+        return OwnTrainStep(
+            state,
+            own.optimizers,
+            own.seen,
+            rank=group.rank,
+            seed=config.seed,
+            size=group.size,
+            count_over_ranks=_counting(config, group, None),
+            scaled=train.scaled,
+        )
+
+    return Training(own.as_one, [], make_step, own.origins, own.warnings)
+
+
+def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: Pipeline) -> Evaluation:
+    """Build the evaluation of a split, and try it on the shapes of a batch. Raises UserError."""
+    if overridden(model, OWN_EVALUATION):
+        own = build_own_evaluation(config, group, model, pipeline)
+        return Evaluation(own.step, own.origins, own.warnings)
+    if overridden(model, OWN_TRAINING):
+        check_loss_is_known(config, model)
+    loss = choose_loss(config, model)
+    seen = build_accumulator(config, model, loss, pipeline.scaled_spec)
+    check_fits(model, loss, seen, pipeline.scaled_spec, "data.eval")
+    return Evaluation(EvalStep(model, loss, seen, pipeline.scaled))
+
+
+def _build_train_step(
+    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: Pipeline
+) -> TrainStep:
+    objective = Objective(
+        state.model,
+        state.optimizer,
+        loss,
+        size=group.size,
+        accumulate_steps=config.train.accumulate_steps,
+        l2=config.train.l2,
+        jit_compile=config.jit_compile,
+    )
+    return TrainStep(
+        state,
+        objective,
+        metrics,
+        rank=group.rank,
+        seed=config.seed,
+        max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+        count_over_ranks=_counting(config, group, loss),
+        scaled=train.scaled,
+        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
+    )
+
+
+def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
+    counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
+    if has_own_losses and any(count % size for count in counts):
+        yield (
+            f"the model's layers add losses that depend on records, and ranks hold uneven numbers of records in a step "
+            f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
+            "records; see docs/models.md."
+        )
+    if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
+        yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
+    if config.train.synchronization == "local" and has_weights:
+        yield "weights of records make ranks meet in every step, under synchronization: local too."
+
+
+def build_accumulator(
+    config: Config, model: keras.Model, loss: Loss, batch: Batch, also: Sequence[str] = ()
+) -> Accumulator:
+    """Build the loss and the metrics of one split, with variables of their own. batch: of specs. Raises UserError."""
+    plain, weighted = (choose_metrics(config, model, part, batch) for part in ("metrics", "weighted_metrics"))
+    return Accumulator(loss, plain, weighted, also=also)
+
+
+def _weighs_records(config: Config, loss: Loss) -> bool:
+    return config.data.weight is not None or loss.has_class_weights
+
+
+def _counting(config: Config, group: WorkerGroup, loss: Loss | None) -> Callable[[Batch], tf.Tensor]:
+    """Return a function that gives what the sums of the losses are divided by in a step: records, or weights.
+
+    loss: None if the model computes its own, whose weights are those of the records.
+    """
+    if loss is None and config.data.weight is not None:
+        return lambda batch: group.sum_in_step(tf.reduce_sum(batch.weights), "step.count")
+    if loss is not None and _weighs_records(config, loss):  # each rank knows only the weights of its own records
+        return lambda batch: group.sum_in_step(loss.total_weights(batch.targets, batch.weights), "step.count")
+    if config.data.on_bad_record == "error":
+        return lambda batch: batch.count  # exact as planned; no exchange needed
+    # Bad records may have been skipped, so only the sum over ranks gives the number.
+    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.real), "step.count"), 1.0)

@@ -1,0 +1,222 @@
+"""Models with steps of their own as a user would keep them: a VAE, a WGAN with gradient penalty, and contrastive ones.
+
+Their noise comes with the records, so that one process and several ranks draw the same. `fit` trains them too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+PIXELS, LATENT, CRITIC_STEPS = 64, 3, 2
+
+
+def arrays(records: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Images of 8 × 8 that a few numbers explain, and noise for each of them."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(records, 4))
+    images = np.tanh(hidden @ rng.normal(size=(4, PIXELS)))
+    return {
+        "image": images.astype(np.float32),
+        "noise": rng.normal(size=(records, CRITIC_STEPS + 1, LATENT)).astype(np.float32),
+        "mix": rng.uniform(size=(records, CRITIC_STEPS)).astype(np.float32),
+        "views": rng.normal(size=(records, 2, PIXELS)).astype(np.float32),
+        "importance": rng.uniform(0.5, 2.0, size=records).astype(np.float32),
+    }
+
+
+def mean(values: Any, sample_weight: Any) -> Any:
+    """The mean over the records of all ranks, once ranks are averaged. values: [rows]."""
+    return ops.mean(values if sample_weight is None else values * sample_weight)
+
+
+def _inputs(**shapes: tuple[int, ...]) -> dict[str, Any]:
+    return {name: keras.Input(shape, name=name) for name, shape in shapes.items()}
+
+
+class Vae(keras.Model):
+    """One optimizer, trackers, and a test_step. draws: take the noise from a generator of the model's."""
+
+    def __init__(self, draws: bool = False) -> None:
+        super().__init__()
+        self.hidden, self.encoded = layers.Dense(16, "tanh"), layers.Dense(2 * LATENT)
+        self.decoded = keras.Sequential([keras.Input((LATENT,)), layers.Dense(16, "tanh"), layers.Dense(PIXELS)])
+        self.draws, self.seed_generator = draws, keras.random.SeedGenerator(3)
+        self.total, self.kl = keras.metrics.Mean(name="total"), keras.metrics.Mean(name="kl_loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.total, self.kl]
+
+    def call(self, x: Any) -> Any:
+        centre, log_variance = ops.split(self.encoded(self.hidden(x["image"])), 2, axis=-1)
+        noise = x["noise"][:, 0]
+        if self.draws:
+            noise = keras.random.normal(ops.shape(centre), seed=self.seed_generator)
+        z = centre + ops.exp(0.5 * log_variance) * noise
+        return {"image": self.decoded(z), "centre": centre, "log_variance": log_variance}
+
+    def losses_of(self, x: Any) -> tuple[Any, Any]:
+        found = self(x)
+        reconstruction = ops.sum(ops.square(found["image"] - x["image"]), axis=-1)
+        spread = found["log_variance"]
+        kl = -0.5 * ops.sum(1 + spread - ops.square(found["centre"]) - ops.exp(spread), axis=-1)
+        return reconstruction, kl
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            reconstruction, kl = self.losses_of(x)
+            loss = mean(reconstruction + kl, weight)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.total.update_state(loss)
+        self.kl.update_state(mean(kl, weight))
+        return {
+            "loss": self.total.result(),
+            "kl_loss": self.kl.result(),
+            "reconstruction": mean(reconstruction, weight),
+        }
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+        reconstruction, kl = self.losses_of(x)
+        self.total.update_state(reconstruction + kl, sample_weight=weight)
+        return {"loss": self.total.result(), "reconstruction": mean(reconstruction, weight)}
+
+
+def vae(draws: bool = False) -> keras.Model:
+    model = Vae(draws)
+    model(_inputs(image=(PIXELS,), noise=(CRITIC_STEPS + 1, LATENT)))
+    model.compile(keras.optimizers.Adam(0.01))
+    return model
+
+
+class Wgan(keras.Model):
+    """Two optimizers, given to a compile() of its own; the critic is updated more often. Returns plain numbers."""
+
+    def __init__(self, spoils: bool = False) -> None:
+        """spoils: divides by zero in the second step on the second rank."""
+        super().__init__()
+        self.spoils = spoils
+        self.critic = keras.Sequential(
+            [keras.Input((PIXELS,)), layers.Dense(16, "tanh"), layers.Dense(1)], name="critic"
+        )
+        self.generator = keras.Sequential(
+            [keras.Input((LATENT,)), layers.Dense(16, "tanh"), layers.Dense(PIXELS, "tanh")], name="generator"
+        )
+
+    def compile(self, critic_optimizer: Any, generator_optimizer: Any) -> None:
+        super().compile()
+        self.critic_optimizer, self.generator_optimizer = critic_optimizer, generator_optimizer
+
+    def call(self, x: Any) -> Any:
+        return self.critic(self.generator(x["noise"][:, 0]))
+
+    def penalty(self, real: Any, made: Any, mix: Any) -> Any:
+        between = real + mix[:, None] * (made - real)
+        with tf.GradientTape() as tape:
+            tape.watch(between)
+            scores = self.critic(between, training=True)
+        slopes = tape.gradient(scores, between)
+        return ops.square(ops.sqrt(ops.sum(ops.square(slopes), axis=1) + 1e-12) - 1.0)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+        for step in range(CRITIC_STEPS):
+            with tf.GradientTape() as tape:
+                made = self.generator(x["noise"][:, step], training=True)
+                gap = (self.critic(made, training=True) - self.critic(x["image"], training=True))[:, 0]
+                if self.spoils:
+                    gap = gap / _zero_once(self.generator_optimizer.iterations)
+                critic_loss = mean(gap + 10.0 * self.penalty(x["image"], made, x["mix"][:, step]), weight)
+            own = self.critic.trainable_weights
+            self.critic_optimizer.apply_gradients(zip(tape.gradient(critic_loss, own), own, strict=True))
+        with tf.GradientTape() as tape:
+            made = self.generator(x["noise"][:, CRITIC_STEPS], training=True)
+            generator_loss = mean(-self.critic(made, training=True)[:, 0], weight)
+        own = self.generator.trainable_weights
+        self.generator_optimizer.apply_gradients(zip(tape.gradient(generator_loss, own), own, strict=True))
+        return {"critic_loss": critic_loss, "generator_loss": generator_loss}
+
+
+def _zero_once(steps: Any) -> Any:
+    import horovod_train.tensorflow as hvd
+
+    return ops.where(ops.logical_and(ops.equal(steps, 1), hvd.rank() == hvd.size() - 1), 0.0, 1.0)
+
+
+def wgan(spoils: bool = False) -> keras.Model:
+    model = Wgan(spoils)
+    model(_inputs(image=(PIXELS,), noise=(CRITIC_STEPS + 1, LATENT), mix=(CRITIC_STEPS,)))
+    model.compile(keras.optimizers.Adam(0.003, beta_1=0.5), keras.optimizers.RMSprop(0.003))
+    return model
+
+
+class Contrastive(keras.Model):
+    """The two views of an image among all views of the batch; gathers: of the batch of all ranks."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.encode = keras.Sequential([keras.Input((PIXELS,)), layers.Dense(16, "tanh"), layers.Dense(4)])
+        self.gathers = gathers
+
+    def call(self, x: Any) -> Any:
+        encoded = [self.encode(x["image"] + 0.3 * x["views"][:, view]) for view in range(2)]
+        return ops.stack([one / ops.norm(one, axis=-1, keepdims=True) for one in encoded], axis=1)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            pairs, size = self(x, training=True), 1
+            counts = ops.ones(ops.shape(pairs)[0]) if weight is None else weight
+            if self.gathers:
+                import horovod_train.tensorflow as hvd
+
+                pairs, counts, size = hvd.allgather(pairs), hvd.allgather(counts), hvd.size()
+            is_there = ops.cast(counts > 0, "float32")
+            likeness = 5.0 * ops.matmul(pairs[:, 0], ops.transpose(pairs[:, 1])) - 1e9 * (1.0 - is_there)[None, :]
+            losses = ops.logsumexp(likeness, axis=1) - ops.diagonal(likeness)
+            loss = ops.sum(ops.where(is_there > 0, losses, 0.0)) / ops.sum(is_there)
+            scaled = size * loss  # each rank has the loss of all, and gives the gradient of its own records
+        own = self.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, own), own, strict=True))
+        return {"loss": loss}
+
+
+def contrastive(gathers: bool = True) -> keras.Model:
+    model = Contrastive(gathers)
+    model(_inputs(image=(PIXELS,), views=(2, PIXELS)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+    return model
+
+
+class Pairs(keras.Model):
+    """Each view predicts the other of the same image: a compute_loss, whose step is Keras' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = keras.Sequential([keras.Input((PIXELS,)), layers.Dense(16, "tanh"), layers.Dense(4)])
+        self.predict_other = layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        encoded = [self.encode(x["image"] + 0.3 * x["views"][:, view]) for view in range(2)]
+        return ops.stack([self.predict_other(encoded[0]), ops.stop_gradient(encoded[1])], axis=1)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return mean(ops.sum(ops.square(y_pred[:, 0] - y_pred[:, 1]), axis=-1), sample_weight)
+
+
+def pairs(compiled: bool = False) -> keras.Model:
+    """Not compiled: the config's optimizer."""
+    model = Pairs()
+    model(_inputs(image=(PIXELS,), views=(2, PIXELS)))
+    if compiled:
+        model.compile(keras.optimizers.Adam(0.01))
+    return model
