@@ -54,6 +54,8 @@ class Facts:
     """Fingerprint of the order and content of the training records; if equal, `records` has the same meaning."""
     data_files: str = ""
     """The training files, as data.identity packs them; "" if an earlier version saved."""
+    callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The state of Keras callbacks: values that JSON can hold."""
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""

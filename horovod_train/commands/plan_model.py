@@ -24,6 +24,7 @@ from horovod_train.optim.schedules import Horizon
 from horovod_train.output.run_dir import load_writers
 from horovod_train.output.trackers.build import build_trackers
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.compiled import brings
 from horovod_train.training.fine_tuning import is_lora, listed
 from horovod_train.training.hooks.users import load_hooks
@@ -97,6 +98,7 @@ def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[],
     yield "data.augment", partial(build_augmentations, config.data.augment, (32, 32, 3), "bilinear")
     if config.data.parse:
         yield "data.parse", partial(load_function, config.data.parse, "data.parse")
+    yield "callbacks", partial(load_callbacks, config.callbacks)
     yield "hooks", partial(load_hooks, config.hooks, config.log.every_steps)
 
 

@@ -264,6 +264,7 @@ class Config:
     optimizer: OptimizerSpec = setting(
         OptimizerSpec(AUTO), "a Keras optimizer, or package.module:function; auto: a compiled model's, or sgd"
     )
+    callbacks: tuple[Spec, ...] = setting((), "Keras callbacks, or package.module:Class, called as fit does; see docs")
     hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     train: TrainConfig = TrainConfig()

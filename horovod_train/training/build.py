@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import keras
@@ -18,8 +18,9 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
-from horovod_train.optim.schedules import build_horizon
+from horovod_train.optim.schedules import Horizon, build_horizon
 from horovod_train.training.build_steps import Evaluation, Training, build_evaluation, build_training
+from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
 from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.graph import check_names
@@ -50,6 +51,7 @@ class Components:
     """int64: the step of the last completed evaluation."""
     last_step: int
     users_hooks: tuple[Hook, ...]
+    callbacks: Callbacks
     warnings: tuple[str, ...]
     """Effects of this config that a user may not expect."""
     freezing: Freezing
@@ -81,13 +83,16 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    callbacks = load_callbacks(config.callbacks)
     state = _build_state(config, group, model, training, followed)
     freezing.apply(0)
+    train_step = training.make_step(state)
+    _attach_callbacks(callbacks, state, train_step.seen.names, evaluation, horizon)
     return Components(
         train=train,
         eval=eval_,
         state=state,
-        train_step=training.make_step(state),
+        train_step=train_step,
         eval_step=evaluation.step if evaluation else None,
         best=best,
         early_stopping=early_stopping,
@@ -95,6 +100,7 @@ def build_components(config: Config, group: WorkerGroup, records: Records, eval_
         last_step=horizon.total_steps,
         freezing=freezing,
         origins=(*training.origins, *(evaluation.origins if evaluation else ())),
+        callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
         warnings=(*training.warnings, *(evaluation.warnings if evaluation else ())),
     )
@@ -144,6 +150,15 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
         training=training,
         global_batch_size=global_batch_size,
     )
+
+
+def _attach_callbacks(
+    callbacks: Callbacks, state: TrainState, trained: Sequence[str], evaluation: Evaluation | None, horizon: Horizon
+) -> None:
+    epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
+    callbacks.attach(state.model, state.optimizer, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
+    evaluated = evaluation.step.seen.names if evaluation else []
+    callbacks.check_monitors([*trained, *(f"val_{name}" for name in evaluated)])
 
 
 def _check_watched(config: Config, evaluation: Evaluation | None) -> None:

@@ -18,6 +18,7 @@ from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, 
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.commit import describe_commit
 from horovod_train.training.graph import draw_step
+from horovod_train.training.hooks import call_callbacks
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.initial_weights import assign, match
 from horovod_train.training.loop import DONE, fit, position
@@ -50,6 +51,7 @@ def run(config: Config) -> int:
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
+            call_callbacks.begin(run)
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
 

@@ -1,9 +1,10 @@
-"""Hooks of the user's own on two ranks."""
+"""Hooks of the user's own, and Keras callbacks, on two ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import PROJECT, RankFacts, train
 
 WAY = ("mpirun", 2)
@@ -32,6 +33,44 @@ def test_a_run_that_a_hook_has_stopped_resumes_where_it_stopped(rank_facts: Rank
     assert [facts["resumed"]["code"] for facts in found] == [0, 0]
     assert [facts["resumed"]["called"] for facts in found] == [[8, 12], [8, 12]]
     assert found[0]["resumed"]["weights_sha256"] == found[0]["without"]["weights_sha256"]
+
+
+def test_callbacks_are_told_the_same_on_all_ranks_as_fit_tells_them(rank_facts: RankFacts) -> None:
+    one, other = (facts["called back"] for facts in rank_facts("hooked", *WAY))
+    assert one["code"] == other["code"] == 0
+    assert one["told"] == other["told"]
+    epoch = [("epoch begins", 0), ("evaluated", None), ("epoch ends", 0)]
+    expected = [(what, number if what == "evaluated" else index) for index in range(4) for what, number in epoch]
+    assert [(what, number) for what, number, _ in one["told"]] == [("begin", 4), *expected, ("end", 4)]
+    assert one["told"][0][2] == 5
+    last = one["told"][-2][2]
+    assert {"loss", "val_loss"} <= last.keys()
+    assert (last["loss"], last["val_loss"]) == (one["train"]["loss"], one["eval"]["loss"])
+
+
+def test_a_learning_rate_on_a_plateau_falls_on_all_ranks(rank_facts: RankFacts) -> None:
+    """Nothing is better by 10, so that it falls after each epoch but the first."""
+    root, _ = rank_facts("hooked", *WAY)
+    assert root["called back"]["train"]["learning_rate"] == pytest.approx(0.001 * 0.1**2)
+
+
+def test_callbacks_have_their_state_after_a_resume(rank_facts: RankFacts) -> None:
+    root, other = rank_facts("hooked", *WAY)
+    whole, again = root["called back"], root["resumed, called back"]
+    assert again["weights_sha256"] == whole["weights_sha256"] is not None
+    assert [what for what, *_ in again["stopped"]][-2:] == ["epoch begins", "end"]
+    assert [told[:2] for told in again["told"][:2]] == [["begin", 4], ["epoch begins", 2]]
+    assert again["told"][-1] == whole["told"][-1] == ["end", 4, None]
+    assert again["told"] == other["resumed, called back"]["told"]
+
+
+def test_stop_training_on_one_rank_stops_all_at_this_step(rank_facts: RankFacts) -> None:
+    """A callback that is told of batches is told of each, though several steps are one call."""
+    found = [facts["stopped by one"] for facts in rank_facts("hooked", *WAY)]
+    assert [facts["code"] for facts in found] == [0, 0]
+    assert found[0]["steps"] == 7
+    assert found[0]["ended"] == "a callback has set model.stop_training"
+    assert [[number for _, number, _ in facts["told"]] for facts in found] == [[0, 1, 2, 3, 4, 0, 1]] * 2
 
 
 def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(digits: Path, tmp_path: Path) -> None:

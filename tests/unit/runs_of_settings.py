@@ -81,6 +81,10 @@ def hook(run: Any, step: int) -> None:
     """Does nothing."""
 
 
+class Callback(keras.callbacks.Callback):
+    """Does nothing."""
+
+
 def watch_reads() -> set[str]:
     """The settings that are read from now on in this process, as `section.key`, as they come."""
     read: set[str] = set()

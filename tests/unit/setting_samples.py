@@ -62,6 +62,7 @@ VALUES: dict[str, list[Any]] = {
     "weighted_metrics": [[{"name": "sparse_categorical_accuracy", "options": {"name": "weighted_accuracy"}}]],
     "optimizer": [{"name": "adam"}],
     "hooks": [["runs_of_settings:hook"]],
+    "callbacks": [["runs_of_settings:Callback"]],
 }
 """Values to try, where the type of a setting does not say one."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from horovod_train.data.audit import Audit
 from horovod_train.training.hooks import Hook, at, every
+from horovod_train.training.hooks.call_callbacks import build_callback_hooks
 from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
@@ -17,7 +18,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
     config, profiled = run.config, run.config.log.profile_at_steps
     per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
     first_step = int(run.state.step)
-    save = Save(first_step, audit)
+    save, log_training = Save(first_step, audit), LogTraining(first_step)
 
     def epochs(count: int | None) -> int | None:
         return count * run.parts.train.steps_per_epoch if count else None
@@ -31,9 +32,11 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
     return [
         at(profiled, stop_profile),  # first: the profile holds only the step
         every(per_call, show_progress),
-        every(config.log.every_steps, LogTraining(first_step), at_end="always"),
+        every(config.log.every_steps, log_training, at_end="always"),
+        every(epochs(1) if run.parts.callbacks else None, log_training),
         *([every(config.log.histograms_every_steps, ShowHistograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
+        *build_callback_hooks(run),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
         *(every(hook.every_steps, save.if_best) for hook in evaluations if config.checkpoint.best),
         every(config.train.check_agreement_every_steps, check_agreement),

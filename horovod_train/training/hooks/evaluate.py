@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.training.hooks.tell_callbacks import tell
 from horovod_train.training.own_steps.step import OwnEvalStep
 from horovod_train.training.run_record import Run
 from horovod_train.training.step import EvalStep
@@ -19,6 +20,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     parts, state = run.parts, run.state
     assert parts.eval is not None
     assert parts.eval_step is not None
+    tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"):
         state.settle(run.group)
         own = state.average_statistics(run.group)
@@ -30,6 +32,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         return interrupted
     parts.evaluated.assign(step)
     run.output.append_metrics("eval", step, int(state.epoch), values)
+    tell(run, step, "on_test_end", values)
     parts.best.update(step, values)
     return parts.early_stopping.update(step, values)
 

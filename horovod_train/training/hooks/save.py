@@ -27,7 +27,7 @@ class Save:
         started = time.perf_counter()
         with run.clock.stopped(), run.group.heartbeat.phase("save"):
             settled = run.state.settle(run.group)
-            consistency.check(run.group, settled.digests(), f"at step {step}")
+            consistency.check(run.group, settled.digests() | run.parts.callbacks.digests(), f"at step {step}")
             arrays = settled.snapshot(run.group)
             self._audit.flush()
             run.store.save(arrays, _facts(run))
@@ -78,5 +78,6 @@ def _facts(run: Run) -> Facts:
         versions=consistency.versions(),
         data=parts.train.fingerprint,
         data_files=parts.train.files,
+        callbacks=parts.callbacks.state(),
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import user_callbacks
 import user_hooks
 from facts import leave
 from small_run import config_of
@@ -51,6 +52,27 @@ def tracked(run_dir: Path) -> dict[str, Any]:
     return {"calls": found, "csv": steps, "timelines": timelines, "untracked": (OUT / "without" / "timeline").exists()}
 
 
+EPOCHS = 4
+PLATEAU = {"name": "ReduceLROnPlateau", "options": {"factor": 0.1, "patience": 1, "min_delta": 10.0}}
+
+
+def called_back(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
+    """The same for Keras callbacks, in a run of 4 epochs of 5 steps with an evaluation after each."""
+    user_callbacks.told.clear()
+    keras.utils.clear_session()
+    given = [f"callbacks={json.dumps(callbacks)}", f"data.eval={OUT / 'data'}", f"train.max_steps={5 * EPOCHS}", *words]
+    code = main.main(["--config", str(CONFIG), *given, "--output-dir", str(OUT / name)])
+    summary = json.loads((OUT / name / "summary.json").read_text()) if RANK == 0 else {}
+    told = {key: summary.get(key) for key in ("steps", "ended", "weights_sha256", "train", "eval")}
+    return {"code": code, "told": list(user_callbacks.told), **told}
+
+
+def resumed(name: str, callbacks: list[Any]) -> dict[str, Any]:
+    """Of a run that was stopped after 12 steps, in its third epoch."""
+    first = called_back(name, callbacks, 'hooks=["user_hooks:stop_at_12"]')
+    return {"stopped": first["told"], **called_back(name, callbacks, 'hooks=["user_hooks:stop_at_12"]')}
+
+
 leave(
     RANK,
     {
@@ -59,5 +81,8 @@ leave(
         "stopped": run("stopped", "stop_at_6", "note", trackers=TRACKERS),
         "resumed": run("stopped", "stop_at_6", "note", trackers=TRACKERS, timeline=True),
         "tracked": tracked(OUT / "stopped"),
+        "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
+        "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"]),
+        "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
     },
 )

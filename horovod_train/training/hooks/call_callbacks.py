@@ -1,0 +1,86 @@
+"""Calls Keras callbacks between steps, on every rank with equal values, as `fit` does at the same points."""
+
+from __future__ import annotations
+
+from horovod_train.training.hooks import Hook, StopReason, every
+from horovod_train.training.hooks.evaluate import is_evaluated
+from horovod_train.training.hooks.tell_callbacks import tell
+from horovod_train.training.run_record import Run
+
+
+def begin(run: Run) -> None:
+    """Collective: tell the callbacks before the first step that training begins, and give back their state."""
+    callbacks = run.parts.callbacks
+    if not callbacks:
+        return
+    step, epoch = int(run.state.step), int(run.state.epoch)
+    run.state.model.stop_training = False
+    kept = run.group.broadcast_object(dict(run.found.facts.callbacks) if run.found else {})
+    tell(run, step, "on_train_begin")
+    callbacks.restore(kept)
+    per_epoch = run.parts.train.steps_per_epoch
+    if step < run.parts.last_step and (step % per_epoch or callbacks.told == step):  # else the hook ends an epoch first
+        tell(run, step, "on_epoch_begin", epoch)
+        tell(run, step, "on_train_batch_begin", step % per_epoch)
+
+
+def build_callback_hooks(run: Run) -> list[Hook]:
+    """Build the hooks that call the callbacks; none without callbacks."""
+    callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
+    if not callbacks:
+        return []
+    return [
+        *([every(1, _end_batch)] if callbacks.see_batches else []),
+        every(per_epoch, _end_epoch, is_done=lambda run, step: run.parts.callbacks.told == step),
+        every(None, _end, at_end="always"),
+    ]
+
+
+def _end_batch(run: Run, step: int) -> StopReason | None:
+    per_epoch = run.parts.train.steps_per_epoch
+    tell(run, step, "on_train_batch_end", (step - 1) % per_epoch)
+    if step % per_epoch and step < run.parts.last_step:
+        tell(run, step, "on_train_batch_begin", step % per_epoch)
+    return _stop(run)
+
+
+def _end_epoch(run: Run, step: int) -> StopReason | None:
+    """End an epoch, unless a stop request has interrupted its evaluation; then a resumed run does, after that."""
+    if _is_evaluated_here(run, step) and not is_evaluated(run, step):
+        return None
+    epoch = step // run.parts.train.steps_per_epoch
+    logs = run.group.broadcast_object(_logs(run, step))
+    tell(run, step, "on_epoch_end", epoch - 1, logs)
+    run.parts.callbacks.told = step
+    reason = _stop(run)
+    if reason is None and step < run.parts.last_step:
+        tell(run, step, "on_epoch_begin", epoch)
+        tell(run, step, "on_train_batch_begin", 0)
+    return reason
+
+
+def _is_evaluated_here(run: Run, step: int) -> bool:
+    config, per_epoch = run.config.eval, run.parts.train.steps_per_epoch
+    if run.parts.eval is None:
+        return False
+    by_epoch = config.every_epochs is not None and step % (config.every_epochs * per_epoch) == 0
+    return by_epoch or (config.every_steps is not None and step % config.every_steps == 0)
+
+
+def _logs(run: Run, step: int) -> dict[str, float]:
+    """Return on root the figures of the newest line of training, and of the evaluation at this step, as `val_…`."""
+    found = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.seen.names}
+    if run.parts.eval_step and is_evaluated(run, step):
+        values = run.output.last_metrics("eval")
+        found |= {f"val_{name}": values.get(name) for name in run.parts.eval_step.seen.names}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _end(run: Run, step: int) -> None:
+    tell(run, step, "on_train_end")
+
+
+def _stop(run: Run) -> StopReason | None:
+    """Collective: return why to stop, on all ranks, if `stop_training` is set on any."""
+    (asking,) = run.group.sum([bool(run.state.model.stop_training)])
+    return StopReason("a callback has set model.stop_training") if asking else None

@@ -1,0 +1,88 @@
+"""Which Keras callbacks a config can name, and what is kept of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+
+from horovod_train.config.settings import Spec
+from horovod_train.errors import RunError, UserError
+from horovod_train.training.callbacks import load_callbacks
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "model_checkpoint",
+        {"filepath": "x.keras"},
+        "model_checkpoint has no use here; use the settings under checkpoint,",
+    ),
+    ("user_callbacks:OwnCheckpoint", {"filepath": "x.keras"}, "OwnCheckpoint has no use here; use the settings under"),
+    ("TensorBoard", {}, "TensorBoard has no use here; use log.tensorboard."),
+    ("keras.callbacks:CSVLogger", {"filename": "x"}, "CSVLogger has no use here; use metrics.jsonl of the run"),
+    ("BackupAndRestore", {"backup_dir": "x"}, "has no use here; use checkpoint.resume: auto, which is the default."),
+    ("SwapEMAWeights", {}, "SwapEMAWeights has no use here; use train.ema_decay, whose averages are evaluated"),
+    (
+        "EarlyStopping",
+        {"restore_best_weights": True},
+        "options.restore_best_weights: a resume would lose them; use che",
+    ),
+    ("EarlyStoping", {}, "callbacks[0]: Keras has no 'EarlyStoping'; near it: EarlyStopping"),
+    (
+        "EarlyStopping",
+        {"patient": 3},
+        "callbacks[0].options: EarlyStopping: got an unexpected keyword argument 'patient'",
+    ),
+    ("user_callbacks:no_callback", {}, "user_callbacks:no_callback must make a Keras callback; it made int."),
+    ("user_callbacks:Predicts", {}, "Predicts has on_predict_end, which a training run never calls."),
+    ("user_callbacks:HalfAState", {}, "HalfAState needs both get_state() and set_state(state), or neither."),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), REFUSED)
+def test_what_has_no_use_is_one_line(name: str, options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_callbacks([Spec(name, options)])
+    assert expected in str(error.value)
+    assert str(error.value).startswith("callbacks[0]")
+
+
+def made(rate: Any = 0.5) -> keras.Model:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    return model
+
+
+def test_a_state_returns_and_equal_names_are_told_apart() -> None:
+    plateau = Spec("ReduceLROnPlateau", {"patience": 1})
+    before, after = (load_callbacks([plateau, Spec("user_callbacks:Recorder"), plateau]) for _ in range(2))
+    assert [named.name for named in before.named] == [plateau.name, "user_callbacks:Recorder", f"{plateau.name}#2"]
+    before.named[0].callback.wait, before.named[2].callback.best, before.told = 3, 0.25, 40
+    before.named[1].callback.epochs = 7
+    assert before.digests() != after.digests()
+    after.restore(before.state())
+    assert before.digests() == after.digests()
+    assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.told) == (3, 7, 40)
+    assert load_callbacks([]).state() == {}
+
+
+def test_a_rate_that_follows_a_schedule_cannot_be_set() -> None:
+    callbacks = load_callbacks([Spec("ReduceLROnPlateau", {"monitor": "val_los"})])
+    plain, scheduled = made(), made(keras.optimizers.schedules.CosineDecay(0.1, 10))
+    callbacks.attach(plain, plain.optimizer, epochs=3, steps_per_epoch=5)
+    with pytest.raises(UserError, match="sets the learning rate, which follows a schedule here"):
+        callbacks.attach(scheduled, scheduled.optimizer, epochs=3, steps_per_epoch=5)
+    with pytest.raises(UserError, match="ReduceLROnPlateau monitors"):
+        callbacks.check_monitors(["loss", "val_loss"])
+
+
+def test_the_optimizer_of_the_run_takes_the_place_of_the_compiled_one() -> None:
+    model, optimizer = made(), keras.optimizers.SGD(0.1)
+    load_callbacks([Spec("user_callbacks:Recorder")]).attach(model, optimizer, epochs=1, steps_per_epoch=1)
+    assert model.optimizer is optimizer
+
+
+def test_a_state_that_json_cannot_hold_is_one_line() -> None:
+    (named,) = load_callbacks([Spec("user_callbacks:NoJson")]).named
+    with pytest.raises(RunError, match="callbacks: user_callbacks:NoJson: get_state"):
+        named.state()

@@ -1,0 +1,79 @@
+"""Keras callbacks as a user would keep them in a package of their own, named `user_callbacks:Class`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+import horovod_train.keras as hvd
+
+told: list[list[Any]] = []
+"""What Recorder was told on this rank: method, number, and the figures that it got."""
+
+
+class Recorder(keras.callbacks.Callback):
+    """Notes what it is told, and counts epochs in a state that survives a resume."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        told.append(["begin", self.params["epochs"], self.params["steps"]])
+
+    def on_train_end(self, logs: Any = None) -> None:
+        told.append(["end", self.epochs, None])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        told.append(["epoch begins", epoch, None])
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs += 1
+        told.append(["epoch ends", epoch, dict(logs)])
+
+    def on_test_end(self, logs: Any = None) -> None:
+        told.append(["evaluated", None, dict(logs)])
+
+    def get_state(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+class StopsRank1(keras.callbacks.Callback):
+    """Stops from inside an epoch, on one rank."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after, self.batches = after, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        told.append(["batch ends", batch, None])
+        if self.batches == self.after and hvd.rank() == 1:
+            self.model.stop_training = True
+
+
+class Predicts(keras.callbacks.Callback):
+    def on_predict_end(self, logs: Any = None) -> None: ...
+
+
+class HalfAState(keras.callbacks.Callback):
+    def get_state(self) -> None: ...
+
+
+class NoJson(keras.callbacks.Callback):
+    def get_state(self) -> Any:
+        return {"a": self}
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class OwnCheckpoint(keras.callbacks.ModelCheckpoint):
+    """A writer of Keras with another name."""
+
+
+def no_callback() -> int:
+    return 3
