@@ -119,7 +119,7 @@ class Optimizers:
             # Waits for what belongs to this step: TensorFlow moves an exchange of constants out of the loop over steps,
             # and where the graphs of ranks differ, only on some of them.
             with tf.control_dependencies([self.enter("exchange", after=grads)]):
-                found = [None if g is None else exchange(g, f"{path}.gradient.{i}") for i, g in enumerate(grads)]
+                found = exchange.each(grads, f"{path}.gradient")
             with tf.control_dependencies([self.enter("compute", after=found)]):
                 return [
                     None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True)

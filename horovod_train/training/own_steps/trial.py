@@ -84,7 +84,7 @@ def try_step(
 def check_variables(tried: Tried, known: Sequence[Any], method: str, where: str) -> None:
     """Raise UserError for a variable of a step that neither checkpoints nor the other ranks would have."""
     names = {as_tf_variable(variable).ref() for variable in known}
-    foreign = [variable.name for variable in tried.variables if variable.ref() not in names]
+    foreign = sorted(variable.name for variable in tried.variables if variable.ref() not in names)
     if foreign:
         raise UserError(
             f"{where}: {method} uses variables that are not the model's: {', '.join(foreign[:3])}. Make them with "

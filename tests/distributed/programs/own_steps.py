@@ -61,8 +61,10 @@ def train(model: str, into: str, *words: str) -> dict[str, Any]:
 
 
 def like_fit(model: str, *words: str) -> dict[str, Any]:
-    """How far the weights of a run are from those of `fit` in one process, whose last batch of an epoch is smaller."""
+    """How far the weights of a run are from those of `fit` on root alone, whose last batch of an epoch is smaller."""
     found = train(model, model, "hooks=user_hooks:keep_weights", *words)
+    if RANK:
+        return found
     with np.load(OUT / model / f"weights-{RANK}-{STEPS}.npz") as kept:
         ours = flat([kept[path] for path in kept])
     options = {"contrastive": {"gathers": False}, "pairs": {"compiled": True}}.get(model, {})
