@@ -64,6 +64,10 @@ def test_callbacks_have_their_state_after_a_resume(rank_facts: RankFacts) -> Non
     assert again["told"] == other["resumed, called back"]["told"]
 
 
+def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_facts: RankFacts) -> None:
+    assert [facts["apart"]["code"] for facts in rank_facts("hooked", *WAY)] == [86, 86]
+
+
 def test_stop_training_on_one_rank_stops_all_at_this_step(rank_facts: RankFacts) -> None:
     """A callback that is told of batches is told of each, though several steps are one call."""
     found = [facts["stopped by one"] for facts in rank_facts("hooked", *WAY)]

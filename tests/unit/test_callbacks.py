@@ -6,10 +6,12 @@ from typing import Any
 
 import keras
 import pytest
+import user_steps
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.own_steps.optimizers import Optimizers, optimizers_in
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -80,6 +82,14 @@ def test_the_optimizer_of_the_run_takes_the_place_of_the_compiled_one() -> None:
     model, optimizer = made(), keras.optimizers.SGD(0.1)
     load_callbacks([Spec("user_callbacks:Recorder")]).attach(model, optimizer, epochs=1, steps_per_epoch=1)
     assert model.optimizer is optimizer
+
+
+def test_a_rate_that_the_models_step_does_not_apply_cannot_be_set() -> None:
+    """Keras' compile, called by that of the model, has made an optimizer that nothing uses."""
+    model = user_steps.wgan()
+    optimizers = Optimizers(optimizers_in(model))
+    with pytest.raises(UserError, match=r"sets the rate of model.optimizer, which the model's step does not apply"):
+        load_callbacks([Spec("ReduceLROnPlateau")]).attach(model, optimizers, epochs=1, steps_per_epoch=1)
 
 
 def test_a_state_that_json_cannot_hold_is_one_line() -> None:

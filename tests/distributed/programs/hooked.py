@@ -62,7 +62,7 @@ def called_back(name: str, callbacks: list[Any], *words: str) -> dict[str, Any]:
     keras.utils.clear_session()
     given = [f"callbacks={json.dumps(callbacks)}", f"data.eval={OUT / 'data'}", f"train.max_steps={5 * EPOCHS}", *words]
     code = main.main(["--config", str(CONFIG), *given, "--output-dir", str(OUT / name)])
-    summary = json.loads((OUT / name / "summary.json").read_text()) if RANK == 0 else {}
+    summary = json.loads((OUT / name / "summary.json").read_text()) if RANK == 0 and code in (0, 75) else {}
     told = {key: summary.get(key) for key in ("steps", "ended", "weights_sha256", "train", "eval")}
     return {"code": code, "told": list(user_callbacks.told), **told}
 
@@ -84,5 +84,6 @@ leave(
         "called back": called_back("called back", [PLATEAU, "user_callbacks:Recorder"]),
         "resumed, called back": resumed("resumed, called back", [PLATEAU, "user_callbacks:Recorder"]),
         "stopped by one": called_back("by one", [{"name": "user_callbacks:StopsRank1", "options": {"after": 7}}]),
+        "apart": called_back("apart", ["user_callbacks:KnowsItsRank"]),
     },
 )
