@@ -119,8 +119,17 @@ def test_an_own_evaluation_takes_no_metrics_of_the_config(batches: Pipeline) -> 
         build_evaluation(build(Config, {"metrics": ["mean"]}, ""), ALONE, made(Tested()), batches)
 
 
-def _with_two(model: Own) -> Own:
-    model.second = keras.optimizers.SGD()
+def _with_two(model: Own, of: Callable[[Own], list[Any]] = lambda model: [], **options: Any) -> Own:
+    """Applies another optimizer to the bias, and then to what `of` gives."""
+    model.second = keras.optimizers.SGD(**options)
+
+    def apply_second(model: Own) -> float:
+        for variables in ([model.dense.bias], of(model)):
+            if variables:
+                model.second.apply([tf.convert_to_tensor(variable) for variable in variables], variables)
+        return 0.0
+
+    model.before = apply_second
     return model
 
 
@@ -180,6 +189,16 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         lambda: made(Own(before=_applies_another)),
         {},
         "train_step uses variables that are not the model's: sgd/iteration:0",
+    ),
+    "averages": (
+        lambda: made(_with_two(Own(), use_ema=True)),
+        {},
+        "model.name: second has use_ema, whose averages nothing reads; give train.ema_decay.",
+    ),
+    "other variables": (
+        lambda: made(_with_two(Own(), of=lambda model: [model.dense.kernel])),
+        {},
+        "second is applied to other variables than before; build it with all of them",
     ),
     "applies none": (
         lambda: made(Applying()),

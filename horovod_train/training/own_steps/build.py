@@ -75,6 +75,10 @@ def build_own_training(
     if not optimizers.by_path:
         held = ", ".join(optimizers.paths) or "none"
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({held}).")
+    if averaging := [path for path, optimizer in optimizers.by_path.items() if getattr(optimizer, "use_ema", False)]:
+        raise UserError(
+            f"model.name: {', '.join(averaging)} has use_ema, whose averages nothing reads; give train.ema_decay."
+        )
     optimizers.distribute(
         GradientExchange(
             op=config.horovod.op,
@@ -146,7 +150,7 @@ def _choose_optimizers(config: Config, model: keras.Model, horizon: Horizon, why
         model.optimizer = optimizer
     else:
         model.compile(optimizer)
-    return Optimizers({"optimizer": optimizer})
+    return Optimizers({"optimizer": optimizer}, are_kept_by_the_model=False)
 
 
 def _try(model: keras.Model, method: str, batch: Batch, where: str, optimizers: Optimizers | None) -> Tried:

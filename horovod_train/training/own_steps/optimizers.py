@@ -49,16 +49,12 @@ class Optimizers:
     enter: Callable[..., tf.Operation]
     """Records the phase of the step, as PhaseVariable.enter; set before the step is compiled."""
 
-    def __init__(self, found: Mapping[str, keras.optimizers.Optimizer]) -> None:
-        self._found = found
+    def __init__(self, found: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = True) -> None:
+        """are_kept_by_the_model: False if it is that of Keras' own `compile`, which settings of the config change."""
+        self._found, self.are_kept_by_the_model = found, are_kept_by_the_model
         self.by_path: dict[str, keras.optimizers.Optimizer] = {}
         """Those that the step applies, known after `only_noted`."""
         self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
-
-    @property
-    def are_kept_by_the_model(self) -> bool:
-        """Whether they are not just the one of Keras' own `compile`, which settings of the config can change."""
-        return self.paths != ["optimizer"]
 
     @property
     def paths(self) -> list[str]:
@@ -85,15 +81,22 @@ class Optimizers:
 
     @contextmanager
     def only_noted(self) -> Iterator[None]:
-        """Inside the block, `apply` only builds an optimizer and notes that it is applied."""
+        """Inside the block, `apply` only builds an optimizer and notes that it is applied. It may raise ValueError."""
+        slots: dict[str, set[int]] = {}
 
         def noting(path: str, optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
             def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
                 if not present(grads):
                     raise ValueError(f"{path} is applied without any gradient")
+                own = list(trainable_variables or ())
                 if not optimizer.built:
+                    if not own:
+                        raise ValueError(f"{path} is applied without variables before it is built")
+                    slots[path] = {id(variable) for variable in own}
                     with tf.init_scope():  # slots must exist before the broadcast
-                        optimizer.build(list(trainable_variables or ()))
+                        optimizer.build(own)
+                if path in slots and not {id(variable) for variable in own} <= slots[path]:
+                    raise ValueError(f"{path} is applied to other variables than before; build it with all of them")
                 self.by_path[path] = optimizer
 
             return apply
@@ -133,7 +136,7 @@ class Optimizers:
             self.is_cause.assign(tf.logical_or(self.is_cause, tf.logical_not(are_finite(own))))
             return tf.constant(True)
 
-        class OnlyFinite(base):
+        class OnlyFinite(base):  # `this` is the optimizer, `self` what it shares with the others
             def apply(this, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
                 combined = this.combine(grads, trainable_variables)
 
