@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
-from horovod_train.config.loader import remote_problem
+from horovod_train.config.remote_paths import remote_problem
 from horovod_train.errors import UserError
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from horovod_train.config.numbers import is_number, seconds_of
+from horovod_train.config.remote_paths import remote_problem, takes_remote_paths, unreadable_problem
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.config.yaml_nodes import compose, plain_value
@@ -87,13 +88,6 @@ def dump(config: Config, origins: Origins | None = None) -> str:
         where = _origin(".".join(path), origins) or ("default" if rest else None)
         lines.append(f"{line:<48}  # {where}" if where else line)
     return "\n".join(lines) + "\n"
-
-
-def remote_problem(text: str) -> str | None:
-    """Return what is wrong with a path that is not on a local file system; None if it may be local."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
-        return f"expected a local path; received {text}. Remote ones are not read: mount it, or copy it."
-    return None
 
 
 def parse_seconds(text: str, where: str) -> float:
@@ -259,7 +253,8 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
             return float(value)
         _fail(path, origins, f"expected a number; received {value!r}.")
     # Every string: most strings are paths, and no setting is an address.
-    if hint is str and isinstance(value, str) and (problem := remote_problem(value)):
+    check = unreadable_problem if takes_remote_paths(path) else remote_problem
+    if hint is str and isinstance(value, str) and (problem := check(value)):
         _fail(path, origins, problem)
     if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
         _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem, weights_of_outputs
 from horovod_train.config.fine_tuning import fine_tuning_problems
+from horovod_train.config.remote_paths import remote_path_problems
 from horovod_train.config.settings import Config, DataConfig
 
 _EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
@@ -110,6 +111,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
         yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
     yield from fine_tuning_problems(config)
+    yield from remote_path_problems(config)
     yield from _without_effect(config, config)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
 from horovod_train.data.fold import Fold, fold_records
@@ -24,12 +25,14 @@ from horovod_train.data.record_weights import check_weight
 from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, dump_schema, find_schema, own_schema
 from horovod_train.data.source import OpenSource, Part, RecordSource, problems_of
+from horovod_train.data.storage.storage import Storage
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 
 Split = Literal["train", "eval"]
 
-SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
+TFRECORDS = "*.tfrecord*"
+SOURCES: dict[str, OpenSource] = {TFRECORDS: open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
 What a record holds stands beside these files. The kinds that say it themselves are in random_access.formats.
@@ -148,7 +151,9 @@ def find_records(config: DataConfig, split: Split) -> Found:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
         return Found(list(paths), True, each_alone, _OpenStores(of_folders, config, setting))
-    kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES])
+    storage = Storage(config.retry_s)
+    kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
+    _check_readable(kind, files, setting)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
@@ -156,7 +161,7 @@ def find_records(config: DataConfig, split: Split) -> Found:
     if config.parse:
         schema = own_schema(config.inputs, config.targets)
     else:
-        schema = find_schema(files, config, setting)
+        schema = find_schema(files, config, setting, storage)
         check_weight(config.weight, schema)
     return Found(files, True, entries, _OpenSource(SOURCES[kind], schema, config, setting))
 
@@ -193,6 +198,16 @@ def _kind_of_folders(paths: Sequence[str]) -> OpenStore | None:
     if any(record_folders(path, SOURCES) != [path] or has_records(path, SOURCES) for path in paths):
         return None
     return next((opens for is_kind, opens in FOLDERS if all(map(is_kind, paths))), None)
+
+
+def _check_readable(kind: str, files: Sequence[str], setting: str) -> None:
+    """Raise UserError for remote files of a kind that is only read from a local disk."""
+    remote = next(filter(is_remote, files), None)
+    if remote and kind != TFRECORDS:
+        raise UserError(
+            f"{setting}: {remote}: of remote files only TFRecords are read. Copy it to a local disk, mount it, or "
+            "convert it: prepare --help."
+        )
 
 
 def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
@@ -242,7 +257,7 @@ def check_counts(records: Records, folders: Sequence[str]) -> None:
 
     A folder with a file that is known to be damaged may hold fewer records.
     """
-    for folder in filter(os.path.isdir, folders):
+    for folder in (path for path in folders if is_remote(path) or os.path.isdir(path)):
         parts = records.stored or records.source.parts
         inside = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
         found, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))

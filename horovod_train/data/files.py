@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import glob
+import itertools
 import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from horovod_train.config.remote_paths import is_remote
+from horovod_train.data.storage.storage import DEFAULT, Storage, parent, unique
 from horovod_train.errors import UserError
 
 INDEX_NAME = "index.npz"
@@ -24,15 +28,23 @@ class Listed(NamedTuple):
     """How many of them each path stands for."""
 
 
-def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) -> Listed:
+def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], storage: Storage = DEFAULT) -> Listed:
     """Return the files that folders and globs stand for.
 
     All are of one kind: the first of `patterns` that fits any of the paths, or else the first. `setting` is the config
     key of the paths, for messages. Raises UserError if there are no files.
     """
     first = next(iter(patterns))
-    kind = next((pattern for pattern in patterns if any(_fits(path, pattern) for path in paths)), first)
-    found = [_list_folder(path, setting, kind) if os.path.isdir(path) else _list_glob(path, setting) for path in paths]
+    try:
+        are_folders = [storage.is_folder(path) for path in paths]
+        fits = functools.partial(_fits, storage=storage)
+        kind = next((one for one in patterns if any(map(fits, paths, are_folders, itertools.repeat(one)))), first)
+        found = [
+            _list_folder(path, setting, kind, storage) if is_folder else _list_glob(path, setting, storage)
+            for path, is_folder in zip(paths, are_folders, strict=True)
+        ]
+    except OSError as error:
+        raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in found for name in names]
     check_named_once(files, setting)
     return Listed(kind, files, [len(names) for names in found])
@@ -41,45 +53,47 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str]) ->
 def check_named_once(files: Sequence[str], setting: str) -> None:
     """Raise UserError for a name that comes twice."""
     seen: set[str] = set()
-    for name in map(os.path.normpath, files):
+    for name in map(unique, files):
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)
 
 
-def record_folders(path: str, patterns: Collection[str]) -> list[str]:
-    """Return the path itself, or if it is a folder without records, those of its folders that have some."""
+def record_folders(path: str, patterns: Collection[str], storage: Storage = DEFAULT) -> list[str]:
+    """Return the path itself, or if it is a folder without records, those of its folders that have some.
 
-    if not os.path.isdir(path) or has_records(path, patterns):
+    Raises OSError for a folder that cannot be read.
+    """
+    if not storage.is_folder(path) or has_records(path, patterns, storage):
         return [path]
-    below = sorted(os.path.join(path, name) for name in os.listdir(path))
-    return [folder for folder in below if os.path.isdir(folder) and has_records(folder, patterns)] or [path]
+    below = [os.path.join(path, name) for name in storage.names(path)]
+    return [one for one in below if storage.is_folder(one) and has_records(one, patterns, storage)] or [path]
 
 
-def has_records(folder: str, patterns: Collection[str]) -> bool:
+def has_records(folder: str, patterns: Collection[str], storage: Storage = DEFAULT) -> bool:
     """Return whether a folder has files of records in it."""
-    return any(_records_in(folder, pattern) for pattern in patterns)
+    return any(_records_in(folder, pattern, storage) for pattern in patterns)
 
 
-def _fits(path: str, pattern: str) -> bool:
-    if os.path.isdir(path):
-        return bool(_records_in(path, pattern))
+def _fits(path: str, is_folder: bool, pattern: str, storage: Storage) -> bool:
+    if is_folder:
+        return bool(_records_in(path, pattern, storage))
     return fnmatch.fnmatchcase(os.path.basename(path), pattern)
 
 
-def _records_in(folder: str, pattern: str) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+def _records_in(folder: str, pattern: str, storage: Storage) -> list[str]:
+    if not is_remote(folder):
+        return storage.glob(os.path.join(glob.escape(folder), pattern))
+    names = fnmatch.filter(storage.names(folder), pattern)
+    return [os.path.join(folder, name) for name in names if not name.startswith(".")]  # as glob does
 
 
-def _list_folder(folder: str, setting: str, pattern: str) -> list[str]:
-    try:
-        inside = sorted(os.listdir(folder))
-    except OSError as error:
-        raise UserError(f"{setting}: {folder} cannot be read: {error.strerror}.") from error
-    names = _records_in(folder, pattern)
+def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:
+    inside = storage.names(folder)
+    names = _records_in(folder, pattern, storage)
     if names:
         return names
-    below = record_folders(folder, [pattern])
+    below = record_folders(folder, [pattern], storage)
     if below != [folder]:
         hint = f" Its folders have some: {setting}={below[0]}?"
     elif inside:
@@ -89,15 +103,15 @@ def _list_folder(folder: str, setting: str, pattern: str) -> list[str]:
     raise UserError(f"{setting}: {folder} holds no {pattern} files.{hint}")
 
 
-def _list_glob(pattern: str, setting: str) -> list[str]:
-    if os.path.exists(pattern):  # the name of a file may look like a glob
+def _list_glob(pattern: str, setting: str, storage: Storage) -> list[str]:
+    if storage.exists(pattern):  # the name of a file may look like a glob
         return [pattern]
-    names = sorted(name for name in glob.glob(pattern, recursive=True) if not name.endswith(INDEX_NAME))
+    names = [name for name in storage.glob(pattern) if not name.endswith(INDEX_NAME)]
     if names:
         return names
     if glob.has_magic(pattern):
         raise UserError(f"{setting}: {pattern} matches no file.")
-    parent = pattern
-    while parent and not os.path.exists(parent):
-        parent = os.path.dirname(parent.rstrip("/"))
-    raise UserError(f"{setting}: {pattern} does not exist{f'; {parent} does' if parent else ''}.")
+    there: str | None = pattern
+    while there and not storage.exists(there):
+        there = parent(there) if is_remote(there) else os.path.dirname(there.rstrip("/"))
+    raise UserError(f"{setting}: {pattern} does not exist{f'; {there} does' if there else ''}.")

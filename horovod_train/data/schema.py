@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from horovod_train.config.loader import build
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature, parse_feature
+from horovod_train.data.storage.storage import DEFAULT, Storage, parent
 from horovod_train.errors import UserError
 
 DATASET_NAME = "dataset.json"
@@ -51,7 +53,7 @@ class Expected(NamedTuple):
     where: str
 
 
-def find_schema(files: Sequence[str], config: DataConfig, setting: str) -> Schema:
+def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage: Storage = DEFAULT) -> Schema:
     """Return the schema of these files: data.features if the config has them, else the dataset.json next to the files.
 
     data.inputs and data.targets, if given, win over the file's. setting: names the files in messages. Raises UserError.
@@ -61,14 +63,14 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str) -> Schem
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
     if features:
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
-    found = {folder: _find_json(folder) for folder in {os.path.dirname(name) for name in files}}
+    found = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
     for folder, place in found.items():
         if place is None:
             raise UserError(
                 f"{setting}: {folder or '.'} has no {DATASET_NAME}, in it or above it, and there is no data.features; "
                 'one of them must say what a record holds, like data.features="{label: {type: int64}}".'
             )
-    schemas = {place: load_schema(place) for place in sorted({place for place in found.values() if place})}
+    schemas = {place: load_schema(place, storage) for place in sorted({place for place in found.values() if place})}
     first, *others = schemas.values()
     for other in others:
         name = _first_difference(first, other)
@@ -80,7 +82,7 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str) -> Schem
     expected = {
         folder: Expected(count, place)
         for folder, place in found.items()
-        if place and (count := schemas[place].counts.get(os.path.basename(os.path.abspath(folder)))) is not None
+        if place and (count := schemas[place].counts.get(_name(folder))) is not None
     }
     chosen = dataclasses.replace(
         first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
@@ -95,11 +97,10 @@ def own_schema(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
     return Schema({}, tuple(inputs), tuple(targets), where="data.parse")
 
 
-def load_schema(path: str) -> Schema:
+def load_schema(path: str, storage: Storage = DEFAULT) -> Schema:
     """Read one dataset.json. Raises UserError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = json.loads(storage.read_all(path).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
     except json.JSONDecodeError as error:
@@ -140,11 +141,18 @@ def _checked(schema: Schema, where: str) -> Schema:
     return schema
 
 
-def _find_json(folder: str) -> str | None:
-    for place in (folder, os.path.dirname(os.path.abspath(folder))):
-        path = os.path.join(place, DATASET_NAME)
-        if os.path.exists(path):
-            return path
+def _name(folder: str) -> str:
+    return os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
+
+
+def _find_json(folder: str, storage: Storage) -> str | None:
+    for place in (folder, parent(folder)):
+        path = None if place is None else os.path.join(place, DATASET_NAME)
+        try:
+            if path and storage.exists(path):
+                return path
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     return None
 
 

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import keras
 import numpy as np
 import tensorflow as tf
@@ -130,6 +131,7 @@ def run_forked(words: list[str], unchecked: bool, out: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    fsspec.filesystem("memory").put(str(out.parent / "data"), "memory://made", recursive=True)
     from horovod_train.training import run  # noqa: F401  so that no fork has to
 
     found = [

@@ -74,6 +74,7 @@ WITH: dict[str, Values] = {
     "data.parse": {"data.inputs": "image_raw", "data.targets": "label"},
     "data.fold": {"data.eval": "{here}/data/train"},
     "data.source": {"data.features": FEATURES, "data.inputs": "image_raw", "data.targets": "label"},
+    "data.retry_s": {"data.train": "memory://made/train"},
     "data.batch_size_per_rank": {"data.global_batch_size": None},
     "lr_schedule.scaling": {"lr_schedule.base_batch_size": 4},
     "train.synchronization=local": {"train.average_every_steps": 2},

@@ -1,4 +1,4 @@
-"""A path on another machine is refused wherever a path is taken, in one line, and nothing is made for it here."""
+"""A path on another machine is refused in one line, and nothing is made for it here; except where records are read."""
 
 from __future__ import annotations
 
@@ -40,12 +40,15 @@ def types_in(hint: Any) -> list[Any]:
     return [hint, *(inner for argument in typing.get_args(hint) for inner in types_in(argument))]
 
 
-SETTINGS = [*string_settings(Config)]
+READ = {"data.train", "data.train.path", "data.eval"}
+"""Those that name records, which are read from some remote places; see test_object_stores."""
+SETTINGS = [key for key in string_settings(Config) if key not in READ]
 
 
 def test_the_settings_that_are_known_to_be_paths_are_among_those_tried() -> None:
-    known = {"output_dir", "data.train", "data.eval", "data.index_dir", "data.stage_dir", "checkpoint.resume"}
+    known = {"output_dir", "data.index_dir", "data.stage_dir", "checkpoint.resume"}
     assert known <= set(SETTINGS)
+    assert set(string_settings(Config)) >= READ
 
 
 @pytest.mark.parametrize("key", SETTINGS)
@@ -59,6 +62,17 @@ def test_no_setting_takes_a_remote_path(key: str, path: str, tmp_path: Path) -> 
         value = f"[{{name: x, {own}: '{path}'}}]" if own != "name" else f"[{{name: '{path}'}}]"
     with pytest.raises(UserError, match=rf"^command line: {name}.*: expected a local path; received {path}\. "):
         load([str(config)], [f"{name}={value}"])
+
+
+@pytest.mark.parametrize("value", ["{path}", "[here, '{path}']", "[{{path: '{path}', repeats: 2}}]"])
+def test_records_are_read_from_remote_places_that_there_are_drivers_for(value: str) -> None:
+    words = ["data.global_batch_size=8", "train.epochs=1"]
+    for path in (REMOTE, "s3://a", "hdfs://host:9000/x", "memory://a"):
+        config, _ = load([], [*words, f"data.train={value.format(path=path)}"])
+        assert path in config.data.paths("train")
+    for path in ("file:///x", "S3A://a", "ftp://a"):
+        with pytest.raises(UserError, match=r"^command line: data\.train.*: expected a local path, or one that begins"):
+            load([], [*words, f"data.train={value.format(path=path)}"])
 
 
 def arguments(parser: argparse.ArgumentParser, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

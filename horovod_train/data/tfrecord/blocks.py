@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train import tfrecord_framing
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.source import Data, Fault, Wanted
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
 from horovod_train.data.tfrecord.index import Index
-from horovod_train.data.tfrecord.index_file import ScannedFile
+from horovod_train.data.tfrecord.index_file import ScannedFile, is_of
 from horovod_train.data.tfrecord.scan import at_record
 from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
@@ -30,9 +32,12 @@ class _Block(NamedTuple):
 class TFRecordBlocks:
     """The blocks of an index. A BlockReader."""
 
-    def __init__(self, index: Index, stage_dir: str | None) -> None:
-        self._index, self._staged = index, StagedFiles(stage_dir, index.files, _unpacked_bytes(index))
+    def __init__(self, index: Index, stage_dir: str | None, storage: Storage = DEFAULT) -> None:
+        self._index, self._storage = index, storage
+        self._staged = StagedFiles(stage_dir, index.files, _unpacked_bytes(index), storage)
         self._header, self._files = tfrecord_framing.Header(), OpenFiles()
+        self._checked: set[str] = set()
+        """Remote files that were unchanged when this process first read them."""
 
     def log_room_needed(self) -> None:
         self._staged.log_room_needed()
@@ -90,9 +95,34 @@ class TFRecordBlocks:
         copy = self._staged.load(file, block, offset, length)
         if copy is not None:
             return copy
-        data = _read_file(self._files, file, offset, length, self._staged)
+        data = self._read_file(file, offset, length)
         self._staged.save(file, block, offset, data)
         return data
+
+    def _read_file(self, file: ScannedFile, offset: int, length: int) -> bytes:
+        try:
+            data = (self._read_remote if is_remote(file.path) else self._read_local)(file, offset, length)
+        except OSError as error:
+            raise UserError(f"{file.path}: cannot be read any more: {error.strerror or error}.") from error
+        if len(data) < length:
+            raise UserError(f"{file.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
+        return data
+
+    def _read_local(self, file: ScannedFile, offset: int, length: int) -> bytes:
+        if file.packing:  # its copy is read, so that it need not stay open
+            _check_unchanged(file, Stamp.of(os.stat(file.path)))
+            return self._staged.read_unpacked(file, offset, length)
+        with self._files.opened(file.path) as fd:
+            _check_unchanged(file, Stamp.of(os.fstat(fd)))  # one that was replaced is read as it was
+            return os.pread(fd, length, offset)
+
+    def _read_remote(self, file: ScannedFile, offset: int, length: int) -> bytes:
+        if file.path not in self._checked:  # once, because it takes a request
+            _check_unchanged(file, self._storage.stamp(file.path))
+            self._checked.add(file.path)
+        if file.packing:
+            return self._staged.read_unpacked(file, offset, length)
+        return self._storage.read_remote(file.path, offset, length)
 
 
 def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
@@ -122,25 +152,9 @@ def _join_tables(wanted: Sequence[Wanted[_Block]], records: int) -> np.ndarray |
     return table[:, tfrecord_framing.HEADER_BYTES : -tfrecord_framing.FOOTER_BYTES]
 
 
-def _check_unchanged(file: ScannedFile, now: os.stat_result) -> None:
-    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+def _check_unchanged(file: ScannedFile, now: Stamp) -> None:
+    if not is_of(file, now):
         raise UserError(
-            f"{file.path}: was changed while in use: {file.size} bytes before, {now.st_size} now, "
+            f"{file.path}: was changed while in use: {file.size} bytes before, {now.size} now, "
             "or a newer date. Put it back as it was, or start again on the new file."
         )
-
-
-def _read_file(files: OpenFiles, file: ScannedFile, offset: int, length: int, staged: StagedFiles) -> bytes:
-    try:
-        if file.packing:  # its copy is read, so that it need not stay open
-            _check_unchanged(file, os.stat(file.path))
-            data = staged.read_unpacked(file, offset, length)
-        else:
-            with files.opened(file.path) as fd:
-                _check_unchanged(file, os.fstat(fd))  # one that was replaced is read as it was
-                data = os.pread(fd, length, offset)
-    except OSError as error:
-        raise UserError(f"{file.path}: cannot be read any more: {error.strerror or error}.") from error
-    if len(data) < length:
-        raise UserError(f"{file.path}: byte {offset}: {length} bytes expected, {len(data)} came.")
-    return data

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from horovod_train import tfrecord_framing
+from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.errors import UserError
-
-_PIECE = 1 << 20
 
 
 def detect(head: bytes) -> str:
@@ -24,28 +23,28 @@ def detect(head: bytes) -> str:
     return ""
 
 
-def unpack(path: str, packing: str, out: BinaryIO) -> int:
+def unpack(path: str, packing: str, out: BinaryIO, storage: Storage = DEFAULT) -> int:
     """Write the file's content to `out`; return the number of bytes. Raises UserError for a broken or cut file."""
-    written = sum(out.write(piece) for piece in pieces(path, packing))
+    written = sum(out.write(piece) for piece in pieces(path, packing, storage))
     out.flush()
     return written
 
 
-def pieces(path: str, packing: str) -> Iterator[bytes]:
-    """Yield the file's content in pieces. Raises UserError for a file that is broken, cut or cannot be read."""
+def pieces(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[bytes]:
+    """Yield the file's content in pieces. Raises UserError if the file is broken or cut, OSError if it is not read."""
     written = 0
-    with open(path, "rb") as file:
-        decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
-        try:
-            while piece := file.read(_PIECE):
-                while piece:
-                    unpacked = decoder.decompress(piece)
-                    written += len(unpacked)
-                    yield unpacked
-                    piece = decoder.unused_data  # a file may contain several gzip files, one after another
-                    if decoder.eof and piece:
-                        decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        except zlib.error as error:
-            raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
+    decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
+    try:
+        for piece in storage.pieces(path):
+            packed = piece
+            while packed:
+                unpacked = decoder.decompress(packed)
+                written += len(unpacked)
+                yield unpacked
+                packed = decoder.unused_data  # a file may contain several gzip files, one after another
+                if decoder.eof and packed:
+                    decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    except zlib.error as error:
+        raise UserError(f"{path}: cannot be unpacked as {packing} after {written} bytes: {error}.") from error
     if not decoder.eof:
         raise UserError(f"{path}: the {packing} file ends early, after {written} unpacked bytes. Write it again.")

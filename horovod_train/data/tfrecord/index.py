@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.files import INDEX_NAME
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
 from horovod_train.data.tfrecord.index_file import (
     Entries,
     Extents,
@@ -33,8 +35,10 @@ from horovod_train.data.tfrecord.scan import scan
 from horovod_train.errors import UserError
 
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
+_REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB in memory
+_REQUESTS = 32
 
-Stats = Mapping[str, os.stat_result]
+Stamps = Mapping[str, Stamp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +58,19 @@ class Index:
         return int(record - self.blocks.first_record[first_block])
 
 
-def open_index(files: Sequence[str], index_dir: str | None = None) -> Index:
+def open_index(files: Sequence[str], index_dir: str | None = None, storage: Storage = DEFAULT) -> Index:
     """Return the index of these files, from the cache if it is current; of a damaged file, up to the damage.
 
     Raises UserError for a file that cannot be read, or that two of the paths lead to.
     """
-    stats = {name: stat for name in files if (stat := _stat(name)) is not None}
-    _check_different(stats)
+    stamps = _stamps(files, storage)
+    _check_different(stamps)
     by_folder: dict[str, list[str]] = {}
     for name in files:
         by_folder.setdefault(os.path.dirname(name), []).append(name)
     known: Entries = {}
     for folder, names in by_folder.items():
-        known.update(_open_folder(folder, names, stats, index_dir))
+        known.update(_open_folder(names, stamps, places(folder, index_dir), storage))
     entries = [known[name] for name in files]
     counts = [len(extents.records) for _, extents in entries]
     joined = Extents(*(np.concatenate(column) for column in zip(*(extents for _, extents in entries), strict=True)))
@@ -82,43 +86,60 @@ def write_index(folder: str, names: Iterable[str]) -> int:
     return int(sum(extents.records.sum() for _, extents in entries.values()))
 
 
-def _stat(name: str) -> os.stat_result | None:
+def _stamps(names: Sequence[str], storage: Storage) -> Stamps:
+    """Return the stamps of the files that have one."""
+    if any(map(is_remote, names)):  # each takes a request
+        with ThreadPoolExecutor(_REQUESTS) as threads:
+            found = list(threads.map(lambda name: _stamp(name, storage), names))
+    else:
+        found = [_stamp(name, storage) for name in names]
+    return {name: stamp for name, stamp in zip(names, found, strict=True) if stamp is not None}
+
+
+def _stamp(name: str, storage: Storage) -> Stamp | None:
     try:
-        return os.stat(name)
+        return storage.stamp(name)
     except OSError:
         return None  # scanning it says why
 
 
-def _check_different(stats: Stats) -> None:
+def _check_different(stamps: Stamps) -> None:
     """Raise UserError for two names of one file, whose records would be read twice."""
-    seen: dict[tuple[int, ...], str] = {}
-    for name, stat in stats.items():
+    seen: dict[Stamp, str] = {}
+    for name, stamp in stamps.items():
         # Size and time too: some network file systems use an inode number twice.
-        other = seen.setdefault((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns), name)
-        if other != name and stat.st_ino:
+        other = seen.setdefault(stamp, name)
+        if other != name and stamp.inode[1]:
             raise UserError(f"{name}: is the same file as {other}; its records would be read twice. Name it once.")
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------
 
 
-def _open_folder(folder: str, names: list[str], stats: Stats, index_dir: str | None) -> Entries:
-    where = places(folder, index_dir)
-    known, fresh = _load(where, names, stats)
+def _open_folder(names: list[str], stamps: Stamps, where: list[str], storage: Storage) -> Entries:
+    """Return the entries of the files of one folder. where: its index may be there."""
+    folder = os.path.dirname(names[0])
+    known, fresh = _load(where, names, stamps)
     if len(fresh) == len(names):
         return fresh
     with one_at_a_time(where):
-        known, fresh = _load(where, names, stats)  # another process may have scanned meanwhile
+        known, fresh = _load(where, names, stamps)  # another process may have scanned meanwhile
         stale = [name for name in names if name not in fresh]
         if stale:
-            fresh.update(_scan_all(stale, stats))
-            kept = {base: entry for base, entry in known.items() if os.path.exists(os.path.join(folder, base))}
+            fresh.update(_scan_all(stale, stamps, storage))
+            there = set(storage.names(folder)) if is_remote(folder) else None
+            kept = {base: entry for base, entry in known.items() if _exists(folder, base, there)}
             kept.update({os.path.basename(name): entry for name, entry in fresh.items()})
             save_somewhere(where, kept)
     return fresh
 
 
-def _load(where: Sequence[str], names: Sequence[str], stats: Stats) -> tuple[Entries, Entries]:
+def _exists(folder: str, base: str, there: set[str] | None) -> bool:
+    """Return whether a folder has a file. there: all that it has, if that is known."""
+    return os.path.exists(os.path.join(folder, base)) if there is None else base in there
+
+
+def _load(where: Sequence[str], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
     """Return all that is stored for a folder and, of `names`, what is still valid, by the full name."""
     known: Entries = {}
     for place in reversed(where):
@@ -126,15 +147,21 @@ def _load(where: Sequence[str], names: Sequence[str], stats: Stats) -> tuple[Ent
     fresh: Entries = {}
     for name in names:
         entry = known.get(os.path.basename(name))
-        if entry and name in stats and is_of(entry[0], stats[name]):
+        if entry and name in stamps and is_of(entry[0], stamps[name]):
             fresh[name] = entry[0]._replace(path=name), entry[1]
     return known, fresh
 
 
-def _scan_all(names: Sequence[str], stats: Stats) -> Entries:
-    size = sum(stats[name].st_size for name in names if name in stats)
-    with _executor(len(names), size) as executor:
-        return dict(zip(names, track(executor.map(scan, names), len(names), "indexing"), strict=True))
+def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries:
+    size = sum(stamps[name].size for name in names if name in stamps)
+    if any(map(is_remote, names)):
+        executor: Executor = ThreadPoolExecutor(_REMOTE_SCANS)
+        scans = executor.map(lambda name: scan(name, storage), names)
+    else:
+        executor = _executor(len(names), size)
+        scans = executor.map(scan, names)
+    with executor:
+        return dict(zip(names, track(scans, len(names), "indexing"), strict=True))
 
 
 def _executor(files: int, size: int) -> Executor:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.storage.storage import Stamp, real
 from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
 
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
@@ -49,6 +51,7 @@ class ScannedFile(NamedTuple):
     path: str
     size: int
     mtime_ns: int
+    """As in storage.Stamp."""
     packing: str
     """ "", "GZIP" or "ZLIB"."""
     digest: str
@@ -71,19 +74,19 @@ Entries = dict[str, tuple[ScannedFile, Extents]]
 
 def places(folder: str, index_dir: str | None) -> list[str]:
     """Return where the index of a folder may be, best first."""
-    unique = hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:16]
+    name = f"{hashlib.sha256(real(folder).encode()).hexdigest()[:16]}.npz"
     if index_dir:
-        return [os.path.join(index_dir, f"{unique}.npz")]
-    next_to_records = os.path.join(folder, INDEX_NAME)
+        return [os.path.join(index_dir, name)]
+    next_to_records = [] if is_remote(folder) else [os.path.join(folder, INDEX_NAME)]
     try:
-        return [next_to_records, str(Path.home() / ".cache/horovod_train/index" / f"{unique}.npz")]
+        return [*next_to_records, str(Path.home() / ".cache/horovod_train/index" / name)]
     except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return [next_to_records]
+        return next_to_records
 
 
-def is_of(file: ScannedFile, stat: os.stat_result) -> bool:
+def is_of(file: ScannedFile, stamp: Stamp) -> bool:
     """Return whether the file is as it was when it was scanned."""
-    return (stat.st_size, stat.st_mtime_ns) == (file.size, file.mtime_ns)
+    return (stamp.size, stamp.mtime_ns) == (file.size, file.mtime_ns)
 
 
 def load_entries(place: str) -> Entries:

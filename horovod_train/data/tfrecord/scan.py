@@ -7,6 +7,7 @@ in the other records. Data that do not match their checksum are found when they 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import tempfile
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_train import tfrecord_framing
+from horovod_train.data.storage.storage import DEFAULT, ReadAt, Storage
 from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import Extents, ScannedFile
 from horovod_train.errors import UserError
@@ -32,16 +34,15 @@ class _Found(NamedTuple):
     problem: str
 
 
-def scan(path: str) -> tuple[ScannedFile, Extents]:
+def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
     """Find the blocks of one file, up to where it is damaged. Raises UserError if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            stat = os.fstat(file.fileno())
-            packing = compression.detect(os.pread(file.fileno(), tfrecord_framing.HEADER_BYTES, 0))
-            found = _scan_packed(path, packing) if packing else _scan_blocks(file.fileno(), stat.st_size)
+        with storage.opened(path) as (stamp, read):
+            packing = compression.detect(read(tfrecord_framing.HEADER_BYTES, 0))
+            found = _scan_packed(path, packing, storage) if packing else _scan_blocks(read, stamp.size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    return ScannedFile(path, stat.st_size, stat.st_mtime_ns, packing, found.digest, found.problem), found.extents
+    return ScannedFile(path, stamp.size, stamp.mtime_ns, packing, found.digest, found.problem), found.extents
 
 
 def at_record(record: int, offset: int, problem: str) -> str:
@@ -49,19 +50,19 @@ def at_record(record: int, offset: int, problem: str) -> str:
     return f"record {record} at byte {offset}: {problem}."
 
 
-def _scan_packed(path: str, packing: str) -> _Found:
+def _scan_packed(path: str, packing: str, storage: Storage) -> _Found:
     with tempfile.TemporaryFile() as unpacked:
         try:
-            size = compression.unpack(path, packing, unpacked)
+            size = compression.unpack(path, packing, unpacked, storage)
         except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return _found([], [], 0, "", str(error).removeprefix(f"{path}: "))
-        found = _scan_blocks(unpacked.fileno(), size)
+        found = _scan_blocks(functools.partial(os.pread, unpacked.fileno()), size)
         if not size:
             return found._replace(problem="holds no records once unpacked. Remove it or write it again.")
         return found
 
 
-def _scan_blocks(fd: int, size: int) -> _Found:
+def _scan_blocks(read: ReadAt, size: int) -> _Found:
     header, content = tfrecord_framing.Header(), hashlib.blake2b(digest_size=_DIGEST_BYTES)
     chunk, base, seen = b"", 0, list[bytes]()
     offset, record, length = 0, 0, 0
@@ -74,7 +75,7 @@ def _scan_blocks(fd: int, size: int) -> _Found:
             seen.clear()
             # Starts at the checksum that ends the previous record.
             base = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
-            chunk, at = os.pread(fd, 1 << 20 if length < _SHORT else 4096, base), offset - base
+            chunk, at = read(1 << 20 if length < _SHORT else 4096, base), offset - base
         found = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
         end = offset + tfrecord_framing.HEADER_BYTES + (found or 0) + tfrecord_framing.FOOTER_BYTES
         if found is None or end > size:
@@ -86,7 +87,7 @@ def _scan_blocks(fd: int, size: int) -> _Found:
             counts.append(0)
         counts[-1] += 1
         offset, record, length = end, record + 1, found
-    last = os.pread(fd, tfrecord_framing.FOOTER_BYTES, offset - tfrecord_framing.FOOTER_BYTES) if record else b""
+    last = read(tfrecord_framing.FOOTER_BYTES, offset - tfrecord_framing.FOOTER_BYTES) if record else b""
     content.update(b"".join([*seen, last]))
     if not record:
         edges, counts = [], []

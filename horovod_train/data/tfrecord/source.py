@@ -10,6 +10,7 @@ import numpy as np
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.source import Blocks, Parser, Part, problems_of
+from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.data.tfrecord.blocks import TFRecordBlocks
 from horovod_train.data.tfrecord.index import Index, open_index
 from horovod_train.errors import UserError
@@ -18,9 +19,9 @@ from horovod_train.errors import UserError
 class TFRecords:
     """The records of some files. A RecordSource."""
 
-    def __init__(self, index: Index, stage_dir: str | None = None) -> None:
+    def __init__(self, index: Index, stage_dir: str | None = None, storage: Storage = DEFAULT) -> None:
         """`stage_dir`: a node-local folder for copies of what is read."""
-        self.index, self._stage_dir = index, stage_dir
+        self.index, self._stage_dir, self._storage = index, stage_dir, storage
 
     @property
     def blocks(self) -> Blocks:
@@ -36,7 +37,7 @@ class TFRecords:
         ]
 
     def open(self) -> TFRecordBlocks:
-        return TFRecordBlocks(self.index, self._stage_dir)
+        return TFRecordBlocks(self.index, self._stage_dir, self._storage)
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
@@ -46,7 +47,8 @@ class TFRecords:
 
 def open_tfrecords(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> TFRecords:
     """Open TFRecord files by their index. Scans files without a current one: seconds per million records, once."""
-    source = TFRecords(open_index(files, config.index_dir), config.stage_dir)
+    storage = Storage(config.retry_s)
+    source = TFRecords(open_index(files, config.index_dir, storage), config.stage_dir, storage)
     problems = problems_of(source.parts)
     if problems and not allow_damage:
         raise UserError(problems[0])

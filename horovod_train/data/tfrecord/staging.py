@@ -17,6 +17,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from horovod_train.data.storage.storage import DEFAULT, Storage, real
 from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
@@ -37,7 +38,11 @@ class StagedFiles:
     """The copies of one node, or of one process if `folder` is None. Threads and processes may share it."""
 
     def __init__(
-        self, folder: str | None, files: Sequence[ScannedFile], unpacked_bytes: Mapping[ScannedFile, int]
+        self,
+        folder: str | None,
+        files: Sequence[ScannedFile],
+        unpacked_bytes: Mapping[ScannedFile, int],
+        storage: Storage = DEFAULT,
     ) -> None:
         """Open or create the copies. Raises UserError for an unusable folder.
 
@@ -45,7 +50,7 @@ class StagedFiles:
         """
         self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
         self._of = os.path.dirname(files[0].path) if files else ""
-        self._unpacked = UnpackedFiles(unpacked_bytes)
+        self._unpacked, self._storage = UnpackedFiles(unpacked_bytes, storage), storage
         if folder:
             try:
                 self._folder = _open_folder(folder)
@@ -122,7 +127,7 @@ class StagedFiles:
         remove(partial, _PARTIAL)  # left by a rank that was killed
         try:
             with partial.open("xb") as out:
-                for piece in compression.pieces(file.path, file.packing):
+                for piece in compression.pieces(file.path, file.packing, self._storage):
                     out.write(piece)
             rename(partial, path)
         finally:
@@ -160,7 +165,7 @@ def _open_folder(folder: str) -> Path:
 
 def _name(*files: ScannedFile) -> str:
     """Return the copy's name: a hash of path, size and mtime of the files."""
-    facts = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in files]
+    facts = [(real(file.path), file.size, file.mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping
 from typing import BinaryIO
 
+from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.errors import UserError
@@ -23,8 +24,9 @@ log = logging.getLogger(__name__)
 class UnpackedFiles:
     """Several threads may use it. Each file has its part of the one temporary file, so one descriptor is enough."""
 
-    def __init__(self, sizes: Mapping[ScannedFile, int]) -> None:
+    def __init__(self, sizes: Mapping[ScannedFile, int], storage: Storage = DEFAULT) -> None:
         """sizes: the bytes of each packed file's content."""
+        self._storage = storage
         self._sizes, self._places, end = sizes, {}, 0
         for file, size in sizes.items():
             self._places[file] = end
@@ -61,7 +63,7 @@ class UnpackedFiles:
 
     def _unpack(self, file: ScannedFile) -> None:
         at, end = self._places[file], self._places[file] + self._sizes[file]
-        for piece in compression.pieces(file.path, file.packing):
+        for piece in compression.pieces(file.path, file.packing, self._storage):
             if at + len(piece) > end:
                 raise UserError(f"{file.path}: holds more than when it was indexed. Put it back as it was.")
             self._write(file, piece, at)
