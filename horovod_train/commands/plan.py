@@ -51,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     config, _ = load(*config_words(arguments))
     if arguments.output_dir:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
+    if config.data.dataset:
+        stream = config.data.dataset.name
+        raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
     if arguments.np < 1:
         raise UserError(f"--np: must be at least 1; received {arguments.np}.")
     time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")

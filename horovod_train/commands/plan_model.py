@@ -15,6 +15,7 @@ from horovod_train.config.class_weights import PER_OUTPUT
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
 from horovod_train.data.augment import build_augmentations
+from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
@@ -124,12 +125,13 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
     weights = _bytes(variable for name, variable in variables.items() if name.startswith("model/"))
     optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
     total = _bytes(variables.values())
+    is_cached = outlook.config.data.cache == "memory"
     memory = {
         "weights": weights,
         "gradients": _bytes(model.trainable_variables),
         "optimizer": optimizer,
         "averages and progress": total - weights - optimizer,
-        "cached records": made.train.bytes_to_cache if outlook.config.data.cache == "memory" else 0,
+        "cached records": made.train.bytes_to_cache if isinstance(made.train, Pipeline) and is_cached else 0,
     }
     has_own_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
     keeps_its_own = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model

@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
     run_selection.check_out(arguments.out, PREDICTIONS)
-    if arguments.data:  # data.fold is of the records of training
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None))
+    if arguments.data:  # data.fold and data.dataset are of training
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
     data = dataclasses.replace(config.data, eval=paths, targets=(), weight=None)
     look_before_start(data, "eval", ranks=launcher.detect().size)
     tensorflow_noise.load_tensorflow()

@@ -13,8 +13,10 @@ from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem,
 from horovod_train.config.fine_tuning import fine_tuning_problems
 from horovod_train.config.remote_paths import remote_path_problems
 from horovod_train.config.settings import Config, DataConfig
+from horovod_train.config.streams import stream_problems
 
-_EVALUATIONS = ("data.eval", "eval.every_epochs or eval.every_steps")
+_EVALUATED = "data.eval or data.dataset"
+_EVALUATIONS = (_EVALUATED, "eval.every_epochs or eval.every_steps")
 _STOPS_EARLY = ("early_stopping.patience or early_stopping.target",)
 _GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
 
@@ -26,9 +28,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "lr_schedule.base_batch_size": ("lr_schedule.scaling: not none",),
     "train.average_every_steps": ("train.synchronization: local",),
     "train.max_skips_in_a_row": ("train.non_finite: skip",),
-    "eval.every_epochs": ("data.eval",),
-    "eval.every_steps": ("data.eval",),
-    "eval.batch_size_per_rank": ("data.eval",),
+    "data.steps_per_epoch": ("data.dataset",),
+    "eval.every_epochs": (_EVALUATED,),
+    "eval.every_steps": (_EVALUATED,),
+    "eval.batch_size_per_rank": (_EVALUATED,),
     "checkpoint.best": _EVALUATIONS,
     "early_stopping.metric": _STOPS_EARLY,
     "early_stopping.mode": _STOPS_EARLY,
@@ -61,8 +64,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
     if not (data.global_batch_size or data.batch_size_per_rank):
         yield "data.global_batch_size", "is required (or data.batch_size_per_rank)."
-    if not data.train:
-        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+    yield from stream_problems(data)
     yield from _without_files(data)
     yield from _wrong_fold(data)
     if not (train.epochs or train.max_steps):
@@ -113,6 +115,8 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from fine_tuning_problems(config)
     yield from remote_path_problems(config)
     yield from _without_effect(config, config)
+    if not (data.train or data.dataset):
+        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
 
 
 def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:

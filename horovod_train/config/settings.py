@@ -95,12 +95,12 @@ class DataConfig:
         (), "training records: a folder, file, glob, or a list of them, each with repeats or without; see docs/data.md"
     )
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
+    dataset: Spec | None = setting(None, "package.module:function that gives a stream, in place of train and eval")
+    steps_per_epoch: int | None = setting(None, "steps of a stream's epoch; default: what its epoch 0 has", minimum=1)
     source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
     fold: str | None = setting(None, "k/K: train on all but part k of K of the records, evaluate on that part")
     features: dict[str, Any] = setting({}, "what a record holds, where neither dataset.json nor the records say it")
-    inputs: tuple[str, ...] = setting(
-        (), "features that the model gets; default: as dataset.json says, or all but targets"
-    )
+    inputs: tuple[str, ...] = setting((), "features that the model gets; default: dataset.json's, or all but targets")
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
     weight: str | None = setting(None, "feature with the weight of its record in the loss: one number, 0 or more")
     parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")

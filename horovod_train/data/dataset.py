@@ -138,6 +138,9 @@ def _fold(source: RecordSource, text: str, split: Split) -> RecordSource:
 
 def find_records(config: DataConfig, split: Split) -> Found:
     """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
+    if config.dataset:
+        stream = config.dataset.name
+        raise UserError(f"data.dataset: {stream} is a stream, which only training reads; records are needed here.")
     setting, paths, repeats = f"data.{split}", config.paths(split), config.repeats(split)
     each_alone = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
     if config.parse and config.features:

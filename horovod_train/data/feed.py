@@ -13,6 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+HOST = "CPU:0"
+"""The device on which data are read and decoded."""
+_BATCHES_ON_DEVICE = 1
+"""Batches that wait on the device of the steps, if it is not the host: device memory is dear."""
+
+
+def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
+    """Return the batches as the steps of a device find them: the next one is copied there while a step runs."""
+    is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
+    if device == HOST or is_text:  # other devices cannot hold strings
+        return data
+    return data.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_ON_DEVICE))
+
 
 class Feed:
     """Enqueues the iterator's items, one item ahead. When the iterator ends or raises, the queue is closed."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.cache import ParsedCache
+from horovod_train.data.feed import HOST
 from horovod_train.data.parsing import blank
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
@@ -24,10 +25,6 @@ from horovod_train.errors import UserError
 _CHUNK_RECORDS = 4096
 _CHUNK_SINGLE_RECORDS = 256  # those may take long, and the first step waits for a whole chunk
 _CHUNK_BYTES = 16 << 20
-
-
-HOST = "CPU:0"
-"""The device on which data are read and decoded."""
 
 
 class Ranks(NamedTuple):

@@ -10,35 +10,30 @@ import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cached_property
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import counter_rng, identity
-from horovod_train.data.batch import Batch, by_name, pick
+from horovod_train.data.batch import Batch, BatchSource, by_name, pick
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
-from horovod_train.data.feed import Feed
-from horovod_train.data.loader import HOST, Chunk, Loader, Ranks, StepRange, Unparsed
-from horovod_train.data.mixture import DataSet
+from horovod_train.data.feed import Feed, prefetch_to
+from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Transforms
 from horovod_train.errors import UserError
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
-_BATCHES_ON_DEVICE = 1
-"""Batches that wait on the device of the steps, if it is not the host: device memory is dear."""
 _NOT_AN_IMAGE = "records that are no images: "
 
 
-class Pipeline:
+class Pipeline(BatchSource):
     """What one rank reads of one split. Made by build_pipeline."""
 
     def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
@@ -54,6 +49,12 @@ class Pipeline:
         self._transform = tf.function(self._transform_rows, autograph=False)  # traced once, not for every pass
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
+        self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
+        self.files = identity.pack(identity.names_of(records.source.parts))
+        self.what_orders = (
+            "the training files of then, seed {seed}, data.global_batch_size {batch} and the same data.shuffle… "
+            "settings"
+        )
         self.num_records = plan.num_records
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
@@ -67,29 +68,9 @@ class Pipeline:
         return self._plan.count(step)
 
     @property
-    def fingerprint(self) -> str:
-        """Equal for two pipelines if a position in an epoch means the same records, whatever their rank and size."""
-        return self._plan.fingerprint
-
-    @property
     def bytes_to_cache(self) -> int:
         """Return the memory that this rank uses in the end with `cache: memory`."""
         return bytes_to_cache(self._records.source.blocks, self._parser)
-
-    @property
-    def content(self) -> str:
-        """A digest of what the records hold: equal if a record's number means the same record."""
-        return self._records.digest
-
-    @property
-    def data_sets(self) -> Sequence[DataSet]:
-        """The data sets that the records are from."""
-        return self._records.data_sets
-
-    @cached_property
-    def files(self) -> str:
-        """The parts as identity.pack packs them: enough to name those that differ later."""
-        return identity.pack(identity.names_of(self._records.source.parts))
 
     @property
     def skipped(self) -> int:
@@ -124,26 +105,12 @@ class Pipeline:
         targets = self._transforms.scale(by_name(batch.targets, schema.targets))
         return batch._replace(inputs=pick(inputs, schema.inputs), targets=pick(targets, schema.targets))
 
-    def one_pass(self, most: int) -> Iterator[tuple[Iterator[Batch], int]]:
-        """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
-        batches = iter(self.batches(epoch=0, epochs=1))
-        for first in range(0, self.steps_per_epoch, most):
-            yield batches, min(most, self.steps_per_epoch - first)
-
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         if not isinstance(error, tf.errors.OpError):
             return None
         found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", str(error.message), re.DOTALL)
         return self._name_image(int(found[1])) if found else self._failure
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Raise data failures instead of TensorFlow's errors, inside a block that takes the batches."""
-        try:
-            yield
-        except tf.errors.OpError as error:
-            raise self.explain(error) or error from error
 
     # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
     # …]; count [steps].
@@ -204,11 +171,7 @@ class Pipeline:
             # Transform a whole chunk in one call, because the call costs more than a tiny step.
             data = data.map(self._transform, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
         data = data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
-        is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
-        if self._device == HOST or is_text:  # other devices cannot hold strings
-            return data
-        # Copies the next batch while a step runs, so that the step finds it on its device.
-        return data.apply(tf.data.experimental.prefetch_to_device(self._device, _BATCHES_ON_DEVICE))
+        return prefetch_to(data, self._device)
 
     def _transform_rows(self, *values: tf.Tensor) -> Batch:
         *stored, numbers, weights, ids, count = values

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config, Watched
+from horovod_train.data.batch import BatchSource
 from horovod_train.data.dataset import Records
 from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Pipeline, build_pipeline
@@ -39,8 +40,8 @@ from horovod_train.training.sync.strategy import SyncParts
 class Components:
     """The parts that a run trains with."""
 
-    train: Pipeline
-    eval: Pipeline | None
+    train: BatchSource
+    eval: BatchSource | None
     state: TrainState
     train_step: TrainStep | OwnTrainStep
     eval_step: EvalStep | OwnEvalStep | None
@@ -60,20 +61,22 @@ class Components:
     """Where the parts come from that a compiled model has too."""
 
 
-def build_components(config: Config, group: WorkerGroup, records: Records, eval_records: Records | None) -> Components:
+def build_components(
+    config: Config, group: WorkerGroup, data: Records | BatchSource, eval_data: Records | BatchSource | None
+) -> Components:
     """Build data, model, optimizer with slots, and compiled steps. Raises UserError for what the user must fix.
 
-    `config` is resolved: its global batch size is known.
+    `config` is resolved: its global batch size is known. data: records, or batches that were built before.
     """
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
-    train = build_split(config, group, records, training=True)
-    eval_ = build_split(config, group, eval_records, training=False) if eval_records else None
+    train = _build_batches(config, group, data, training=True)
+    eval_ = _build_batches(config, group, eval_data, training=False) if eval_data else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model = _build_model(config, group)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
-    training = build_training(config, group, model, train, horizon, records.schema)
+    training = build_training(config, group, model, train, horizon, data.schema if isinstance(data, Records) else None)
     evaluation = build_evaluation(config, group, model, eval_) if eval_ else None
     _check_watched(config, evaluation)
     find_layers(model, config.log.activations)
@@ -132,6 +135,10 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
             "Cut it with device.cut_before, or build its layers under tf.device."
         )
     return model
+
+
+def _build_batches(config: Config, group: WorkerGroup, data: Records | BatchSource, *, training: bool) -> BatchSource:
+    return build_split(config, group, data, training=training) if isinstance(data, Records) else data
 
 
 def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:

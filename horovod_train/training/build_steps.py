@@ -13,8 +13,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config
-from horovod_train.data.batch import Batch
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.batch import Batch, BatchSource
 from horovod_train.data.schema import Schema
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer
@@ -60,15 +59,18 @@ class Evaluation:
 
 
 def build_training(
-    config: Config, group: WorkerGroup, model: keras.Model, train: Pipeline, horizon: Horizon, schema: Schema
+    config: Config, group: WorkerGroup, model: keras.Model, train: BatchSource, horizon: Horizon, schema: Schema | None
 ) -> Training:
     """Build loss, metrics and optimizer, and try them on the shapes of a batch. Raises UserError."""
     if overridden(model, OWN_TRAINING):
         return _build_own_training(config, group, model, train, horizon)
     loss = choose_loss(config, model)
-    loss.check_classes(schema)
+    if schema is not None:
+        loss.check_classes(schema)
     seen = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
-    has_own_losses = check_fits(model, loss, seen, train.scaled_spec, "data.train")
+    has_own_losses = check_fits(
+        model, loss, seen, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
+    )
     plain = choose_optimizer(config, model, horizon)
     multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
     optimizer = DistributedOptimizer(
@@ -92,9 +94,9 @@ def build_training(
 
 
 def _build_own_training(
-    config: Config, group: WorkerGroup, model: keras.Model, train: Pipeline, horizon: Horizon
+    config: Config, group: WorkerGroup, model: keras.Model, train: BatchSource, horizon: Horizon
 ) -> Training:
-    if not config.data.eval:
+    if not (config.data.eval or config.data.dataset):
         refuse_unused_loss(config)
     own = build_own_training(config, group, model, horizon, train)
 
@@ -114,7 +116,7 @@ def _build_own_training(
     return Training(own.as_one, [], make_step, own.origins, own.warnings)
 
 
-def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: Pipeline) -> Evaluation:
+def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:
     """Build the evaluation of a split, and try it on the shapes of a batch. Raises UserError."""
     if overridden(model, OWN_EVALUATION):
         own = build_own_evaluation(config, group, model, pipeline)
@@ -123,12 +125,12 @@ def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pip
         check_loss_is_known(config, model)
     loss = choose_loss(config, model)
     seen = build_accumulator(config, model, loss, pipeline.scaled_spec)
-    check_fits(model, loss, seen, pipeline.scaled_spec, "data.eval")
+    check_fits(model, loss, seen, pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval")
     return Evaluation(EvalStep(model, loss, seen, pipeline.scaled))
 
 
 def _build_train_step(
-    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: Pipeline
+    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: BatchSource
 ) -> TrainStep:
     objective = Objective(
         state.model,
@@ -152,7 +154,7 @@ def _build_train_step(
     )
 
 
-def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
+def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
     counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
     if has_own_losses and any(count % size for count in counts):
         yield (
@@ -162,7 +164,9 @@ def _warnings(config: Config, size: int, train: Pipeline, has_own_losses: bool, 
         )
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
         yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
-    if config.train.synchronization == "local" and has_weights:
+    if config.train.synchronization == "local" and config.data.dataset:
+        yield "the lengths of streams differ, so ranks meet in every step, under synchronization: local too."
+    elif config.train.synchronization == "local" and has_weights:
         yield "weights of records make ranks meet in every step, under synchronization: local too."
 
 
@@ -175,7 +179,7 @@ def build_accumulator(
 
 
 def _weighs_records(config: Config, loss: Loss) -> bool:
-    return config.data.weight is not None or loss.has_class_weights
+    return config.data.weight is not None or loss.has_class_weights or config.data.dataset is not None
 
 
 def _counting(config: Config, group: WorkerGroup, loss: Loss | None) -> Callable[[Batch], tf.Tensor]:
@@ -183,7 +187,7 @@ def _counting(config: Config, group: WorkerGroup, loss: Loss | None) -> Callable
 
     loss: None if the model computes its own, whose weights are those of the records.
     """
-    if loss is None and config.data.weight is not None:
+    if loss is None and (config.data.weight is not None or config.data.dataset is not None):
         return lambda batch: group.sum_in_step(tf.reduce_sum(batch.weights), "step.count")
     if loss is not None and _weighs_records(config, loss):  # each rank knows only the weights of its own records
         return lambda batch: group.sum_in_step(loss.total_weights(batch.targets, batch.weights), "step.count")

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from horovod_train.data.audit import Audit
-from horovod_train.data.batch import Batch
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.batch import Batch, BatchSource
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState
@@ -53,7 +52,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     return asked or ended or late or DONE
 
 
-def position(state: TrainState, pipeline: Pipeline) -> int:
+def position(state: TrainState, pipeline: BatchSource) -> int:
     """Return the index, within the epoch, of the next step."""
     return -(-int(state.records) // pipeline.global_batch_size)
 
@@ -80,7 +79,7 @@ def _train_until(run: Run, step: int, batches: Iterator[Batch], audit: Audit) ->
     return step
 
 
-def _move_on(state: TrainState, pipeline: Pipeline, ids: np.ndarray, audit: Audit) -> int:
+def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: Audit) -> int:
     """Advance the state's place in the data by the steps of `ids`; return the records that all ranks used in them.
 
     ids: of the records that this rank used, int64 [steps, rows].

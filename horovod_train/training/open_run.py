@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
 from horovod_train.config.settings import Config, resolve
-from horovod_train.data.dataset import Split
+from horovod_train.data.batch import BatchSource
+from horovod_train.data.dataset import Records, Split
 from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
@@ -32,6 +33,7 @@ from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
 from horovod_train.training.shared_records import open_on_all_ranks
 from horovod_train.training.stopping import StopCoordinator, collected_signals
+from horovod_train.training.streams import open_streams
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +71,23 @@ def open_run(config: Config) -> Iterator[Run]:
         with group.raise_together():
             config = resolve_as_before(config, group.size, batch_before)
         _introduce(group, config)
-        splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
-        records = open_on_all_ranks(config.data, splits, group)
+        data = _open_data(config, group)
         with group.raise_together():
-            parts = build_components(config, group, records["train"], records.get("eval"))
+            parts = build_components(config, group, data["train"], data.get("eval"))
         if chosen := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
             log.info(chosen)
         deadline = _deadline(config, started)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
         times = PhaseTimes(lambda: parts.train_step.phase_variable.phase() if group.heartbeat.name == TRAIN else None)
         yield Run(config, group, output, store, stopping, run_end, parts, found, started, times)
+
+
+def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | BatchSource]:
+    """Collective: open the records of each split, or the stream."""
+    if config.data.dataset:
+        return open_streams(config, group)
+    splits: list[Split] = ["train", "eval"] if config.data.eval else ["train"]
+    return open_on_all_ranks(config.data, splits, group)
 
 
 def _environment(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data import identity
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.batch import BatchSource
 from horovod_train.errors import UserError
 from horovod_train.training.run_record import Run
 
@@ -61,7 +61,7 @@ def _load(run: Run, found: Checkpoint) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
-def check_position(train: Pipeline, found: Checkpoint) -> None:
+def check_position(train: BatchSource, found: Checkpoint) -> None:
     """Check that a saved place inside an epoch is reached by the same order of the same records.
 
     Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
@@ -77,8 +77,7 @@ def check_position(train: Pipeline, found: Checkpoint) -> None:
     if found.facts.records and found.facts.data != train.fingerprint:
         raise UserError(
             f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
-            f"Resume with the training files of then, seed {seed}, data.global_batch_size "
-            f"{batch} and the same data.shuffle… settings; or from the end of an epoch."
+            f"Resume with {train.what_orders.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
     if changed:
         log.warning(f"the training data are not those of {found.folder}: data.train now {changed}")
@@ -92,7 +91,7 @@ def check_position(train: Pipeline, found: Checkpoint) -> None:
         )
 
 
-def _changed_files(train: Pipeline, found: Checkpoint) -> str:
+def _changed_files(train: BatchSource, found: Checkpoint) -> str:
     """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
     now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""

@@ -51,6 +51,12 @@ def parse(records: tf.Tensor) -> dict[str, tf.Tensor]:
     return {"image_raw": tf.ensure_shape(tf.reshape(pixels, [-1, 4, 4, 1]), [None, 4, 4, 1]), "label": found["label"]}
 
 
+def stream(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+    """The same records, one after the other."""
+    numbers = tf.data.Dataset.range(27)
+    return numbers.map(lambda n: (tf.zeros([4, 4, 1]) + tf.cast(n, tf.float32) / 27, n % 10))
+
+
 class Images:
     """Records as those of made_records, from no file."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.batch import BatchSource
 from horovod_train.training.hooks.tell_callbacks import tell
 from horovod_train.training.own_steps.step import OwnEvalStep
 from horovod_train.training.run_record import Run
@@ -41,7 +41,7 @@ def is_evaluated(run: Run, step: int) -> bool:
     return int(run.parts.evaluated) == step
 
 
-def _evaluate_all(run: Run, pipeline: Pipeline, step: EvalStep | OwnEvalStep) -> StopReason | None:
+def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep | OwnEvalStep) -> StopReason | None:
     for batches, steps in pipeline.one_pass(run.config.train.steps_per_call):
         run.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
         with pipeline.explaining():  # by default errors are explained from the training data

@@ -9,8 +9,7 @@ import keras
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
-from horovod_train.data.batch import Batch
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.batch import Batch, BatchSource
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import CombiningOptimizer, GradientExchange
 from horovod_train.errors import UserError
@@ -63,7 +62,7 @@ class OwnEvaluation(NamedTuple):
 
 
 def build_own_training(
-    config: Config, group: WorkerGroup, model: keras.Model, horizon: Horizon, train: Pipeline
+    config: Config, group: WorkerGroup, model: keras.Model, horizon: Horizon, train: BatchSource
 ) -> OwnTraining:
     """Build what a model's own train_step needs, and try it on the shapes of a batch. Raises UserError."""
     why = f"the model trains by its own {_own(model, OWN_TRAINING)}"
@@ -93,7 +92,9 @@ def build_own_training(
     return OwnTraining(optimizers, seen, (origin,), _padding("train_step", tried, train, group.size))
 
 
-def build_own_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: Pipeline) -> OwnEvaluation:
+def build_own_evaluation(
+    config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource
+) -> OwnEvaluation:
     """Build the evaluation by a model's own test_step, and try it on the shapes of a batch. Raises UserError."""
     why = f"the model evaluates by its own {_own(model, OWN_EVALUATION)}"
     _refuse(config, _BY_OUR_EVALUATION, why)
@@ -123,7 +124,7 @@ def _own(model: keras.Model, methods: tuple[str, ...]) -> str:
     return ", ".join(overridden(model, methods))
 
 
-def _padding(method: str, tried: Tried, pipeline: Pipeline, size: int) -> tuple[str, ...]:
+def _padding(method: str, tried: Tried, pipeline: BatchSource, size: int) -> tuple[str, ...]:
     """Return what to say of a step without sample_weight, if steps are filled up."""
     rows = pipeline.batch_size_per_rank * size
     counts = {pipeline.count(step) for step in (0, pipeline.steps_per_epoch - 1)}

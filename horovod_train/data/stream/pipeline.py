@@ -1,0 +1,168 @@
+"""Cuts one rank's part of a stream into as many steps as all ranks take, and fills those after its end.
+
+Knows `rank` and `size` as numbers. How many steps there are is decided by the ranks together; see training.streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from horovod_train.data.batch import Batch, BatchSource
+from horovod_train.data.feed import Feed, prefetch_to
+from horovod_train.data.stream.users import WHERE, Stream
+from horovod_train.errors import UserError
+
+_CHUNK_RECORDS = 1024
+"""Records that go from Python into TensorFlow at the same time."""
+
+
+class StreamPipeline(BatchSource):
+    """One rank's batches of a stream. Rows after its end repeat the epoch's first record; an empty one's are zeros."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        rows: int,
+        steps_per_epoch: int,
+        lengths: Sequence[int] | None,
+        prefetch_batches: int | None,
+    ) -> None:
+        """rows: of a rank's batch. lengths: the records of each rank in epoch 0, if the steps are made for them."""
+        self._stream, self._lengths, self._prefetch = stream, lengths, prefetch_batches
+        ranks, self.batch_size_per_rank = stream.ranks, rows
+        self.global_batch_size = self.batch_size_per_rank * ranks.size
+        self.steps_per_epoch = steps_per_epoch
+        self.num_records = steps_per_epoch * self.global_batch_size
+        self.content = self.files = ""
+        self.what_orders = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
+        facts = [
+            stream.call.spec.name,
+            stream.call.spec.options,
+            stream.call.seed,
+            ranks.size,
+            self.global_batch_size,
+            steps_per_epoch,
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+        self._steps_per_chunk = max(1, min(_CHUNK_RECORDS // self.batch_size_per_rank, steps_per_epoch))
+        self._failure: Exception | None = None
+        self.element_spec: Batch = self._dataset(self._feed(iter(())), 0).element_spec
+        self.scaled_spec = self.element_spec
+
+    def count(self, step: int) -> int:
+        rows = self.batch_size_per_rank
+        if self._lengths is None:
+            return self.global_batch_size
+        return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
+
+    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
+        numbers = itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs)
+        steps = None if epochs is None else epochs * self.steps_per_epoch - first_step
+        feed = self._feed(
+            chunk for number in numbers for chunk in self._chunks(number, first_step if number == epoch else 0)
+        )
+        data = self._dataset(feed, steps)
+        weakref.finalize(data, feed.stop)  # the thread must not outlive the dataset
+        feed.start()
+        return data
+
+    def scaled(self, batch: Batch) -> Batch:
+        return batch
+
+    @property
+    def skipped(self) -> int:
+        return 0
+
+    def explain(self, error: BaseException) -> Exception | None:
+        return self._failure if isinstance(error, tf.errors.OpError) else None
+
+    def _chunks(self, epoch: int, first_step: int) -> Iterator[list[tf.Tensor]]:
+        """Yield the steps of an epoch from one on, some at a time: leaves, weights, ids, counts, each [steps, …]."""
+        rows, end = self.batch_size_per_rank, self.steps_per_epoch
+        with self._stream.call.explaining(epoch):
+            records = self._stream.dataset(epoch)
+            filler = self._filler(records) if first_step else None
+            blocks = iter(records.skip(first_step * rows).batch(self._steps_per_chunk * rows).prefetch(1))
+            for first in range(first_step, end, self._steps_per_chunk):
+                steps = min(self._steps_per_chunk, end - first)
+                block = next(blocks, None)
+                leaves = None if block is None else tf.nest.flatten(block)
+                if filler is None:
+                    filler = self._zeros() if leaves is None else [leaf[:1] for leaf in leaves]
+                there = 0 if leaves is None else int(leaves[-1].shape[0])
+                if self._lengths is not None and first + steps == end:
+                    self._check_is_last(there <= steps * rows and next(blocks, None) is None, epoch)
+                yield self._padded(leaves, filler, first, steps)
+
+    def _check_is_last(self, is_last: bool, epoch: int) -> None:
+        if not is_last:
+            raise UserError(
+                f"{WHERE}: {self._stream.call.name(epoch)} gives more records than an epoch has room for: "
+                f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
+            )
+
+    def _padded(
+        self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
+    ) -> list[tf.Tensor]:
+        ranks, rows = self._stream.ranks, self.batch_size_per_rank
+        room = steps * rows
+        leaves = [leaf[:0] for leaf in filler] if leaves is None else [leaf[:room] for leaf in leaves]
+        there = int(leaves[-1].shape[0])
+        full = [
+            tf.concat([leaf, tf.repeat(fill, room - there, axis=0)], 0) if there < room else leaf
+            for leaf, fill in zip(leaves, filler, strict=True)
+        ]
+        real = tf.range(room) < there
+        own = tf.range(room, dtype=tf.int64) + first_step * rows
+        ids = tf.where(real, own * ranks.size + ranks.rank, -1)
+        full[-1] = tf.where(real, full[-1], 0.0)
+        counts = tf.constant([self.count(step) for step in range(first_step, first_step + steps)], tf.int64)
+        return [*(tf.reshape(values, [steps, rows, *values.shape[1:]]) for values in (*full, ids)), counts]
+
+    def _filler(self, records: tf.data.Dataset) -> list[tf.Tensor]:
+        """Return the leaves of the epoch's first record, each with one row."""
+        first = next(iter(records.take(1).batch(1)), None)
+        return self._zeros() if first is None else tf.nest.flatten(first)
+
+    def _zeros(self) -> list[tf.Tensor]:
+        return [
+            tf.zeros([1, *spec.shape], spec.dtype) if spec.dtype != tf.string else tf.fill([1, *spec.shape], "")
+            for spec in self._leaves
+        ]
+
+    @property
+    def _leaves(self) -> list[tf.TensorSpec]:
+        return [*tf.nest.flatten(self._stream.elements[:2]), tf.TensorSpec([], tf.float32)]
+
+    def _feed(self, items: Iterator[list[tf.Tensor]]) -> Feed:
+        return Feed(items, [*(leaf.dtype.name for leaf in self._leaves), "int64", "int64"], self._remember)
+
+    def _remember(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def _dataset(self, feed: Feed, steps: int | None) -> tf.data.Dataset:
+        rows, queue = self.batch_size_per_rank, feed.queue
+        shapes = [*([None, rows, *leaf.shape] for leaf in self._leaves), [None, rows], [None]]
+
+        def dequeue(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            values = queue.dequeue()
+            for value, shape in zip(values, shapes, strict=True):
+                value.set_shape(shape)
+            return tuple(values)
+
+        data = tf.data.Dataset.range(2**62).map(tf.autograph.experimental.do_not_convert(dequeue)).prefetch(1).unbatch()
+        data = data.map(tf.autograph.experimental.do_not_convert(self._batch))
+        if steps is not None:
+            data = data.take(steps)
+        return prefetch_to(data.prefetch(self._prefetch or tf.data.AUTOTUNE), self._stream.ranks.device)
+
+    def _batch(self, *values: tf.Tensor) -> Batch:
+        *leaves, weights, ids, count = values
+        inputs, targets = tf.nest.pack_sequence_as(self._stream.elements[:2], leaves)
+        return Batch(inputs, targets, weights, ids, count)

@@ -1,0 +1,153 @@
+"""Calls the user's function of a stream, (rank, size, epoch, seed, training) → tf.data.Dataset of single records.
+
+Which record is where is the function's own affair. Checks the form of the records, and names the call in errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from horovod_train.config.registry import call as call_with_options
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import DataConfig, Spec
+from horovod_train.data.loader import Ranks
+from horovod_train.errors import UserError
+
+WHERE = "data.dataset"
+_COUNTED_TOGETHER = 1024
+_PACKAGE = Path(__file__).parent.parent
+
+
+class _Call(NamedTuple):
+    """The user's function, with what it is called with in every epoch."""
+
+    spec: Spec
+    function: Callable[..., Any]
+    ranks: Ranks
+    seed: int
+    training: bool
+
+    def __call__(self, epoch: int) -> tf.data.Dataset | None:
+        """Return what the function gives. Raises UserError."""
+        given = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self.training}
+        with self.explaining(epoch), tf.device("cpu:0"):
+            found = call_with_options(self.function, self.spec, WHERE, epoch=epoch, **given)
+        if not isinstance(found, tf.data.Dataset | None):
+            raise UserError(
+                f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(found).__name__}."
+            )
+        return found
+
+    def name(self, epoch: int) -> str:
+        """Return the call as users would write it."""
+        words = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self.training}"
+        return f"{self.spec.name.partition(':')[2]}({words})"
+
+    def explaining(self, epoch: int) -> _Explaining:
+        """Raise UserError in place of what iterating over an epoch raises."""
+        return _Explaining(self.name(epoch))
+
+
+def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:
+    """Call the function for epoch 0; return None if it gives None, as it may with training=False. Raises UserError."""
+    assert config.dataset is not None
+    call = _Call(config.dataset, load_function(config.dataset.name, WHERE), ranks, seed, training)
+    first = call(0)
+    if first is None and training:
+        raise UserError(f"{WHERE}: {call.name(0)} must return a tf.data.Dataset; received None.")
+    return None if first is None else Stream(call, first)
+
+
+class Stream:
+    """One rank's part of the user's stream, epoch by epoch."""
+
+    def __init__(self, call: _Call, first: tf.data.Dataset) -> None:
+        """first: what the call gives for epoch 0. Raises UserError if its records have not the form that is needed."""
+        self.call, self.ranks = call, call.ranks
+        self._first: tf.data.Dataset | None = first
+        self.elements = _checked_elements(first, call.spec.name)
+        """The specs of a record: (inputs, targets), and its weight if it has one."""
+
+    def dataset(self, epoch: int) -> tf.data.Dataset:
+        """Return the records of an epoch: (inputs, targets, weight). Raises UserError."""
+        data, self._first = (self._first if epoch == 0 else None), None
+        data = self.call(epoch) if data is None else data
+        if data is None or _checked_elements(data, self.call.spec.name) != self.elements:
+            given = None if data is None else data.element_spec
+            raise UserError(f"{WHERE}: {self.call.name(epoch)} gives {given}; epoch 0 gave {self.elements}.")
+        return data.map(_with_weight, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def count(self) -> int:
+        """Return the number of records of epoch 0; reads all of them if the dataset does not know it.
+
+        Raises UserError for a stream that never ends.
+        """
+        data = self.dataset(0)
+        known = int(data.cardinality())
+        if known == tf.data.INFINITE_CARDINALITY:
+            raise UserError(
+                f"{WHERE}: {self.call.name(0)} never ends. Give data.steps_per_epoch: how many steps an epoch has."
+            )
+        if known >= 0:
+            return known
+        with self.call.explaining(0):
+            return int(data.batch(_COUNTED_TOGETHER).reduce(tf.constant(0, tf.int64), _add_rows))
+
+
+class _Explaining:
+    """A block in which the user's code runs: what it raises becomes a UserError that names the call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is None or isinstance(error, UserError | MemoryError) or not isinstance(error, Exception):
+            return
+        raise UserError(f"{WHERE}: {self._name}: {_describe(error)}.") from error
+
+
+def _describe(error: Exception) -> str:
+    """Return what was raised in one line, and where in the user's code if Python knows it."""
+    if not isinstance(error, tf.errors.OpError):
+        where = raised_at(error)
+        return f"{type(error).__name__}: {' '.join(str(error).split())}{'' if str(_PACKAGE) in where else where}"
+    # TensorFlow names its node, and quotes what a generator raised with its traceback.
+    text = re.sub(r"\{\{.*?\}\}", "", str(error.message)).strip()
+    return text.splitlines()[0].strip().rstrip(".")
+
+
+@tf.autograph.experimental.do_not_convert
+def _with_weight(*element: Any) -> tuple[Any, Any, tf.Tensor]:
+    inputs, targets, *weight = element
+    return inputs, targets, tf.cast(weight[0], tf.float32) if weight else tf.constant(1.0)
+
+
+@tf.autograph.experimental.do_not_convert
+def _add_rows(count: tf.Tensor, element: tuple[Any, ...]) -> tf.Tensor:
+    return count + tf.shape(element[-1], tf.int64)[0]
+
+
+def _checked_elements(data: tf.data.Dataset, name: str) -> tuple[Any, ...]:
+    """Return the specs of a record. Raises UserError unless it is (inputs, targets) or (inputs, targets, weight)."""
+    spec = data.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise UserError(
+            f"{WHERE}: {name} must give records (inputs, targets) or (inputs, targets, weight); received {spec}."
+        )
+    for part, what in zip(spec[:2], ("inputs", "targets"), strict=True):
+        leaves = list(part.values()) if isinstance(part, dict) else [part]
+        if not leaves or not all(isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined() for leaf in leaves):
+            raise UserError(
+                f"{WHERE}: {name}: {what} must be a tensor, or tensors by name, of known shapes; received {part}. "
+                "Pad what differs in length, and batch nothing: each element is one record."
+            )
+    if len(spec) == 3 and not (isinstance(spec[2], tf.TensorSpec) and spec[2].shape.rank == 0):
+        raise UserError(f"{WHERE}: {name}: the weight of a record must be one number; received {spec[2]}.")
+    return spec

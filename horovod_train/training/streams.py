@@ -1,0 +1,84 @@
+"""Opens the user's stream of a run on all ranks, and decides how many steps its epochs have. Reads it to count it only.
+
+Ranks whose streams differ in length would take different numbers of steps and wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from horovod_train.config.settings import Config
+from horovod_train.data.dataset import Split
+from horovod_train.data.loader import Ranks
+from horovod_train.data.stream.pipeline import StreamPipeline
+from horovod_train.data.stream.users import open_stream
+from horovod_train.distributed import consistency
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.errors import RanksStartApart, UserError
+
+log = logging.getLogger(__name__)
+
+
+def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:
+    """Collective: return each split's batches of the stream that data.dataset names, with the same steps on all ranks.
+
+    `config` is resolved. Raises UserError for a stream that cannot be used, RanksStartApart where records differ in
+    kind between ranks.
+    """
+    _describe(config, group)
+    train = _open(config, group, is_training=True)
+    assert train is not None, "None is refused"
+    opened: dict[Split, StreamPipeline] = {"train": train}
+    is_evaluated = config.eval.every_epochs or config.eval.every_steps
+    if is_evaluated and (eval_ := _open(config, group, is_training=False)):
+        opened["eval"] = eval_
+    elif config.checkpoint.best or config.early_stopping.patience or config.early_stopping.target:
+        raise UserError("data.dataset: checkpoint.best and early_stopping need an evaluation, and there is none.")
+    return opened
+
+
+def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPipeline | None:
+    """Collective: open one split; None if the function gives no records to evaluate."""
+    ranks = Ranks(group.rank, group.size, group.local_size, group.devices[group.rank].logical[0])
+    with group.raise_together():
+        stream = open_stream(config.data, ranks, seed=config.seed, training=is_training)
+    elements = str(stream.elements) if stream else "None"
+    consistency.check(group, {"records of data.dataset": elements}, "at the start", RanksStartApart)
+    if stream is None:
+        return None
+    given = config.data.steps_per_epoch if is_training else None
+    lengths = None
+    if given is None:
+        with group.heartbeat.phase("index"), group.raise_together():
+            own = stream.count()
+        lengths = group.gather(own)
+        _check_any(lengths, is_training)
+        shown = ", ".join(f"{length:,}" for length in lengths[:_SHOWN]) + (", …" if len(lengths) > _SHOWN else "")
+        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {shown}")
+    data = config.data
+    assert data.global_batch_size is not None
+    rows = -(-data.global_batch_size // group.size)
+    if not is_training:
+        rows = config.eval.batch_size_per_rank or rows
+    steps = given or -(-max(lengths or [0]) // rows)
+    return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
+
+
+_SHOWN = 8
+
+
+def _check_any(lengths: list[int], is_training: bool) -> None:
+    if not any(lengths):
+        raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
+
+
+def _describe(config: Config, group: WorkerGroup) -> None:
+    """Log what a stream keeps of a run's promises, and what it does not."""
+    assert config.data.dataset is not None
+    name, steps = config.data.dataset.name, config.data.steps_per_epoch
+    log.info(
+        f"{name} is a stream: ranks end each epoch together, and a run resumes inside an epoch on as many ranks, by "
+        "reading up to where it stopped. Whether each record comes once, and in the same order again, is up to it."
+    )
+    if steps:
+        log.info(f"an epoch of {name} has {steps} steps: longer streams are cut, shorter ones are filled by weight 0")

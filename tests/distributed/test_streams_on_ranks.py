@@ -1,0 +1,93 @@
+"""Streams of unequal length on real ranks: no rank waits for ever, each record counts once, and a run resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Finished, metrics_of, summary_of, train
+
+CONFIG = """
+data: {dataset: user_streams:uneven, batch_size_per_rank: 4}
+model: user_models:tiny
+loss: {name: sparse_categorical_crossentropy, options: {from_logits: true}}
+lr_schedule: {base_lr: 0.05}
+train: {epochs: 2, steps_per_call: 5}
+eval: {every_epochs: 2}
+log: {every_steps: 1000, tensorboard: false}
+deterministic: true
+"""
+STEPS_AT_3 = 17
+"""An epoch's: rank 0 has 22 records, rank 1 has 67, and rank 2 none."""
+
+
+def run(folder: Path, name: str, np: int, *words: str) -> Finished:
+    (folder / "c.yaml").write_text(CONFIG)
+    launcher = "none" if np == 1 else "mpirun"
+    return train(["--config", folder / "c.yaml", "--output-dir", folder / name, *words], launcher=launcher, np=np)
+
+
+def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path: Path) -> None:
+    """At a learning rate of 0 the mean over an epoch is one over its records, however they are spread over ranks."""
+    found = {}
+    words = ["model=user_streams:linear", "lr_schedule.base_lr=0", "train.epochs=1", "eval.every_epochs=1"]
+    for np in (3, 1):
+        finished = run(tmp_path, f"at-{np}", np, *words)
+        assert finished.returncode == 0, finished.text
+        found[np] = [metrics_of(tmp_path / f"at-{np}", split)[-1]["loss"] for split in ("train", "eval")]
+        assert "is a stream: ranks end each epoch together" in finished.text
+    assert found[3] == pytest.approx(found[1], rel=1e-5)
+    assert summary_of(tmp_path / "at-3")["steps"] == STEPS_AT_3
+    assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_inside_an_epoch_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    assert run(tmp_path, "whole", 3).returncode == 0
+    for stop in (STEPS_AT_3 + 9, 2 * STEPS_AT_3):
+        finished = run(tmp_path, "stopped", 3, f"train.max_steps={stop}")
+        assert finished.returncode == 0, finished.text
+    assert f"at step {STEPS_AT_3 + 9}" in finished.text
+    found, expected = summary_of(tmp_path / "stopped"), summary_of(tmp_path / "whole")
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert found["steps"] == expected["steps"]
+
+
+@pytest.mark.long
+def test_on_other_ranks_a_run_resumes_only_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    """There is no place in the streams of two ranks that means what a place in those of three meant."""
+    given = ["data.global_batch_size=12", "data.batch_size_per_rank=null", "data.steps_per_epoch=12"]
+    assert run(tmp_path, "a", 3, *given, "train.max_steps=9").returncode == 0
+    refused = run(tmp_path, "a", 2, *given)
+    assert refused.returncode == 2, refused.text
+    assert "Resume with as many ranks, the same data.dataset, seed 1" in refused.stderr
+    assert run(tmp_path, "a", 3, *given, "train.max_steps=12").returncode == 0
+    finished = run(tmp_path, "a", 2, *given)
+    assert finished.returncode == 0, finished.text
+    assert summary_of(tmp_path / "a")["steps"] == 24
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.dataset={name: user_streams:broken, options: {how: raises}}"], "RuntimeError: no connection"),
+        (["data.dataset={name: user_streams:broken, options: {how: empty}}"], "no rank has a record."),
+        (["data.dataset=user_streams:endless"], "never ends. Give data.steps_per_epoch"),
+        (
+            ["data.dataset={name: user_streams:of_size, options: {epoch_0: 9}}", "checkpoint.best={metric: loss}"],
+            "checkpoint.best and early_stopping need an evaluation, and there is none.",
+        ),
+        (
+            ["data.dataset={name: user_streams:of_size, options: {epoch_0: 3, epoch_1: 9}}"],
+            "more records than an epoch",
+        ),
+    ],
+)
+def test_a_stream_that_cannot_be_used_is_one_line(tmp_path: Path, words: list[str], said: str) -> None:
+    finished = run(tmp_path, "a", 2, *words)
+    assert finished.returncode == 2, finished.text
+    errors = [line for line in finished.stderr.splitlines() if "data.dataset:" in line]
+    assert 1 <= len(errors) <= 2, finished.text
+    assert said in errors[0]
+    assert "Traceback" not in finished.text

@@ -1,0 +1,82 @@
+"""Streams as users write them, for tests: package.module:function of data.dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+WIDTH = 6
+SPEC = (tf.TensorSpec([WIDTH]), tf.TensorSpec([], tf.int64))
+
+
+def record(number: int) -> tuple[np.ndarray, int]:
+    """The record with a number: its inputs, from which the number can be told, and its target."""
+    x = np.random.default_rng(number).normal(size=WIDTH).astype(np.float32)
+    return x, int(x.sum() > 0)
+
+
+def rows(numbers: list[int]) -> tf.data.Dataset:
+    """A dataset that does not know how many records it has."""
+
+    def give() -> Iterator[tuple[np.ndarray, int]]:
+        yield from map(record, numbers)
+
+    return tf.data.Dataset.from_generator(give, output_signature=SPEC)
+
+
+def uneven(rank: int, size: int, epoch: int, seed: int, training: bool, records: int = 89) -> tf.data.Dataset:
+    """Of so many records, rank 0 of three has a quarter, rank 1 the rest and rank 2 none."""
+    if not training:
+        records, epoch = 25, 0
+    order = np.random.default_rng([seed, epoch]).permutation(records).tolist()
+    first = records if size == 1 else records // 4
+    edges = [0, first, records, records]
+    return rows(order[edges[rank] : edges[rank + 1]])
+
+
+def of_size(rank: int, size: int, epoch: int, seed: int, training: bool, **records: Any) -> tf.data.Dataset | None:
+    """records: of each epoch, as epoch_0; no evaluation."""
+    return rows(list(range(records[f"epoch_{epoch}"]))) if training else None
+
+
+def endless(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+    numbers = tf.data.Dataset.range(rank, 2**40, size).repeat()
+    return numbers.map(lambda n: (tf.fill([WIDTH], tf.cast(n, tf.float32)), n % 2))
+
+
+def weighted(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+    numbers = tf.data.Dataset.range(rank, 10, size)
+    return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32)))
+
+
+def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str = "") -> Any:
+    """Not what is asked for."""
+
+    def torn() -> Iterator[tuple[np.ndarray, int]]:
+        yield from map(record, range(20))
+        raise ValueError(f"page 21 of {epoch} is torn")
+
+    if how == "raises":
+        raise RuntimeError("no connection")
+    if how == "torn" and epoch:
+        return tf.data.Dataset.from_generator(torn, output_signature=SPEC)
+    return {
+        "list": [1, 2],
+        "single": tf.data.Dataset.range(3),
+        "batched": rows([1, 2, 3]).batch(2),
+        "empty": rows([]),
+        "other": rows([1]) if epoch == 0 else tf.data.Dataset.range(3).map(lambda n: (n, n)),
+        "torn": rows(list(range(30))),
+        "weights": rows([1]).map(lambda x, y: (x, y, x)),
+        "none": None,
+    }[how]
+
+
+def linear() -> keras.Model:
+    """WIDTH numbers → 2 logits, one record independent of the others."""
+    x = keras.Input((WIDTH,))
+    return keras.Model(x, keras.layers.Dense(2)(x))
