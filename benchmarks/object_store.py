@@ -10,6 +10,7 @@ It shares this machine's cores with the ranks, which real stores do not. Needs t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -46,14 +47,18 @@ def prepare(folder: Path, records: int) -> None:
 
 
 def train(folder: Path, name: str, data: str, ranks: int, environment: dict[str, str]) -> float:
-    """Return the records a second, of all ranks, that a run says it has trained on."""
+    """Return the records a second, of all ranks, over all steps but the first call's."""
     python = os.environ.get("PYTHONPATH", "")
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), python)))}
     words = ["--config", "c.yaml", "--output-dir", name, f"data.train={data}/train", "data.index_dir=indexes"]
     command = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(ranks), sys.executable]
     command += ["-m", "horovod_train.main", *words]
     subprocess.run(command, cwd=folder, check=True, env=os.environ | paths | environment, stderr=subprocess.DEVNULL)
-    return float(json.loads((folder / name / "summary.json").read_text())["examples_per_s"])
+    rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [later["step"] - one["step"] for one, later in itertools.pairwise([{"step": 0}, *rows])]
+    seconds = sum(row["s_per_step"] * count for row, count in zip(rows, steps, strict=True))
+    records = sum(row["examples_per_s"] * row["s_per_step"] * count for row, count in zip(rows, steps, strict=True))
+    return records / seconds
 
 
 def serve(folder: Path, arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], dict[str, str]]:

@@ -34,7 +34,8 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._moto = DomainDispatcherApplication(create_backend_app)
         self.delay_s, self.fail_every = delay_s, fail_every
-        self.requests = self.failed = 0
+        self.requests = self.failed = self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
         self._number = itertools.count(1)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -42,7 +43,12 @@ class S3Server:
         self._server: Any = None
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        with self._lock:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
         time.sleep(self.delay_s)
+        with self._lock:
+            self.at_once -= 1
         number = self.requests = next(self._number)
         if self.fail_every and number % self.fail_every == 0 and environ["REQUEST_METHOD"] == "GET":
             self.failed += 1

@@ -78,6 +78,7 @@ def test_late_and_failing_now_and_then_the_weights_are_those_from_disk(
     remote = run(samples, tmp_path / "s3", "s3://bucket/samples", server=server)
     assert remote.returncode == 0, remote.text
     assert server.failed > 5
+    assert server.most_at_once > 2 * 10, "more than botocore's ten connections of each rank"
     found, expected = summary_of(tmp_path / "s3"), summary_of(tmp_path / "disk")
     assert found["weights_sha256"] == expected["weights_sha256"]
     assert found["eval"] == expected["eval"]

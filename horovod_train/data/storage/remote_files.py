@@ -22,6 +22,8 @@ _DRIVERS: dict[str, Callable[[str], object]] = {
 }
 """Scheme of a URL → what imports its driver, or says how to install it."""
 
+_CONNECTIONS = 64
+
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
 """What drivers say of a file that changes when it does, best first. All of them have one of these."""
 
@@ -95,12 +97,19 @@ def _open(url: str) -> _Place:
     fsspec = import_extra("fsspec", "s3", url)
     try:
         # A listing that a driver keeps would hide that files have changed.
-        files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False)
+        options = _options(fsspec) if scheme == "s3" else {}
+        files, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
         raise UserError(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
     return _Place(files, path, url.rstrip("/").removesuffix(path))
+
+
+def _options(fsspec: Any) -> dict[str, Any]:
+    """Return what s3fs is opened with: connections for all threads that read, not botocore's ten."""
+    users = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **users}}
 
 
 def _facts(info: dict[str, Any]) -> Facts:
