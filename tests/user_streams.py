@@ -48,9 +48,9 @@ def endless(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.d
     return numbers.map(lambda n: (tf.fill([WIDTH], tf.cast(n, tf.float32)), n % 2))
 
 
-def weighted(rank: int, size: int, epoch: int, seed: int, training: bool) -> tf.data.Dataset:
+def weighted(rank: int, size: int, epoch: int, seed: int, training: bool, least: int = 0) -> tf.data.Dataset:
     numbers = tf.data.Dataset.range(rank, 10, size)
-    return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32)))
+    return numbers.map(lambda n: ({"a": tf.cast(n, tf.float32)[None]}, n % 2, tf.cast(n, tf.int32) + least))
 
 
 def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str = "") -> Any:

@@ -88,6 +88,12 @@ def test_weights_and_inputs_by_name_are_the_functions() -> None:
     assert all(batch.inputs["a"].shape == (2, 1) for batch in found)
 
 
+def test_a_weight_below_zero_is_refused() -> None:
+    (made,) = pipelines("weighted", 1, rows=2, least=-3)
+    with pytest.raises(UserError, match=r"weighted\(.*\): expected weights of 0 or more; received -3\.$"):
+        batches(made)
+
+
 def test_a_later_epoch_that_is_shorter_is_filled_and_one_that_is_longer_ends_the_run() -> None:
     (made,) = pipelines("of_size", 1, rows=4, epoch_0=9, epoch_1=5, epoch_2=13)
     assert [int((batch.ids >= 0).sum()) for batch in batches(made, 1)] == [4, 1, 0]

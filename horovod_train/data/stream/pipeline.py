@@ -96,9 +96,18 @@ class StreamPipeline(BatchSource):
                 if filler is None:
                     filler = self._zeros() if leaves is None else [leaf[:1] for leaf in leaves]
                 there = 0 if leaves is None else int(leaves[-1].shape[0])
+                if leaves is not None:
+                    self._check_weights(leaves[-1], epoch)
                 if self._lengths is not None and first + steps == end:
                     self._check_is_last(there <= steps * rows and next(blocks, None) is None, epoch)
                 yield self._padded(leaves, filler, first, steps)
+
+    def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
+        bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
+        if int(tf.size(bad)):
+            raise UserError(
+                f"{WHERE}: {self._stream.call.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
+            )
 
     def _check_is_last(self, is_last: bool, epoch: int) -> None:
         if not is_last:
