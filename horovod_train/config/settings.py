@@ -91,9 +91,7 @@ class Mixed:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: tuple[str | Mixed, ...] = setting(
-        (), "training records: a folder, file, glob, or a list of them, each with repeats or without; see docs/data.md"
-    )
+    train: tuple[str | Mixed, ...] = setting((), "training records: folder, file, glob or a list; see docs/data.md")
     eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
     dataset: Spec | None = setting(None, "package.module:function that gives a stream, in place of train and eval")
     steps_per_epoch: int | None = setting(None, "steps of a stream's epoch; default: what its epoch 0 has", minimum=1)
