@@ -86,7 +86,7 @@ def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
     found = {path.name for path in run_dir.iterdir()}
     # times.jsonl: if the run was long enough to be looked at.
-    always = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "summary.json", "tensorboard"}
+    always = {"checkpoints", "config.yaml", "logs", "metrics.jsonl", "metrics.prom", "summary.json", "tensorboard"}
     assert found - {"times.jsonl"} == always
     assert len(list((run_dir / "tensorboard" / "train").iterdir())) == 1
     assert finished.stdout.count("Done training for 2 epochs, 30 steps") == 1
