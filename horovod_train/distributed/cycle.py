@@ -11,6 +11,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch.initialize import start_again
 from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS
 from horovod_train.distributed.optimizer import SMALL_BYTES
+from horovod_train.distributed.timeline import VARIABLE as TIMELINE
 
 _NAME = "HOROVOD_CYCLE_TIME"
 
@@ -24,7 +25,7 @@ def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
     if group.size == 1 or group.exchange != "MPI" or any(device.gpu_keys for device in group.devices):
         return None
     is_free = any(setting.name == _NAME and setting.origin == "default" for setting in group.settings)
-    is_free = is_free and "HOROVOD_TIMELINE" not in os.environ  # would be written from the beginning again
+    is_free = is_free and TIMELINE not in os.environ  # would be written from the beginning again
     wishes = group.gather(is_free and gradient_bytes <= SMALL_BYTES)
     if not all(wishes):
         return None

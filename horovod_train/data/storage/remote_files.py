@@ -22,7 +22,10 @@ _DRIVERS: dict[str, Callable[[str], object]] = {
 }
 """Scheme of a URL → what imports its driver, or says how to install it."""
 
-_CONNECTIONS = 64
+_OF_BOTOCORE = {
+    "max_pool_connections": 64,  # for all threads that read, not ten
+    "retries": {"total_max_attempts": 1},  # requests are repeated here; its own pauses would hold a process that ends
+}
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
 """What drivers say of a file that changes when it does, best first. All of them have one of these."""
@@ -107,9 +110,9 @@ def _open(url: str) -> _Place:
 
 
 def _options(fsspec: Any) -> dict[str, Any]:
-    """Return what s3fs is opened with: connections for all threads that read, not botocore's ten."""
+    """Return what s3fs is opened with. The user's own settings win."""
     users = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": {"max_pool_connections": _CONNECTIONS, **users}}
+    return {"config_kwargs": _OF_BOTOCORE | users}
 
 
 def _facts(info: dict[str, Any]) -> Facts:

@@ -9,7 +9,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ClassVar, TypeVar
+from weakref import WeakSet
 
 from horovod_train.output.logs import ANY_RANK
 
@@ -34,7 +35,12 @@ log = logging.getLogger(__name__)
 
 
 class Retries:
-    """Several threads may use it. When one of them has given up, the others need not wait as long as it did."""
+    """Several threads may use it. When one has given up, no other need wait as long as it did, whatever it reads.
+
+    For then the run ends: threads that read training records must not outlast an evaluation that has failed.
+    """
+
+    _in_use: ClassVar[WeakSet[Retries]] = WeakSet()
 
     def __init__(self, limit_s: float) -> None:
         """limit_s: how long a request is repeated; 0: it is made once."""
@@ -42,6 +48,7 @@ class Retries:
         self._given_up = threading.Event()
         self._lock = threading.Lock()
         self._logged_at: float | None = None
+        self._in_use.add(self)
 
     def call(self, url: str, request: Callable[[], T]) -> T:
         """Return what the request returns. Raises OSError for a failure that does not pass, with its text."""
@@ -54,7 +61,8 @@ class Retries:
                 if not may_pass(error):
                     raise as_os_error(error, url) from error
                 if self._given_up.is_set() or tried_s >= self._limit_s:
-                    self._given_up.set()
+                    for each in list(self._in_use):
+                        each._given_up.set()
                     text = f"{describe(error)}; tried for {self._limit_s:g} s (data.retry_s)"
                     raise OSError(errno.EIO, text, url) from error
                 if tried_s > _QUIET_S:
