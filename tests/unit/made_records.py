@@ -25,7 +25,7 @@ SCHEMA: dict[str, Any] = {"features": FEATURES, "inputs": ["image_raw"], "target
 
 
 def example(**values: Any) -> bytes:
-    """A serialized tf.train.Example: bytes, ints and floats, alone or in lists."""
+    """A serialized tf.train.Example of bytes, ints and floats, alone or in lists; the same bytes in every process."""
     features = {}
     for name, value in values.items():
         items = value if isinstance(value, list) else [value]
@@ -35,7 +35,7 @@ def example(**values: Any) -> bytes:
             features[name] = tf.train.Feature(float_list=tf.train.FloatList(value=items))
         else:
             features[name] = tf.train.Feature(int64_list=tf.train.Int64List(value=items))
-    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString(deterministic=True)
 
 
 def pixels(number: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from made_records import batches, config, example, ids, image_record, make_images, pipeline, write_file
+from made_records import batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
@@ -123,7 +123,7 @@ def test_records_of_array_record_are_those_of_tfrecords(tmp_path: Path) -> None:
         assert all(np.array_equal(value, same) for value, same in zip(one, other, strict=True))
     path = tmp_path / "other" / "a.array_record-00000-of-00001"
     damaged = bytearray(path.read_bytes())
-    damaged[damaged.find(records[41][5:30]) + 8] ^= 0xFF
+    damaged[damaged.index(pixels(41).tobytes()) + 8] ^= 0xFF
     path.write_bytes(damaged)
     with pytest.raises(UserError, match=r"a\.array_record.*: record 41: RuntimeError: .*Read by rank 0 of 1"):
         read(pipeline(here))

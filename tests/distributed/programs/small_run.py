@@ -44,4 +44,4 @@ def _write_records(folder: Path, num_records: int, unused_bytes: int) -> None:
             values = tf.train.Feature(float_list=tf.train.FloatList(value=x))
             unused = tf.train.Feature(bytes_list=tf.train.BytesList(value=[bytes(unused_bytes)]))
             example = tf.train.Example(features=tf.train.Features(feature={"x": values, "y": label, "unused": unused}))
-            writer.write(example.SerializeToString())
+            writer.write(example.SerializeToString(deterministic=True))
