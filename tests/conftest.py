@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -28,6 +29,12 @@ PROGRAMS = PROJECT / "tests" / "distributed" / "programs"
 BIN = Path(sys.executable).parent
 HANGS_AFTER_S = 300.0
 """What has not ended by then never will: a limit for what hangs, on a machine that does much else besides."""
+
+# How long an example takes says nothing on a machine that does much else besides.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def alike(draw: st.DrawFn) -> list[bytes]:
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(alike())
 def test_a_table_is_parsed_as_tensorflow_does(records: list[bytes]) -> None:
     found = by_template(records)

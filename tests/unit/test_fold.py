@@ -104,7 +104,7 @@ def test_a_bad_record_has_its_number_in_the_file(tmp_path: Path) -> None:
     assert len(shown(data, "train")) == 40
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(2, 40), st.integers(0, 400))
 def test_parts_have_equal_sizes_and_are_spread_evenly(folds: int, more: int) -> None:
     records = folds + more

@@ -253,7 +253,7 @@ def test_what_the_shipped_configs_name_can_be_built(path: Path) -> None:
 ORDERS = st.sampled_from(["shuffled", "lanes", "file"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 90), st.integers(1, 33), st.integers(1, 7), ORDERS, st.booleans())
 def test_records_per_rank_are_those_that_the_ranks_read(
     records: int, batch: int, ranks: int, order: Any, drop: bool

@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 ranks = st.integers(1, 9)
-a_few = settings(max_examples=50, deadline=None)  # examples a property; no deadline: machines that test are busy
+a_few = settings(max_examples=50)  # examples a property
 
 
 def taken(plan: Plan, epoch: int, size: int, first_step: int = 0) -> list[np.ndarray]:
