@@ -66,10 +66,14 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def _by_position(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet) -> None:
     """Named by position: the names of variables contain numbers that Keras gives in each process by itself."""
+    # Broadcasts of one compiled step overlap, so they need different names.
+    prefix = "broadcast_variables"
+    if not tf.executing_eagerly():
+        prefix = tf.compat.v1.get_default_graph().unique_name(prefix)
 
     def together() -> None:
         for number, variable in enumerate(variables):
-            name = f"broadcast_variables.{number}"
+            name = f"{prefix}.{number}"
             value = hvd.broadcast(variable, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
             variable.assign(value)
 

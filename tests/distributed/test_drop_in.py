@@ -77,6 +77,12 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
     assert len({facts["broadcast"] for facts in ranks}) == 1
 
 
+def test_one_compiled_step_broadcasts_twice(ranks: list[dict[str, Any]]) -> None:
+    """As Horovod's own example does: a model and its optimizer. Their exchanges overlap, so their names must differ."""
+    for facts in ranks:
+        assert facts["two_broadcasts"] == list(range(60))
+
+
 def test_ways_that_part_by_design_are_not_taken_for_disagreement(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert facts["partial_in_fit"] == facts["process_set_in_fit"] == "accepted"

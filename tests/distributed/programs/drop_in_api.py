@@ -115,6 +115,17 @@ late = dense(rank)
 hvd.broadcast_variables([late, sgd()], root_rank=0)
 facts["broadcast"] = weights(loop(late, distributed())).tobytes().hex()
 
+
+@tf.function
+def two_broadcasts() -> None:
+    for variables in several:
+        hvd.broadcast_variables(variables, root_rank=0)
+
+
+several = [[tf.Variable(100.0 * rank + number) for number in range(first, first + 30)] for first in (0, 30)]
+two_broadcasts()
+facts["two_broadcasts"] = [float(variable.numpy()) for variables in several for variable in variables]
+
 x, y, ones = hvd.shard(np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)
 rows = hvd.shard(tf.data.Dataset.from_tensor_slices((np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)))
 facts["shard"] = [x.tolist(), y.tolist(), ones.tolist()]
