@@ -110,7 +110,7 @@ class GradientCombiner:
         first = variables[0] if variables else None
         if self._arguments.name or first is None or isinstance(first, tf.Tensor):
             return self._arguments.name or self._owner
-        return f"{self._owner}.{number_of(first)}"
+        return f"{self._owner}.{number_of(first, self.ranks)}"
 
     def _combine(self, grad: Any, name: str) -> Any:
         is_sparse = isinstance(grad, tf.IndexedSlices) and not self._arguments.sparse_as_dense

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_train.distributed.group import as_tf_variable
@@ -46,16 +48,16 @@ class PerVariable(Generic[T]):
         return list(self._found.values())
 
 
-_numbers = PerVariable(itertools.count().__next__)
+_numbers: defaultdict[int | None, PerVariable[int]] = defaultdict(lambda: PerVariable(itertools.count().__next__))
 
 
-def number_of(variable: Any) -> int:
-    """Return a number that stands for a variable on all ranks: how many others were asked for before, in this process.
+def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_set) -> int:
+    """Return a number that stands for a variable in a process set: how many others were asked for before, in it.
 
-    All ranks ask in the same order. Names would not do: Keras numbers layers and optimizers by how many there have been
-    in the process, and rank 0 may have made some more.
+    All its ranks ask in the same order; ranks outside need not ask. Names would not do: Keras numbers layers and
+    optimizers by how many there have been in the process, and rank 0 may have made some more.
     """
-    return _numbers[variable]
+    return _numbers[process_set.process_set_id][variable]
 
 
 def name_of(variable: Any) -> str:

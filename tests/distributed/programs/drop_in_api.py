@@ -82,6 +82,8 @@ facts["partial_in_fit"] = error_of(
     lambda: fit(own_head, hvd.PartialDistributedOptimizer(sgd(), local_layers=own_head.layers[-1]), in_fit)
 )
 facts["process_set_in_fit"] = error_of(lambda: fit(dense(), distributed(process_set=some), in_fit))
+if some.included():  # the others know nothing of it, and all exchange with each other after it
+    loop(dense(), distributed(process_set=some))
 facts["plain_in_fit"] = error_of(lambda: fit(dense(), sgd(), in_fit))
 
 # Two sets of variables in turns; a variable whose last gradient of a sum is missing.
