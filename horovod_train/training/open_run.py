@@ -20,7 +20,7 @@ from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.launch import launcher
-from horovod_train.distributed.watchdog.heartbeat import TRAIN
+from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart
@@ -32,6 +32,7 @@ from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
 from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.step import Steps
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 from horovod_train.training.streams import open_streams
 
@@ -78,8 +79,16 @@ def open_run(config: Config) -> Iterator[Run]:
             log.info(chosen)
         deadline = _deadline(config, started)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
-        times = PhaseTimes(lambda: parts.train_step.phase_variable.phase() if group.heartbeat.name == TRAIN else None)
+        times = PhaseTimes(lambda: _measured_phase(group, parts.train_step))
         yield Run(config, group, output, store, stopping, run_end, parts, found, started, times)
+
+
+def _measured_phase(group: WorkerGroup, train_step: Steps) -> str | None:
+    """Return this rank's phase as PhaseTimes counts it. The step's own phase is inside the compiled call."""
+    name, around = group.heartbeat.name, group.heartbeat.around
+    if name == TRAIN:
+        return train_step.phase_variable.phase()
+    return name if name == HOOK or (name == "exchange" and around in (TRAIN, HOOK)) else None
 
 
 def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | BatchSource]:

@@ -13,26 +13,30 @@ from types import TracebackType
 
 import numpy as np
 
-from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
+from horovod_train.distributed.watchdog.heartbeat import HOOK
 
 LOOK_EVERY_S = 0.05
 """On cores that are all busy a look costs more than the 30 µs that it takes: at 0.01 steps took 5 % longer."""
 
-SLOW_FROM = 0.15
-"""A rank is a straggler if the others wait for it during so much of a step."""
+MEASURED_PHASES = ("input", "compute", HOOK, "exchange")
+"""Those of a step, and users' hooks and Keras callbacks between steps."""
 
-_OWN, _EXCHANGE = FINE_PHASES[:2], FINE_PHASES.index("exchange")
+SLOW_FROM = 0.15
+"""A rank is a straggler if the others wait for it during so much of a step, beyond what chance explains."""
+
+_OWN = MEASURED_PHASES[:-1]
+"""What a rank does by itself, without waiting for others."""
 
 
 class PhaseTimes:
-    """Measures how long this rank is in each phase of compiled training, by looking at it from a thread.
+    """Measures how long this rank is in each phase of training, by looking at it from a thread.
 
-    phase: returns the present one, or None outside compiled training.
+    phase: returns the present one of MEASURED_PHASES, or None in others, such as an evaluation.
     """
 
     def __init__(self, phase: Callable[[], str | None]) -> None:
         self._phase, self._ended, self._lock = phase, threading.Event(), threading.Lock()
-        self._seconds = np.zeros(len(FINE_PHASES))
+        self._seconds = np.zeros(len(MEASURED_PHASES))
         self._thread = threading.Thread(target=self._look, name="phase times", daemon=True)
 
     def __enter__(self) -> None:
@@ -43,9 +47,9 @@ class PhaseTimes:
         self._thread.join(timeout=1.0)  # a look may hang with a stuck process, which then ends without it
 
     def take(self) -> np.ndarray:
-        """Return the seconds in each of FINE_PHASES since the last call."""
+        """Return the seconds in each of MEASURED_PHASES since the last call."""
         with self._lock:
-            taken, self._seconds = self._seconds, np.zeros(len(FINE_PHASES))
+            taken, self._seconds = self._seconds, np.zeros(len(MEASURED_PHASES))
         return taken
 
     def _look(self) -> None:
@@ -55,30 +59,36 @@ class PhaseTimes:
             # The whole time since the last look: a process that was stopped has looked neither before nor after.
             if phase is not None and last is not None:
                 with self._lock:
-                    self._seconds[FINE_PHASES.index(phase)] += now - before
+                    self._seconds[MEASURED_PHASES.index(phase)] += now - before
             before, last = now, phase
 
 
 def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
     """Say what limits the run: `compute-bound`, or `straggler rank 3 (node2): 38 % slower in compute`.
 
-    seconds: [ranks, FINE_PHASES], with a sum above 0. name: of a rank.
+    seconds: [ranks, MEASURED_PHASES], with a sum above 0. name: of a rank.
     """
-    own = seconds[:, : len(_OWN)].sum(axis=1)
+    own = seconds[:, :-1].sum(axis=1)
     slowest = int(own.argmax())
     if len(seconds) > 1:
         others = np.delete(seconds, slowest, axis=0)
         waited = own[slowest] - np.median(np.delete(own, slowest))
-        if waited > SLOW_FROM * seconds.sum(axis=1).max():
+        passed = seconds.sum(axis=1).max()
+        if waited > (SLOW_FROM + _chance(passed / LOOK_EVERY_S)) * passed:
             what = _slower(seconds[slowest], np.median(others, axis=0))
             return f"straggler {name(slowest)}: {what}"
-    costs = np.append(seconds[:, : len(_OWN)].mean(axis=0), seconds[:, _EXCHANGE].min())
-    return f"{FINE_PHASES[int(costs.argmax())]}-bound"
+    costs = np.append(seconds[:, :-1].mean(axis=0), seconds[:, -1].min())
+    return f"{MEASURED_PHASES[int(costs.argmax())]}-bound"
+
+
+def _chance(looks: float) -> float:
+    """Return two standard deviations, at most, of the difference of two ranks' shares of time, each from `looks`."""
+    return float(2 * np.sqrt(2 * 0.25 / looks))
 
 
 def _slower(seconds: np.ndarray, usual: np.ndarray) -> str:
-    """Say in which phase a rank is slower than others usually are, and by how much. seconds, usual: [FINE_PHASES]"""
-    phase = int((seconds - usual)[: len(_OWN)].argmax())
+    """Say in which phase a rank is slower than others usually are, and by how much. Both: [MEASURED_PHASES]."""
+    phase = int((seconds - usual)[:-1].argmax())
     if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing
         return f"{seconds[phase] / seconds.sum():.0%} of its time in {_OWN[phase]}".replace("%", " %")
     return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {_OWN[phase]}".replace("%", " %")

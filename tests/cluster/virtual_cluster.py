@@ -217,6 +217,15 @@ class VirtualCluster:
     def mend(self, host: str) -> None:
         self._shell(HEAD, f"ip link set to-{host} up")
 
+    @contextlib.contextmanager
+    def slow(self, host: str, rate: str) -> Iterator[None]:
+        """What is sent to this host passes at a rate, such as 2mbit, in the block."""
+        self._shell(HEAD, f"tc qdisc add dev to-{host} root tbf rate {rate} burst 32kbit latency 400ms")
+        try:
+            yield
+        finally:
+            self._shell(HEAD, f"tc qdisc del dev to-{host} root")
+
     def _serve(self, name: str, host: str | None, *words: str) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             command = self.command(host, words) if host else list(words)

@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 from conftest import RankFacts
 
-from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
-from horovod_train.training.phase_times import judge
+from horovod_train.training.phase_times import MEASURED_PHASES, judge
+
+EVERYWHERE = "input-bound|straggler rank . in input"
+"""Where all ranks parse slowly: the others have their next batch by the time the slowest has, and look fast."""
+
+HEALTHY = "(compute|exchange|input)-bound"
 
 REASONS = [
     (2, "straggler rank 1 in compute"),
     *(
         pytest.param(3, reason, marks=pytest.mark.long)  # on cores that do much else besides, another may be the reason
         for reason in (
-            *("compute-bound", "exchange-bound"),
-            *("straggler rank 1 in compute", "straggler rank 2 in input", "straggler rank 0 in .*"),
+            *("compute-bound", "exchange-bound", EVERYWHERE, "hook-bound"),
+            *("straggler rank 1 in compute", "straggler rank 2 in compute", "straggler rank 1 in hook"),
+            *("straggler rank 0 in input", "straggler rank 2 in input", "straggler rank 0 in .*"),
+            HEALTHY,
         )
     ),
 ]
@@ -47,11 +53,11 @@ def test_the_reason_is_found(rank_facts: RankFacts, np_: int, reason: str) -> No
     assert re.fullmatch(reason, said_mostly(row["verdict"] for row in times)), times
 
 
-@pytest.mark.parametrize(("np_", "reason"), REASONS)
+@pytest.mark.parametrize(("np_", "reason"), REASONS[:-1])
 def test_it_would_not_be_found_in_shuffled_marks(rank_facts: RankFacts, np_: int, reason: str) -> None:
     verdicts = []
     for row in between(rank_facts("slowed", "srun", np_)[0][reason]["times"]):
-        seconds = np.array([row["seconds"][phase] for phase in FINE_PHASES]).T
+        seconds = np.array([row["seconds"][phase] for phase in MEASURED_PHASES]).T
         shuffled = np.roll(seconds, 1, axis=0 if "straggler" in reason else 1)
         verdicts.append(judge(shuffled, lambda rank: f"rank {rank} (host)"))
     assert not re.fullmatch(reason, said_mostly(verdicts)), verdicts

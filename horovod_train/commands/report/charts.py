@@ -17,6 +17,7 @@ UNITS = {
     "s_per_step": "seconds a step",
     "input_share": "share of all ranks' time",
     "compute_share": "share of all ranks' time",
+    "hook_share": "share of all ranks' time",
     "exchange_share": "share of all ranks' time",
     "own_s_per_step_min": "seconds a step, without the exchange",
     "own_s_per_step_median": "seconds a step, without the exchange",

@@ -22,6 +22,9 @@ from horovod_train.output.logs import ANY_RANK, PHASE
 TRAIN = "train"
 """The phase of the compiled training call. The probe's phase is shown instead: input, compute, exchange."""
 
+HOOK = "hook"
+"""The phase in which a user's hook or a Keras callback is called between steps."""
+
 FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 
@@ -62,6 +65,7 @@ class Heartbeat:
         self._coarse = "start"
         self._has_stepped = False
         self._phase = ("start", "", 0)
+        self._around = "start"
         self._beat = Beat("start", None, "", 0, 0.0)
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -76,6 +80,7 @@ class Heartbeat:
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
         """
         before = self._phase[:2]
+        self._around = before[0]
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
@@ -87,6 +92,11 @@ class Heartbeat:
     def name(self) -> str:
         """The phase that the main thread is in, whatever the probe finds."""
         return self._phase[0]
+
+    @property
+    def around(self) -> str:
+        """The phase in which the main thread has entered its phase."""
+        return self._around
 
     def look(self) -> Beat:
         """Read the probe, which may take long if a device is stuck; return what it found."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_train.distributed.watchdog.heartbeat import FINE_PHASES
+from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.output.metrics import NOTHING, Aside
-from horovod_train.training.phase_times import judge
+from horovod_train.training.phase_times import MEASURED_PHASES, judge
 from horovod_train.training.run_record import Run
 
 
@@ -47,16 +47,16 @@ class LogTraining:
 
 def _where_time_went(run: Run, step: int, steps: int) -> Aside:
     """Collective: return what limits the run, and figures for it; write each rank's. steps: that were timed."""
-    table = np.zeros((run.group.size, len(FINE_PHASES)))
+    table = np.zeros((run.group.size, len(MEASURED_PHASES)))
     table[run.group.rank] = run.phase_times.take()
     (seconds,) = run.group.sum([table])
     if not steps or not seconds.any(axis=1).all():
         return NOTHING  # too short for every rank to have looked
     verdict = judge(seconds, run.group.name)
-    run.output.append_times(step, verdict, dict(zip(FINE_PHASES, seconds.T.tolist(), strict=True)))
-    shares = zip(FINE_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
+    run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, seconds.T.tolist(), strict=True)))
+    shares = zip(MEASURED_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
     own = seconds[:, :-1].sum(axis=1) / steps  # without the exchange, where ranks wait for each other
-    figures = {f"{phase}_share": float(share) for phase, share in shares}
+    figures = {f"{phase}_share": float(share) for phase, share in shares if share or phase != HOOK}
     figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
     figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
     return Aside(figures, verdict)

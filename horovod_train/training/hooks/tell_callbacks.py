@@ -7,6 +7,7 @@ from typing import Any
 
 from horovod_train.config.registry import raised_at
 from horovod_train.distributed.group import is_connection_loss
+from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.errors import RunError
 from horovod_train.training.run_record import Run
 
@@ -14,7 +15,7 @@ from horovod_train.training.run_record import Run
 def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
     """Call METHOD(*arguments) of each callback, on this rank. Raises RunError if one fails."""
     for named in run.parts.callbacks.named:
-        with run.outside_training("hook", f"calling {named.name}"):
+        with run.outside_training(HOOK, f"calling {named.name}"):
             # Each gets values of its own, which callbacks add to.
             own = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
             try:

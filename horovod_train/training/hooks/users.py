@@ -10,6 +10,7 @@ from typing import Any
 
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
+from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.hooks import Hook, StopReason, every
 
@@ -46,7 +47,7 @@ class _OnAllRanks:
     function: Any
 
     def __call__(self, run: Any, step: int) -> StopReason | None:
-        with run.outside_training("hook", f"calling {self.name}"):
+        with run.outside_training(HOOK, f"calling {self.name}"):
             return _first_reason(run.group, self._call(run, step))
 
     def _call(self, run: Any, step: int) -> StopReason | None:
