@@ -56,10 +56,12 @@ class Connection:
         self._is_open = True
 
     def send(self, message: Message) -> None:
-        data = json.dumps(message).encode() + b"\n"
+        self.send_line(_line(message))
+
+    def send_line(self, line: bytes) -> None:
         if self._is_open:
             with contextlib.suppress(OSError):
-                if self.socket.send(data) < len(data):
+                if self.socket.send(line) < len(line):
                     # Half a line is sent, so the receiver could not parse what follows. It finds the end instead.
                     self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -92,6 +94,10 @@ class Connection:
         if self._is_open:
             self._is_open = False
             self.socket.close()
+
+
+def _line(message: Message) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _parse(line: bytes) -> Message:
@@ -128,8 +134,9 @@ class Server:
         return sorted(self._connections)
 
     def send(self, message: Message) -> None:
+        line = _line(message)
         for connection in list(self._connections.values()):
-            connection.send(message)
+            connection.send_line(line)
 
     def send_to(self, rank: int, message: Message) -> None:
         if rank in self._connections:
