@@ -26,6 +26,7 @@ from horovod_train.output.lease import Lease
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
+_RING_RANKS = 100
 FIRST_SAVE_S = 60.0
 """Time kept for a save before the deadline if none has been measured; or a tenth of the time left, if that is less."""
 
@@ -38,11 +39,21 @@ class StopReason:
     restartable: bool = False
 
 
+def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
+    """Return how often ranks vote, so that votes take less than one percent of the time.
+
+    is_ring: gloo's collectives go round all ranks, so a vote takes longer the more there are: by `bench exchange
+    --np 1,2,4,8`, with 20 µs for a message, one percent of a second from 125 ranks on.
+    """
+    return SECONDS_BETWEEN_VOTES * (max(1.0, ranks / _RING_RANKS) if is_ring else 1.0)
+
+
 class PeriodicSync:
-    """Picks the calls after which ranks synchronise: the same on all ranks, about one a second."""
+    """Picks the calls after which ranks synchronise: the same on all ranks, about one a second; see above."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._last = group, time.monotonic()
+        self._between_s = seconds_between_votes(group.size, is_ring=group.exchange == "gloo")
         self._calls, self._calls_between = 0, 1
         self._recent_s: deque[float] = deque(maxlen=10)
 
@@ -62,7 +73,7 @@ class PeriodicSync:
         self._recent_s.append(own_seconds)
         sums, seconds = self.group.sum([values, own_seconds])
         mean_seconds = float(seconds) / self.group.size  # the same on all ranks
-        wanted = int(self._calls * SECONDS_BETWEEN_VOTES / max(mean_seconds, 1e-6))
+        wanted = int(self._calls * self._between_s / max(mean_seconds, 1e-6))
         # At most twice as many as were just measured: right after a restart the time measured is no call's.
         self._calls_between = max(1, min(wanted, 2 * self._calls))
         self._last, self._calls = time.monotonic(), 0

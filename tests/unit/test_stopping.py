@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, PeriodicSync
+from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, PeriodicSync, seconds_between_votes
 
 
 class Alone:
     """A group of one rank, whose sums are its own numbers."""
 
     size = 1
+    exchange = "MPI"
 
     def sum(self, arrays: Sequence[object]) -> list[np.ndarray]:
         return [np.asarray(array, float) for array in arrays]
@@ -52,6 +53,24 @@ def test_after_calls_of_another_kind_the_first_call_is_voted_on(monkeypatch: pyt
     except ValueError:
         pass
     assert longest_without_a_meeting(pace, clock, 10.0, calls=20) == 10.0
+
+
+class Ring(Alone):
+    """As if this were one of 400 ranks over gloo, all of which take the same time."""
+
+    size = 400
+    exchange = "gloo"
+
+    def sum(self, arrays: Sequence[object]) -> list[np.ndarray]:
+        return [self.size * np.asarray(array, float) for array in arrays]
+
+
+def test_hundreds_of_ranks_in_a_ring_vote_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert seconds_between_votes(400, is_ring=False) == seconds_between_votes(100, is_ring=True) == 1.0
+    assert seconds_between_votes(400, is_ring=True) == 4.0
+    clock = Clock(monkeypatch)
+    assert longest_without_a_meeting(PeriodicSync(Ring()), clock, 0.1, 400) == pytest.approx(4.0)  # type: ignore[arg-type]
+    assert longest_without_a_meeting(PeriodicSync(Alone()), clock, 0.1, 400) == pytest.approx(1.0)  # type: ignore[arg-type]
 
 
 def test_a_vote_right_after_the_pace_was_forgotten_does_not_put_off_the_next_ones(
