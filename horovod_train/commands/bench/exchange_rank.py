@@ -1,13 +1,14 @@
 """What each rank of `bench exchange` runs: trains a system on synthetic records; root writes how fast that was.
 
-The step is the trainer's own. `--alone` omits only the exchange: the ceiling.
+The step is the trainer's own. `--alone` omits only the exchange: the ceiling. `--both` measures steps with and without
+exchange in turns, so that other load affects both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ import tensorflow as tf  # noqa: E402
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.batch import Batch  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
-from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
+from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
 from horovod_train.training.losses import build_loss  # noqa: E402
 from horovod_train.training.metrics import Accumulator  # noqa: E402
@@ -73,41 +74,63 @@ class Alone(EveryStep):
         return Exchanged(list(own), own)
 
 
-def measure(group: WorkerGroup, system: System, seconds: float, *, alone: bool) -> float:
-    """Return steps per second of all ranks together, the median of WINDOWS."""
-    keras.utils.set_random_seed(1)
-    model, loss = build_model(system.model), build_loss(system.loss)
-    optimizer = DistributedOptimizer(system.optimizer)
-    state = TrainState(model, optimizer, synchronization=(Alone if alone else EveryStep)(optimizer))
-    step = TrainStep(
-        state,
-        Objective(model, optimizer, loss, size=group.size),
-        Accumulator(loss, [], also=["penalty"]),
-        rank=group.rank,
-        seed=1,
-        count_over_ranks=lambda batch: batch.count,
-    )
-    batches = _batches(system, group.size)
-    step.run(batches, system.steps_per_call)  # compiles
-    calls = 1
-    while True:
-        group.barrier()
-        began = time.perf_counter()
-        for _ in range(calls):
-            step.run(batches, system.steps_per_call)
-        took: float = group.broadcast_object(time.perf_counter() - began)
-        if took >= 0.2:
-            break
-        calls *= 2
-    calls = max(1, round(calls * seconds / WINDOWS / took))
-    rates = []
+class Measured(NamedTuple):
+    """Steps per second of all ranks together, in each of WINDOWS; without exchange, if that was measured too."""
+
+    steps_per_s: list[float]
+    alone_per_s: list[float]
+    tensors: int
+    gradient_bytes: int
+
+
+def measure(group: WorkerGroup, system: System, seconds: float, kinds: Sequence[type[EveryStep]]) -> Measured:
+    """Measure steps of each kind, in turns, `seconds` of each. kinds: EveryStep and Alone, or one of them."""
+    rates: dict[type[EveryStep], list[float]] = {EveryStep: [], Alone: []}
+    trainers = {kind: _Trainer(group, system, kind) for kind in kinds}
+    for trainer in trainers.values():
+        trainer.settle_calls(seconds / WINDOWS)
     for _ in range(WINDOWS):
-        group.barrier()
+        for kind, trainer in trainers.items():
+            rates[kind].append(trainer.window())
+    weights = trainers[kinds[0]].state.model.trainable_variables
+    size = sum(math.prod(weight.shape) * 4 for weight in weights)
+    return Measured(rates[EveryStep], rates[Alone], 1 if size <= SMALL_BYTES else len(weights), size)
+
+
+class _Trainer:
+    """Trains a system on synthetic records."""
+
+    def __init__(self, group: WorkerGroup, system: System, kind: type[EveryStep]) -> None:
+        keras.utils.set_random_seed(1)
+        self._group, self._steps = group, system.steps_per_call
+        model, loss = build_model(system.model), build_loss(system.loss)
+        optimizer = DistributedOptimizer(type(system.optimizer).from_config(system.optimizer.get_config()))
+        self.state = TrainState(model, optimizer, synchronization=kind(optimizer))
+        self._step = TrainStep(
+            self.state,
+            Objective(model, optimizer, loss, size=group.size),
+            Accumulator(loss, [], also=["penalty"]),
+            rank=group.rank,
+            seed=1,
+            count_over_ranks=lambda batch: batch.count,
+        )
+        self._batches = _batches(system, group.size)
+        self._calls = 1
+
+    def settle_calls(self, seconds: float) -> None:
+        """Collective: compile, and find how many calls take so many seconds."""
+        self._step.run(self._batches, self._steps)  # compiles
+        while (took := self._group.broadcast_object(self._calls * self._steps / self.window())) < 0.2:
+            self._calls *= 2
+        self._calls = max(1, round(self._calls * seconds / took))
+
+    def window(self) -> float:
+        """Collective: return the steps per second of one window."""
+        self._group.barrier()
         began = time.perf_counter()
-        for _ in range(calls):
-            step.run(batches, system.steps_per_call)
-        rates.append(calls * system.steps_per_call / (time.perf_counter() - began))
-    return statistics.median(rates)
+        for _ in range(self._calls):
+            self._step.run(self._batches, self._steps)
+        return self._calls * self._steps / (time.perf_counter() - began)
 
 
 def _batches(system: System, size: int) -> Iterator[Batch]:
@@ -125,15 +148,13 @@ def main() -> int:
     parser.add_argument("out")
     parser.add_argument("--systems", nargs="+", required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--alone", dest="kinds", action="store_const", const=[Alone], default=[EveryStep])
+    parser.add_argument("--both", dest="kinds", action="store_const", const=[EveryStep, Alone])
     arguments = parser.parse_args()
     group = start(HorovodConfig(), DeviceConfig())
     known = systems()
     found = {
-        name: {
-            "steps_per_s": measure(group, known[name], arguments.seconds, alone=arguments.alone),
-            "rows": known[name].rows,
-        }
+        name: measure(group, known[name], arguments.seconds, arguments.kinds)._asdict() | {"rows": known[name].rows}
         for name in arguments.systems
     }
     if group.is_root:
