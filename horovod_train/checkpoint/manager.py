@@ -53,7 +53,7 @@ class Store(Protocol):
     def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         """Start to write a checkpoint in the background; wait first for the previous save.
 
-        arrays: copies that nothing changes any more. Each failure is reported immediately.
+        arrays: copies that nothing changes until `wait` returns. Each failure is reported immediately.
         """
 
     def wait(self, timeout_s: float | None = None) -> str | None:

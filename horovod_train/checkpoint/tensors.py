@@ -108,7 +108,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
             prefix=str(folder / PREFIX),
             tensor_names=list(arrays),
             shape_and_slices=[""] * len(arrays),
-            tensors=[tf.convert_to_tensor(array) for array in arrays.values()],
+            tensors=[_as_tensor(array) for array in arrays.values()],
         )
     files = sorted(folder.iterdir())
     for file in files:
@@ -123,6 +123,13 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         opened.write(manifest.pack(content))
     sync(folder / MANIFEST)
     sync(folder)
+
+
+def _as_tensor(array: np.ndarray) -> tf.Tensor:
+    """Return a tensor that shares the array's memory, where `convert_to_tensor` would copy it."""
+    if array.dtype.kind not in "biufc":
+        return tf.convert_to_tensor(array)  # DLPack has no other types
+    return tf.experimental.dlpack.from_dlpack(np.require(array, requirements=["C", "W"]).__dlpack__())
 
 
 def verify(folder: Path) -> Checkpoint:

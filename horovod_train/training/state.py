@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -193,21 +194,63 @@ class Settled:
         compared = {name: variable for name, variable in variables.items() if variable.ref() not in own}
         return {name: xxhash.xxh3_128_hexdigest(_bytes(variable)) for name, variable in compared.items()}
 
-    def snapshot(self, group: WorkerGroup) -> dict[str, np.ndarray]:
+    def snapshot(self, group: WorkerGroup, copies: Copies) -> dict[str, np.ndarray]:
         """Collective: return copies of all variables, with statistics averaged and, under `ranks/`, those of each rank.
 
         With the latter, a resume at the same number of ranks continues bit for bit; at another number it uses the mean.
-        Only root saves; other ranks return an empty dict.
+        Only root saves; other ranks copy nothing and return an empty dict. The next snapshot overwrites `copies`.
         """
         own = self.state.average_statistics(group)
-        variables = self.state.variables() if group.is_root else {}
-        arrays = {name: np.array(variable.numpy()) for name, variable in variables.items()}
+        arrays = copies.take(self.state.variables()) if group.is_root else {}
         self.state.set_statistics(own)
-        if own:
-            by_rank = group.gather(own)
-            for index in range(len(own) if group.is_root else 0):
-                arrays[f"ranks/{index}"] = np.stack([statistics[index] for statistics in by_rank])
-        return arrays
+        return arrays | {f"ranks/{index}": values for index, values in enumerate(_on_root(group, own))}
+
+
+class Copies:
+    """Copies of variables, in memory that each save uses again.
+
+    A process gets new memory page by page, when it first writes there, which takes longer than the copying itself.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        self._reserves: threading.Thread | None = None
+
+    def reserve(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Get the memory in the background, so that the first save does not have to wait for it."""
+        specs = {name: (variable.shape, variable.dtype.as_numpy_dtype) for name, variable in variables.items()}
+
+        def fill() -> None:
+            for name, (shape, dtype) in specs.items():
+                self._arrays[name] = np.empty(shape, dtype)
+                self._arrays[name].fill(0)
+
+        self._reserves = threading.Thread(target=fill, name="copies", daemon=True)
+        self._reserves.start()
+
+    def take(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
+        """Return copies of these variables, which the next call overwrites."""
+        if self._reserves is not None:
+            self._reserves.join()
+        for name, variable in variables.items():
+            if name not in self._arrays:
+                self._arrays[name] = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
+            self._arrays[name].reshape(-1).view(np.uint8)[:] = _bytes(variable)
+        return {name: self._arrays[name] for name in variables}
+
+
+def _on_root(group: WorkerGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Collective: return on root each value of all ranks, as [ranks, ...]; elsewhere nothing.
+
+    Not by a gather, which would give each of hundreds of ranks the values of all.
+    """
+    if not values:
+        return []
+    row = np.frombuffer(b"".join(value.tobytes() for value in values), np.uint8)
+    rows = group.to_root(row[np.newaxis])
+    parts = np.split(rows, np.cumsum([value.nbytes for value in values])[:-1], axis=1)
+    found = zip(values, parts, strict=True) if group.is_root else ()
+    return [np.ascontiguousarray(part).view(value.dtype).reshape(-1, *value.shape) for value, part in found]
 
 
 class MovingAverages:

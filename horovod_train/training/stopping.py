@@ -26,7 +26,8 @@ from horovod_train.output.lease import Lease
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
-_RING_RANKS = 100
+RING_RANKS = 100
+"""So many ranks over gloo vote once in SECONDS_BETWEEN_VOTES, more of them less often."""
 FIRST_SAVE_S = 60.0
 """Time kept for a save before the deadline if none has been measured; or a tenth of the time left, if that is less."""
 
@@ -45,7 +46,7 @@ def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
     is_ring: gloo's collectives go round all ranks, so a vote takes longer the more there are: by `bench exchange
     --np 1,2,4,8`, with 20 µs for a message, one percent of a second from 125 ranks on.
     """
-    return SECONDS_BETWEEN_VOTES * (max(1.0, ranks / _RING_RANKS) if is_ring else 1.0)
+    return SECONDS_BETWEEN_VOTES * (max(1.0, ranks / RING_RANKS) if is_ring else 1.0)
 
 
 class PeriodicSync:

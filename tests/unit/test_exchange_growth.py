@@ -87,7 +87,7 @@ def test_a_vote_stays_below_a_percent_only_because_hundreds_of_ranks_vote_less_o
     parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert passes_at(parts["vote"], RING) is None
-    monkeypatch.setattr(stopping, "_RING_RANKS", 10**9)
+    monkeypatch.setattr(stopping, "RING_RANKS", 10**9)
     limit = passes_at(parts["vote"], RING)
     assert limit is not None
     assert 64 < limit < 512

@@ -11,6 +11,7 @@ from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
 from horovod_train.training.hooks.show import ShowHistograms, show_progress, start_profile, stop_profile
 from horovod_train.training.hooks.unfreeze import unfreeze
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import Copies
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
@@ -18,7 +19,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
     config, profiled = run.config, run.config.log.profile_at_steps
     per_call, minutes = config.train.steps_per_call, config.checkpoint.every_minutes
     first_step = int(run.state.step)
-    save, log_training = Save(first_step, audit), LogTraining(first_step)
+    save, log_training = Save(run, first_step, audit, Copies()), LogTraining(first_step)
 
     def epochs(count: int | None) -> int | None:
         return count * run.parts.train.steps_per_epoch if count else None

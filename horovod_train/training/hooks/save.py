@@ -9,17 +9,22 @@ from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
 from horovod_train.distributed import consistency
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import Copies
 from horovod_train.training.stopping import PeriodicSync
 
 
 class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
-    first_step: the step at which the run starts or resumes; nothing is saved there.
+    first_step: the step at which the run starts or resumes; nothing is saved there. copies: on root, the memory for
+    what is saved.
     """
 
-    def __init__(self, first_step: int, audit: Audit) -> None:
-        self._last_step, self._audit = first_step, audit
+    def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
+        self._last_step, self._audit, self._copies = first_step, audit, copies
+        due = run.config.checkpoint
+        if run.group.is_root and (due.every_steps or due.every_epochs or due.every_minutes is not None or due.best):
+            self._copies.reserve(run.state.variables())
 
     def __call__(self, run: Run, step: int) -> None:
         if step == self._last_step:
@@ -28,7 +33,8 @@ class Save:
         with run.clock.stopped(), run.group.heartbeat.phase("save"):
             settled = run.state.settle(run.group)
             consistency.check(run.group, settled.digests() | run.parts.callbacks.digests(), f"at step {step}")
-            arrays = settled.snapshot(run.group)
+            run.store.wait()  # it still reads the copies of the save before
+            arrays = settled.snapshot(run.group, self._copies)
             self._audit.flush()
             run.store.save(arrays, _facts(run))
         self._last_step = step

@@ -13,7 +13,7 @@ from uneven import group, rank, size
 from horovod_train.checkpoint.tensors import Facts, write
 from horovod_train.distributed import consistency
 from horovod_train.errors import RanksDisagree
-from horovod_train.training.state import TrainState
+from horovod_train.training.state import Copies, TrainState
 
 
 def facts() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def facts() -> dict[str, Any]:
 
 
 def _bytes_saved(state: TrainState) -> int:
-    arrays = state.settle(group).snapshot(group)
+    arrays = state.settle(group).snapshot(group, Copies())
     if not arrays:
         return 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,130 @@
+"""A save copies the state once: into the same memory each time, and not while the save before still reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.manager import CheckpointStore, open_store
+from horovod_train.config.settings import Config
+from horovod_train.data.audit import NullAudit
+from horovod_train.distributed.watchdog.heartbeat import Heartbeat
+from horovod_train.training.hooks.save import Save
+from horovod_train.training.state import Copies, TrainState
+from horovod_train.training.stopwatch import Stopwatch
+
+VALUES = {
+    "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "half": np.array([1.5, -2.0], np.float16),
+    "number": np.asarray(7, np.int64),
+    "empty": np.zeros((0, 3), np.float32),
+    "flags": np.array([True, False]),
+}
+
+
+def variables() -> dict[str, tf.Variable]:
+    return {name: tf.Variable(value) for name, value in VALUES.items()}
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_copies_are_taken_into_the_same_memory(reserves: bool) -> None:
+    copies, given = Copies(), variables()
+    if reserves:
+        copies.reserve(given)
+    first = copies.take(given)
+    for name, value in VALUES.items():
+        assert (first[name].dtype, first[name].shape) == (value.dtype, value.shape)
+        np.testing.assert_array_equal(first[name], value)
+    given["matrix"].assign(-given["matrix"])
+    np.testing.assert_array_equal(first["matrix"], VALUES["matrix"])  # a copy
+    again = copies.take(given)
+    assert all(again[name] is first[name] for name in VALUES)
+    np.testing.assert_array_equal(again["matrix"], -VALUES["matrix"])
+
+
+class CheckedCopies(Copies):
+    """Notes whether a save is under way when the next copy is taken."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        super().__init__()
+        self.store, self.taken, self.taken_too_early = store, 0, 0
+
+    def take(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
+        self.taken += 1
+        self.taken_too_early += self.store.step_under_way is not None
+        return super().take(variables)
+
+
+class Impatient(CheckpointStore):
+    """Waits for nothing before the next copy is taken, as if a save forgot to."""
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        return None
+
+
+class Alone:
+    """A group of one rank, whose sums are its own numbers."""
+
+    rank, size, is_root = 0, 1, True
+    heartbeat = Heartbeat()
+
+    def sum(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        return [np.asarray(array, np.float64) for array in arrays]
+
+    average = sum
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def to_root(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+
+def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
+    """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
+    model = keras.Sequential([keras.Input((2000,)), keras.layers.Dense(4000)])
+    callbacks = SimpleNamespace(digests=dict, state=dict)
+    best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
+    run: Any = SimpleNamespace(
+        clock=Stopwatch(),
+        config=Config(),
+        group=Alone(),
+        parts=SimpleNamespace(best=best, callbacks=callbacks, train=SimpleNamespace(fingerprint="", files="")),
+        state=TrainState(model, keras.optimizers.SGD()),
+        stopping=SimpleNamespace(note_save=lambda seconds: None),
+        store=store,
+    )
+    copies = CheckedCopies(store)
+    save = Save(run, 0, NullAudit(), copies)
+    for step in range(1, 5):
+        for weight in model.weights:
+            weight.assign(tf.fill(weight.shape, float(step)))
+        run.state.step.assign(step)
+        save(run, step)
+    return copies
+
+
+def test_a_save_that_is_due_while_one_is_written_waits_before_it_copies(tmp_path: Path) -> None:
+    store = open_store(tmp_path, keep=9)
+    assert isinstance(store, CheckpointStore)
+    copies = save_in_a_row(store)
+    assert (copies.taken, copies.taken_too_early) == (4, 0)
+    assert store.wait() is None
+    for step in range(1, 5):
+        saved = open_checkpoint(str(tmp_path / "checkpoints" / f"step-{step:09}"), "test").read()
+        (kernel,) = (array for name, array in saved.items() if name.endswith("kernel"))
+        np.testing.assert_array_equal(np.unique(kernel), [step])
+
+
+def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path) -> None:
+    store = Impatient(tmp_path / "checkpoints", 9, lambda: True)
+    assert save_in_a_row(store).taken_too_early > 0
+    CheckpointStore.wait(store)
