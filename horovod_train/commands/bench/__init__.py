@@ -12,6 +12,7 @@ KINDS = {
     "input": ("horovod_train.commands.bench.input", "reading, parsing and batching, on one rank"),
     "exchange": ("horovod_train.commands.bench.exchange", "ways for the ranks of this host to exchange gradients"),
     "scaling": ("horovod_train.commands.bench.scaling", "a config on 1, 2, 4 … ranks of this host"),
+    "peers": ("horovod_train.commands.bench.peers", "stock Horovod, tf.distribute and PyTorch beside this project"),
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 

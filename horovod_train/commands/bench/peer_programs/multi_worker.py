@@ -1,0 +1,47 @@
+"""tf.distribute.MultiWorkerMirroredStrategy, in a loop of one's own: `fit` of Keras 3 does not take the strategy.
+
+TF_CONFIG says which rank this is. Compiled, several steps a call; the Keras optimizer adds up the gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.commands.bench.peer_programs import timing
+from horovod_train.commands.bench.peer_programs.tensorflow_parts import build_data, build_loss, build_optimizer, scale
+from horovod_train.models import convnet
+
+
+def main() -> None:
+    task = timing.read_task()
+    tf.config.threading.set_intra_op_parallelism_threads(task.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(task.threads)
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, loss_of, optimizer = convnet.build(), build_loss(), build_optimizer()
+        optimizer.build(model.trainable_variables)
+    data = strategy.distribute_datasets_from_function(lambda context: build_data(task, rank, size))
+
+    def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(scale(images), training=True)) / size
+        gradients = tape.gradient(loss, [weight.value for weight in model.trainable_variables])
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    @tf.function
+    def train(batches: Any) -> None:
+        for _ in tf.range(timing.STEPS_PER_CALL):
+            strategy.run(step, args=next(batches))
+
+    batches = iter(data)
+    speed = timing.measure(lambda: train(batches), task.steps, size)
+    timing.write(task.out, rank, speed, model.get_weights())
+
+
+if __name__ == "__main__":
+    main()

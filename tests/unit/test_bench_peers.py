@@ -1,0 +1,88 @@
+"""`bench peers` compares trainings that exchange, and refuses words that it cannot use."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import run_process
+
+from horovod_train.commands.bench import peer_run
+from horovod_train.commands.bench.peer_programs import timing
+from horovod_train.commands.bench.peers import CEILING, OURS, table
+from horovod_train.errors import RunError
+from horovod_train.main import main
+
+
+def test_ratios_are_of_medians_and_of_the_fastest_way_of_this_project() -> None:
+    rates = {
+        CEILING: [1000.0, 900.0, 2000.0],
+        f"{OURS} over MPI": [800.0, 850.0, 100.0],
+        f"{OURS} over gloo": [500.0, 500.0, 500.0],
+        "another": [400.0, 300.0, 900.0],
+    }
+    _, _, *rows = table(rates)
+    assert rows == [
+        f"| {CEILING} | 1,000 | 900 to 2,000 | 1.00 | 1.25 |",
+        f"| {OURS} over MPI | 800 | 100 to 850 | 0.80 | 1.00 |",
+        f"| {OURS} over gloo | 500 | 500 to 500 | 0.50 | 0.62 |",
+        "| another | 400 | 300 to 900 | 0.40 | 0.50 |",
+    ]
+    *_, row = table({CEILING: [10.0], "another": [5.0]})
+    assert row == "| another | 5 | 5 to 5 | 0.50 | — |"
+
+
+def test_the_first_fifth_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+
+    def call() -> None:
+        nonlocal now
+        now += 100.0 if now < 200 else 1.0  # the first two calls compile
+
+    assert timing.measure(call, 100, size=2) == pytest.approx(64 * 2 * timing.STEPS_PER_CALL / 1.0)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, same: bool) -> None:
+    for rank in range(2):
+        found = {"images_per_s": 100.0, "weights_sha256": "a" if same else f"{rank}"}
+        (tmp_path / f"rank-{rank}.json").write_text(json.dumps(found))
+    if same:
+        assert peer_run._read("other", tmp_path, 2) == 100.0
+    else:
+        with pytest.raises(RunError, match="its ranks have ended with different weights: they train 2 models"):
+            peer_run._read("other", tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--np", "1"], "--np must be at least 2"),
+        (["--rounds", "0"], "--rounds at least 1"),
+        (["--steps", "10"], "--steps must be at least 50; received 10."),
+        (["--images", "100"], "--images must be at least 128"),
+        (["--json", __file__], "expected a new file in a folder that exists"),
+        (["--only", "jax"], "--only ['jax']: no contender's name holds it; there are "),
+    ],
+)
+def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "peers", *words]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: bench peers: ")
+    assert expected in line
+
+
+@pytest.mark.long
+def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path) -> None:
+    words = ["--rounds", "1", "--steps", "50", "--images", "640", "--json", str(tmp_path / "a.json")]
+    only = [word for name in ("loop, over gloo", "project over gloo", "MultiWorker") for word in ("--only", name)]
+    finished = run_process([sys.executable, "-m", "horovod_train.main", "bench", "peers", *words, *only])
+    assert finished.returncode == 0, finished.text
+    found = json.loads((tmp_path / "a.json").read_text())["images_per_s"]
+    assert [name.split()[0] for name in found] == ["this", "this", "stock", "tf.distribute"]
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in found.values())
+    assert all(f"| {name} |" in finished.stdout for name in found)
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json"}
