@@ -125,11 +125,15 @@ class _Trainer:
         self._calls = max(1, round(self._calls * seconds / took))
 
     def window(self) -> float:
-        """Collective: return the steps per second of one window."""
+        """Collective: return the steps per second of one window, which ends when all ranks are done.
+
+        Ranks that share cores and do not exchange are done at different moments.
+        """
         self._group.barrier()
         began = time.perf_counter()
         for _ in range(self._calls):
             self._step.run(self._batches, self._steps)
+        self._group.barrier()
         return self._calls * self._steps / (time.perf_counter() - began)
 
 
