@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.checkpoint.manager import CheckpointStore, open_store
+from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -48,6 +50,19 @@ def test_copies_are_taken_into_the_same_memory(reserves: bool) -> None:
     again = copies.take(given)
     assert all(again[name] is first[name] for name in VALUES)
     np.testing.assert_array_equal(again["matrix"], -VALUES["matrix"])
+
+
+def test_arrays_of_every_kind_are_written_without_a_change(tmp_path: Path) -> None:
+    """Those that the tensors share memory with, and those that have to be copied for that."""
+    read_only = np.frombuffer(b"12345678", np.float32)
+    others = {"read_only": read_only, "part": VALUES["matrix"][:, 1:], "bfloat16": np.ones(3, ml_dtypes.bfloat16)}
+    facts = Facts(step=1, epoch=0, records=0, ranks=1, config={}, versions={})
+    write(tmp_path / "a", {**VALUES, **others}, facts)
+    saved = verify(tmp_path / "a").read()
+    assert saved.keys() == {*VALUES, *others}
+    for name, value in {**VALUES, **others}.items():
+        assert (saved[name].dtype, saved[name].shape) == (value.dtype, value.shape)
+        assert saved[name].tobytes() == value.tobytes()
 
 
 class CheckedCopies(Copies):
