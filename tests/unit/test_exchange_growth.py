@@ -17,14 +17,14 @@ from horovod_train.main import main
 from horovod_train.training import stopping
 
 CORES = 2
-SIZES = {"convnet": (8, 13_000_000, 0.04), "mlp": (1, 284, 0.0004)}
+SIZES = {"convnet": (13_000_000, 0.04), "mlp": (284, 0.0004)}
 
 
 def points(costs: Costs, topology: Topology, errors: tuple[float, ...] = (0.0,)) -> list[Point]:
     """What would be measured if the model were right, up to relative errors."""
     found, error = [], itertools.cycle(errors)
-    for ranks, (system, (tensors, size, compute_s)) in itertools.product((1, 2, 4, 8, 16), SIZES.items()):
-        bare = Point(system, ranks, tensors, size, compute_s * max(1, ranks / CORES), 1.0)
+    for ranks, (system, (size, compute_s)) in itertools.product((1, 2, 4, 8, 16), SIZES.items()):
+        bare = Point(system, ranks, size, compute_s * max(1, ranks / CORES), 1.0)
         step_s = predict(costs, bare, topology, CORES) * (1 + next(error))
         found.append(bare._replace(step_s=step_s))
     return found

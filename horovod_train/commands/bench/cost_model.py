@@ -1,8 +1,9 @@
 """How the time of a training step grows with the ranks: α · hops + β · bytes + γ · compute, fitted to measurements.
 
-    hops     messages that follow one another: each exchanged tensor takes two collectives, one in which ranks agree
-             that all have it, and the sum itself. In each, a message passes log2 n ranks (MPI, recursive doubling) or
-             goes round the ring twice, 2 (n - 1) ranks (gloo).
+    hops     messages that follow one another: an exchange takes two collectives, one in which ranks agree which tensors
+             all of them have, and the sum itself. In each, a message passes log2 n ranks (MPI, recursive doubling) or
+             goes round the ring twice, 2 (n - 1) ranks (gloo). A step counts as one exchange: those of its tensors
+             overlap or are fused.
     bytes    that each rank sends: 2 (n - 1) / n of the gradients, the least that any allreduce needs (Patarasuk & Yuan
              2009).
     compute  the same step without exchange, measured with as many ranks on the same cores.
@@ -24,11 +25,10 @@ from horovod_train.distributed.launch.local import Way
 
 
 class Point(NamedTuple):
-    """A system measured on so many ranks. tensors: that it exchanges in a step; gradient_bytes: of all together."""
+    """A system measured on so many ranks. gradient_bytes: that it exchanges in a step."""
 
     system: str
     ranks: int
-    tensors: int
     gradient_bytes: int
     compute_s: float
     """Seconds of a step without exchange, on as many ranks at the same time."""
@@ -48,7 +48,7 @@ TOPOLOGIES: dict[Way, Topology] = {"mpirun": "tree", "horovodrun": "ring"}
 """How a small message gets round: gloo's allreduce, also of Horovod's own bits, is a ring; MPI's is by doubling."""
 
 COLLECTIVES = 2
-"""For each exchanged tensor."""
+"""Of an exchange."""
 
 
 def hops(topology: Topology, ranks: int) -> int:
@@ -70,7 +70,7 @@ def terms(point: Point, topology: Topology, cores: int) -> tuple[float, float, f
     """Return what α, β and γ are multiplied by."""
     shared = cores_shared(point.ranks, cores)
     return (
-        shared * COLLECTIVES * point.tensors * hops(topology, point.ranks),
+        shared * COLLECTIVES * hops(topology, point.ranks),
         shared * sent_bytes(point.ranks, point.gradient_bytes),
         point.compute_s,
     )

@@ -25,7 +25,7 @@ import tensorflow as tf  # noqa: E402
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.batch import Batch  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
-from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer  # noqa: E402
+from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
 from horovod_train.training.losses import build_loss  # noqa: E402
 from horovod_train.training.metrics import Accumulator  # noqa: E402
@@ -79,7 +79,6 @@ class Measured(NamedTuple):
 
     steps_per_s: list[float]
     alone_per_s: list[float]
-    tensors: int
     gradient_bytes: int
 
 
@@ -94,7 +93,7 @@ def measure(group: WorkerGroup, system: System, seconds: float, kinds: Sequence[
             rates[kind].append(trainer.window())
     weights = trainers[kinds[0]].state.model.trainable_variables
     size = sum(math.prod(weight.shape) * 4 for weight in weights)
-    return Measured(rates[EveryStep], rates[Alone], 1 if size <= SMALL_BYTES else len(weights), size)
+    return Measured(rates[EveryStep], rates[Alone], size)
 
 
 class _Trainer:

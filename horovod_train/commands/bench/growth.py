@@ -128,7 +128,7 @@ def _points(ranks: int, launches: Sequence[dict[str, Any]]) -> list[Point]:
     for system in SYSTEMS:
         rows = [measured[system] for measured in launches]
         alone, together = (1 / max(max(row[key]) for row in rows) for key in ("alone_per_s", "steps_per_s"))
-        points.append(Point(system, ranks, rows[0]["tensors"], rows[0]["gradient_bytes"], alone, together))
+        points.append(Point(system, ranks, rows[0]["gradient_bytes"], alone, together))
     return points
 
 
