@@ -54,7 +54,7 @@ class Late(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if launcher.detect().rank == 1:
-            time.sleep(0.05)
+            time.sleep(0.2)
 
 
 wait = every(2, lambda run, step: time.sleep(0.1))

@@ -23,10 +23,10 @@ REASONS = [
     *(
         pytest.param(3, reason, marks=pytest.mark.long)  # on cores that do much else besides, another may be the reason
         for reason in (
-            *("compute-bound", "exchange-bound", EVERYWHERE, "hook-bound"),
+            *("compute-bound", "exchange-bound", "hook-bound"),
             *("straggler rank 1 in compute", "straggler rank 2 in compute", "straggler rank 1 in hook"),
             *("straggler rank 0 in input", "straggler rank 2 in input", "straggler rank 0 in .*"),
-            HEALTHY,
+            *(EVERYWHERE, HEALTHY),
         )
     ),
 ]
@@ -53,7 +53,7 @@ def test_the_reason_is_found(rank_facts: RankFacts, np_: int, reason: str) -> No
     assert re.fullmatch(reason, said_mostly(row["verdict"] for row in times)), times
 
 
-@pytest.mark.parametrize(("np_", "reason"), REASONS[:-1])
+@pytest.mark.parametrize(("np_", "reason"), REASONS[:-2])  # of the others any rank may be the slowest
 def test_it_would_not_be_found_in_shuffled_marks(rank_facts: RankFacts, np_: int, reason: str) -> None:
     verdicts = []
     for row in between(rank_facts("slowed", "srun", np_)[0][reason]["times"]):

@@ -111,6 +111,10 @@ def run(name: str, *words: str, model: dict[str, Any], beside: Context = NOTHING
     return {"code": code, "times": [json.loads(line) for line in lines]}
 
 
+RARELY = ("data.global_batch_size=3", "log.every_steps=16", "train.max_steps=80")
+"""Where there are callbacks each epoch has a line, so it must have enough steps."""
+
+
 def only_on(rank: int, slows: Callable[[], Context]) -> Context:
     return slows() if rank == RANK else NOTHING
 
@@ -124,11 +128,9 @@ others = RANKS.size > 2 and {
     "compute-bound": run("a", model={"seconds": 0.1}),
     "exchange-bound": run("b", model={"hidden": 1500}),
     "straggler rank 2 in input": run("d", parsed("parse_slowly_on_rank_2"), model={"seconds": 0.005}),
-    "straggler rank 0 in .*": run("e", model={"seconds": 0.05}, beside=only_on(0, stopped_in_bursts)),
+    "straggler rank 0 in .*": run("e", model={"seconds": 0.1}, beside=only_on(0, stopped_in_bursts)),
     "input-bound|straggler rank . in input": run("f", parsed("parse_slowly"), model={"seconds": 0.005}),
-    "straggler rank 1 in hook": run(
-        "g", "callbacks=[user_slow:Late]", "data.global_batch_size=3", model={"seconds": 0.005}
-    ),
+    "straggler rank 1 in hook": run("g", *RARELY, "callbacks=[user_slow:Late]", model={"seconds": 0.005}),
     "hook-bound": run("h", "hooks=[user_slow:wait]", model={"seconds": 0.005}),
     "straggler rank 2 in compute": run(
         "i", model={"seconds": 0.02, "works": True}, beside=only_on(2, on_a_shared_core)
