@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
 from horovod_train.data.decoding import image_problem
@@ -80,7 +81,7 @@ def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     found, paths = find_records(config, split), config.paths(split)
     report = Report(", ".join(paths), files=len(found.files))
-    readable = [name for name in found.files if not found.are_paths or os.access(name, os.R_OK)]
+    readable = [name for name in found.files if not found.are_paths or _may_be_read(name)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*found.files} - {*readable})]
     if not readable:
         return report
@@ -95,6 +96,10 @@ def check_split(config: DataConfig, split: Split) -> Report:
     if report.records:
         _Check(records, config, report).run()
     return report
+
+
+def _may_be_read(path: str) -> bool:
+    return is_remote(path) or os.access(path, os.R_OK)  # a store says it when it is asked
 
 
 class _Check:
