@@ -81,8 +81,8 @@ class S3Server:
             "S3FS_FOLDER": str(Path(found.origin).parent.parent),
         }
 
-    def put(self, folder: Path) -> None:
-        """Store the files of a folder as s3://bucket/NAME of the folder/…"""
+    def put(self, folder: Path, pattern: str = "*") -> None:
+        """Store the files of a folder, and those below it, as s3://bucket/NAME of the folder/…"""
         import boto3
 
         own = self.environment()
@@ -94,7 +94,7 @@ class S3Server:
             region_name="us-east-1",
         )
         client.create_bucket(Bucket=BUCKET)
-        for path in sorted(folder.rglob("*")):
+        for path in sorted(folder.rglob(pattern)):
             if path.is_file() and path.suffix != ".npz":
                 client.put_object(Bucket=BUCKET, Key=str(path.relative_to(folder.parent)), Body=path.read_bytes())
 

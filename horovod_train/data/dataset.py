@@ -31,8 +31,7 @@ from horovod_train.errors import UserError
 
 Split = Literal["train", "eval"]
 
-TFRECORDS = "*.tfrecord*"
-SOURCES: dict[str, OpenSource] = {TFRECORDS: open_tfrecords, "*.array_record*": open_array_records}
+SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
 What a record holds stands beside these files. The kinds that say it themselves are in random_access.formats.
@@ -149,14 +148,13 @@ def find_records(config: DataConfig, split: Split) -> Found:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
         return Found(list(paths), False, each_alone, _OpenStores(open_users, config, setting))
-    of_folders = _kind_of_folders(paths)
+    storage = Storage(config.retry_s)
+    of_folders = _kind_of_folders(paths, storage)
     if of_folders:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
         return Found(list(paths), True, each_alone, _OpenStores(of_folders, config, setting))
-    storage = Storage(config.retry_s)
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
-    _check_readable(kind, files, setting)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
@@ -194,23 +192,25 @@ class _OpenStores(NamedTuple):
         return Records(source, schema, self.setting, source.notes)
 
 
-def _kind_of_folders(paths: Sequence[str]) -> OpenStore | None:
+def _kind_of_folders(paths: Sequence[str], storage: Storage) -> OpenStore | None:
     """Return what opens these folders, if each is a data set of one kind; None if they contain files of records."""
-    if not all(os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK) for path in paths):
-        return None
-    if any(record_folders(path, SOURCES) != [path] or has_records(path, SOURCES) for path in paths):
-        return None
-    return next((opens for is_kind, opens in FOLDERS if all(map(is_kind, paths))), None)
+    try:
+        if any(not _is_open(path, storage) or _has_record_files(path, storage) for path in paths):
+            return None
+        return next((opens for is_kind, opens in FOLDERS if all(is_kind(path, storage) for path in paths)), None)
+    except OSError:
+        return None  # list_files says what cannot be read
 
 
-def _check_readable(kind: str, files: Sequence[str], setting: str) -> None:
-    """Raise UserError for remote files of a kind that is only read from a local disk."""
-    remote = next(filter(is_remote, files), None)
-    if remote and kind != TFRECORDS:
-        raise UserError(
-            f"{setting}: {remote}: of remote files only TFRecords are read. Copy it to a local disk, mount it, or "
-            "convert it: prepare --help."
-        )
+def _is_open(path: str, storage: Storage) -> bool:
+    return storage.is_folder(path) and (is_remote(path) or os.access(path, os.R_OK | os.X_OK))
+
+
+def _has_record_files(folder: str, storage: Storage) -> bool:
+    """Return whether a folder has records of SOURCES, or if it is local, a folder of it has some."""
+    if has_records(folder, SOURCES, storage):
+        return True
+    return not is_remote(folder) and record_folders(folder, SOURCES) != [folder]
 
 
 def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:

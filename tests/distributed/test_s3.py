@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Finished, metrics_of, rank_environment, summary_of, train
+from made_stores import write_hdf5
 
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
@@ -87,6 +89,26 @@ def test_late_and_failing_now_and_then_the_weights_are_those_from_disk(
     resumed = run(samples, tmp_path / "s3", str(samples), "train.epochs=3")  # the records are the same ones
     assert resumed.returncode == 0, resumed.text
     assert "the training data are not those of" not in resumed.text
+
+
+def test_an_hdf5_file_gives_the_weights_that_it_gives_from_disk(
+    samples: Path, server: S3Server, tmp_path: Path
+) -> None:
+    """Its library seeks and reads in it; late, and failing now and then."""
+    random = np.random.default_rng(3)
+    arrays = {"sample": random.integers(0, 9, (6000, 5)), "label": random.integers(0, 2, 6000)}
+    path = write_hdf5(samples, arrays)
+    server.put(samples, "a.h5")
+    words = ["data.features={sample: {cast: float32}, label: {cast: float32}}", "data.targets=label"]
+    found = {}
+    for name, data, where in [("disk", str(path), None), ("s3", "s3://bucket/samples/a.h5", server)]:
+        given = [*words, f"data.train={data}", f"data.eval={data}"]
+        finished = run(samples, tmp_path / name, "unused", *given, server=where)
+        assert finished.returncode == 0, finished.text
+        found[name] = summary_of(tmp_path / name)
+    assert server.failed > 0
+    assert found["s3"]["weights_sha256"] == found["disk"]["weights_sha256"]
+    assert found["s3"]["eval"] == found["disk"]["eval"]
 
 
 def test_gone_for_twenty_seconds_the_run_continues(samples: Path, server: S3Server, tmp_path: Path) -> None:

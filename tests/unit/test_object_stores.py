@@ -309,7 +309,7 @@ def test_long_files_are_read_piece_by_piece_each_once(
             "{url}",
             r"data\.train: {url} holds no \*\.tfrecord\* files\. Its folders have some: data\.train={url}/train\?",
         ),
-        ("{url}/x.parquet", r"data\.train: {url}/x\.parquet: of remote files only TFRecords are read\."),
+        ("{url}/x.parquet", r"{url}/x\.parquet: cannot be read as Parquet: Parquet file size is 4 bytes"),
         ("{url}/train, {url}/train/0.tfrecord", r"data\.train: {url}/train/0\.tfrecord is named twice"),
     ],
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 
 import numpy as np
 
 from horovod_train.data.prepare.arrays import Arrays, add_file_arguments, check_names, write
+from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.errors import UserError
 
 VECTOR = "inputs"
@@ -36,10 +38,10 @@ def run(arguments: argparse.Namespace) -> None:
     write(arguments, table, eval_table, [VECTOR] if joined else inputs)
 
 
-def load_table(path: str) -> Arrays:
+def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
     """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(io.BytesIO(storage.read_all(path)), newline="", encoding="utf-8-sig") as file:
             lines = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error

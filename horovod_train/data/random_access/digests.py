@@ -21,15 +21,18 @@ from typing import Any
 
 import google_crc32c
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.progress import track
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, real
 from horovod_train.errors import UserError
 from horovod_train.output.files import write_whole
 from horovod_train.output.removal import Made
 
 NAME = "digests.json"
 _PIECE = 1 << 22
+_REMOTE_FILES = 8  # read at the same time
 
-Stats = Mapping[str, os.stat_result]
+Stamps = Mapping[str, Stamp]
 """By a file's path, in the order of the files."""
 
 _FORMAT = "horovod_train digests 1"
@@ -46,64 +49,68 @@ def _is_ours(path: Path) -> bool:
 _DIGESTS = Made("digests of records", r"digests\.json|[0-9a-f]{16}\.json", is_ours=_is_ours)
 
 
-def content_digests(entries: Mapping[str, Stats], index_dir: str | None) -> dict[str, str]:
+def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
     """Return a digest of what the files of each entry hold, in their order. Reads them unless that was done before.
 
     entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.
     """
     by_folder: dict[str, list[str]] = {}
     for path in entries:
-        by_folder.setdefault(_split(path)[0], []).append(path)
+        by_folder.setdefault(_split(path, entries[path])[0], []).append(path)
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
         places = _places(folder, index_dir)
         kept = {key: entry for place in reversed(places) for key, entry in _load(place).items()}
         stamps = {path: _stamp(path, entries[path]) for path in paths}
         for path, stamp in stamps.items():
-            entry = kept.get(_split(path)[1])
+            entry = kept.get(_split(path, entries[path])[1])
             if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
                 digests[path] = entry["digest"]
         missing = [path for path in paths if path not in digests]
         if missing:
-            digests |= _read_all({path: entries[path] for path in missing})
-            _save(places, {_split(path)[1]: {"stamp": stamps[path], "digest": digests[path]} for path in missing})
+            digests |= _read_all({path: entries[path] for path in missing}, storage)
+            made = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
+            _save(places, {_split(path, entries[path])[1]: entry for path, entry in made.items()})
     return digests
 
 
-def _split(path: str) -> tuple[str, str]:
+def _split(path: str, files: Stamps) -> tuple[str, str]:
     """Return the folder where the digest of an entry is kept, and the entry's name in it."""
-    return (path, ".") if os.path.isdir(path) else (os.path.dirname(path), os.path.basename(path))
+    return (os.path.dirname(path), os.path.basename(path)) if path in files else (path, ".")
 
 
-def _stamp(path: str, stats: Stats) -> str:
-    facts = [(_name(path, file), stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
+def _stamp(path: str, files: Stamps) -> str:
+    facts = [(_name(path, file, files), stamp.size, stamp.mtime_ns) for file, stamp in files.items()]
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
 
 
-def _name(path: str, file: str) -> str:
-    """Return the name of a file of a folder; "" of a file that is an entry itself, since its part has the name."""
-    return "" if file == path else os.path.relpath(file, path if os.path.isdir(path) else os.path.dirname(path) or ".")
+def _name(path: str, file: str, files: Stamps) -> str:
+    """Return the name of a file of an entry; "" of a file that is an entry itself, since its part has the name."""
+    return "" if file == path else os.path.relpath(file, _split(path, files)[0] or ".")
 
 
-def _read_all(entries: Mapping[str, Stats]) -> dict[str, str]:
-    files = [file for stats in entries.values() for file in stats]
-    with ThreadPoolExecutor(min(len(files), len(os.sched_getaffinity(0)))) as threads:
-        read = track(threads.map(_digest_file, files), len(files), "reading files once, to identify them")
+def _read_all(entries: Mapping[str, Stamps], storage: Storage) -> dict[str, str]:
+    files = [file for stamps in entries.values() for file in stamps]
+    most = _REMOTE_FILES if any(map(is_remote, files)) else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(len(files), most)) as threads:
+        digests_of_files = threads.map(lambda file: _digest_file(file, storage), files)
+        read = track(digests_of_files, len(files), "reading files once, to identify them")
         of_file = dict(zip(files, read, strict=True))
     digests = {}
-    for path, stats in entries.items():
+    for path, stamps in entries.items():
         total = hashlib.sha256()
-        for file in stats:
-            total.update(_name(path, file).encode(errors="surrogateescape") + b"\0" + of_file[file])
+        for file in stamps:
+            total.update(_name(path, file, stamps).encode(errors="surrogateescape") + b"\0" + of_file[file])
         digests[path] = total.hexdigest()
     return digests
 
 
-def _digest_file(path: str) -> bytes:
+def _digest_file(path: str, storage: Storage) -> bytes:
     digest = hashlib.sha256()
     try:
-        with open(path, "rb", buffering=0) as file:
-            while piece := file.read(_PIECE):
+        with storage.opened(path) as (stamp, read):
+            for offset in range(0, stamp.size, _PIECE):
+                piece = read(_PIECE, offset)
                 digest.update(google_crc32c.value(piece).to_bytes(4, "little"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -111,13 +118,14 @@ def _digest_file(path: str) -> bytes:
 
 
 def _places(folder: str, index_dir: str | None) -> list[Path]:
-    unique = hashlib.sha256(os.path.realpath(folder).encode(errors="surrogateescape")).hexdigest()[:16]
+    unique = hashlib.sha256(real(folder).encode(errors="surrogateescape")).hexdigest()[:16]
     if index_dir:
         return [Path(index_dir, f"{unique}.json")]
+    next_to_records = [] if is_remote(folder) else [Path(folder, NAME)]
     try:
-        return [Path(folder, NAME), Path.home() / ".cache/horovod_train/index" / f"{unique}.json"]
+        return [*next_to_records, Path.home() / ".cache/horovod_train/index" / f"{unique}.json"]
     except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return [Path(folder, NAME)]
+        return next_to_records
 
 
 def _load(place: Path) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.random_access.blocks import StoreBlocks
 from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
-from horovod_train.data.random_access.digests import Stats, content_digests
+from horovod_train.data.random_access.digests import Stamps, content_digests
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import Arrays, Blocks, Parser, Part
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, unique
 from horovod_train.errors import UserError
 
 OpenStore = Callable[[str, Request], Store]
@@ -24,24 +26,27 @@ OpenStore = Callable[[str, Request], Store]
 BuildParser = Callable[[dict[str, Feature]], Parser]
 
 _TRIED_RECORDS = 100
+_REMOTE_STORES = 16  # opened at the same time: each takes a few requests
 
 
 class RandomAccessRecords:
     """The records of some stores, one store after the other. A RecordSource."""
 
-    def __init__(self, stores: Sequence[Store], index_dir: str | None, build_parser: BuildParser) -> None:
+    def __init__(
+        self, stores: Sequence[Store], build_parser: BuildParser, index_dir: str | None, storage: Storage = DEFAULT
+    ) -> None:
         """Raises UserError if files have to be read to identify them, and cannot be read."""
         self._stores, self._build_parser = stores, build_parser
         columns = [np.concatenate([getattr(store.blocks, name) for store in stores]) for name in ("records", "bytes")]
         self._blocks = Blocks(*columns)
         identities = {store.path: store.identity() for store in stores}
-        files = {path: found.stats for path, found in identities.items() if not isinstance(found, str)}
+        self._stamps = [found for found in identities.values() if not isinstance(found, str)]
+        files = {path: found.stamps for path, found in identities.items() if not isinstance(found, str)}
         digests = {path: found for path, found in identities.items() if isinstance(found, str)}
         _check_different(files.values())
-        digests |= content_digests(files, index_dir)
+        digests |= content_digests(files, index_dir, storage)
         self._parts = [
-            Part(os.path.normpath(store.path), store.size, store.blocks.num_records, digests[store.path])
-            for store in stores
+            Part(unique(store.path), store.size, store.blocks.num_records, digests[store.path]) for store in stores
         ]
 
     @property
@@ -58,26 +63,24 @@ class RandomAccessRecords:
         return [store.note for store in self._stores if store.note]
 
     def open(self) -> StoreBlocks:
+        for stamps in self._stamps:
+            stamps.look_again()  # what was read of the files until now was read to describe them
         return StoreBlocks(self._stores, self._blocks)
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self._build_parser(features)
 
 
-def _check_different(entries: Iterable[Stats]) -> None:
+def _check_different(entries: Iterable[Stamps]) -> None:
     """Raise UserError for two names of one file in different entries, whose records would be read twice."""
-    seen: dict[tuple[int, ...], str] = {}
-    for stats in entries:
-        names = {_inode(stat): name for name, stat in stats.items() if stat.st_ino}
-        for inode, name in names.items():
-            if inode in seen:
-                raise UserError(f"{name}: is the same file as {seen[inode]}; its records would be read twice.")
+    seen: dict[Stamp, str] = {}
+    for stamps in entries:
+        # Size and time too, not the inode alone: some network file systems use an inode number twice.
+        names = {stamp: name for name, stamp in stamps.items() if stamp.inode[1]}
+        for stamp, name in names.items():
+            if stamp in seen:
+                raise UserError(f"{name}: is the same file as {seen[stamp]}; its records would be read twice.")
         seen.update(names)
-
-
-def _inode(stat: os.stat_result) -> tuple[int, ...]:
-    # Size and time too: some network file systems use an inode number twice.
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def open_described(
@@ -87,8 +90,9 @@ def open_described(
 
     Raises UserError for a store that cannot be read, or whose records differ from those of the first one.
     """
-    request = Request(wanted_names(config), wanted_images(config), setting)
-    stores = [open_store(path, request) for path in paths]
+    storage = Storage(config.retry_s)
+    request = Request(wanted_names(config), wanted_images(config), setting, storage)
+    stores = _open_all(paths, open_store, request)
     filled = [store for store in stores if store.blocks.num_records]
     if not filled:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
@@ -96,7 +100,14 @@ def open_described(
     if config.on_bad_record == "error":
         for store in filled:
             _check_first(store, ArraysParser(schema.features))
-    return RandomAccessRecords(stores, config.index_dir, ArraysParser), schema
+    return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
+
+
+def _open_all(paths: Sequence[str], open_store: OpenStore, request: Request) -> list[Store]:
+    if not any(map(is_remote, paths)):
+        return [open_store(path, request) for path in paths]
+    with ThreadPoolExecutor(_REMOTE_STORES) as threads:
+        return list(threads.map(lambda path: open_store(path, request), paths))
 
 
 def _check_first(store: Store, parser: Parser) -> None:

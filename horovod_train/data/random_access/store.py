@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_train.config.registry import raised_at
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.source import Arrays, Blocks
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
 from horovod_train.errors import UserError
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
@@ -29,6 +30,7 @@ class Request:
     """Those that data.features calls `decode: image`."""
     setting: str = "data.train"
     """The config key that names the records, for messages."""
+    storage: Storage = DEFAULT
 
     def choose(self, there: Sequence[str], path: str) -> list[str]:
         """Return the names to read of those that are there. Raises UserError for one that is not."""
@@ -66,31 +68,49 @@ class Store(Protocol):
 class FileStamps:
     """Some files as they were when they were opened."""
 
-    def __init__(self, paths: Iterable[str]) -> None:
+    def __init__(self, paths: Iterable[str], storage: Storage = DEFAULT) -> None:
         """Raises UserError for a file that does not exist."""
-        self.stats: dict[str, os.stat_result] = {}
+        self.stamps: dict[str, Stamp] = {}
+        self._storage, self._checked = storage, set[str]()
         for path in paths:
             try:
-                self.stats[path] = os.stat(path)
+                self.stamps[path] = storage.stamp(path)
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
     @property
     def size(self) -> int:
-        return sum(stat.st_size for stat in self.stats.values())
+        return sum(stamp.size for stamp in self.stamps.values())
 
     def check(self, path: str) -> None:
-        """Raise UserError if the file has disappeared or has changed."""
-        before = self.stats[path]
+        """Raise UserError if the file has disappeared or has changed. Looks at a remote file once; see look_again."""
+        if path in self._checked:
+            return
+        before = self.stamps[path]
         try:
-            now = os.stat(path)
+            now = self._storage.stamp(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read any more: {error.strerror}.") from error
-        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        if (now.size, now.mtime_ns) != (before.size, before.mtime_ns):
             raise UserError(
-                f"{path}: was changed while in use: {before.st_size} bytes before, {now.st_size} now, "
+                f"{path}: was changed while in use: {before.size} bytes before, {now.size} now, "
                 "or a newer date. Put it back as it was, or start again on the new file."
             )
+        if is_remote(path):  # looking takes a request
+            self._checked.add(path)
+
+    def look_again(self) -> None:
+        """Let `check` look at remote files once more."""
+        self._checked.clear()
+
+
+def check_local(path: str, setting: str, what: str) -> None:
+    """Raise UserError for a remote path to what a library only reads from a local disk."""
+    if is_remote(path):
+        raise UserError(
+            f"{setting}: {path}: {what} are only read from a local disk. Copy them there, mount them, or convert them: "
+            "prepare --help."
+        )
 
 
 def even_blocks(records: int, total_bytes: int, multiple: int = 1) -> Blocks:

@@ -11,6 +11,7 @@ from horovod_train.data.random_access.formats.hugging_face import HuggingFaceFol
 from horovod_train.data.random_access.formats.images import ImageFolder, is_image_folder
 from horovod_train.data.random_access.formats.numpy_files import NumpyArrays, is_numpy_folder, refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
+from horovod_train.data.storage.storage import Storage
 
 FILES: dict[str, OpenStore] = {
     "*.npz": NumpyArrays,
@@ -24,7 +25,7 @@ FILES: dict[str, OpenStore] = {
 }
 """Names of files, as a pattern → what opens one. A folder stands for those of its files that fit one pattern."""
 
-FOLDERS: list[tuple[Callable[[str], bool], OpenStore]] = [
+FOLDERS: list[tuple[Callable[[str, Storage], bool], OpenStore]] = [
     (is_hugging_face_folder, HuggingFaceFolder),
     (is_numpy_folder, NumpyArrays),
     (is_image_folder, ImageFolder),

@@ -9,7 +9,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.random_access.source import RandomAccessRecords
-from horovod_train.data.random_access.store import FileStamps, even_blocks
+from horovod_train.data.random_access.store import FileStamps, check_local, even_blocks
 from horovod_train.data.source import Parser
 from horovod_train.errors import UserError
 
@@ -23,6 +23,7 @@ class ArrayRecordFile:
 
     def __init__(self, path: str) -> None:
         """Raises UserError for a file of another format."""
+        check_local(path, "data.train", "ArrayRecord files")
         module = import_extra("array_record.python.array_record_module", "array_record", f"data.train: {path}")
         self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
         try:
@@ -49,7 +50,7 @@ def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage
     if config.stage_dir:
         raise UserError(f"data.stage_dir: keeps blocks of TFRecords; {files[0]} is an ArrayRecord file. Leave it out.")
     stores = [ArrayRecordFile(path) for path in files]
-    return RandomAccessRecords(stores, config.index_dir, _parser_of_examples)
+    return RandomAccessRecords(stores, _parser_of_examples, config.index_dir)
 
 
 def _parser_of_examples(features: dict[str, Feature]) -> Parser:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from horovod_train.config.registry import import_extra
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStamps, Request, blocks_of, objects
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.errors import UserError
 
 
@@ -21,7 +23,8 @@ class _Batches:
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
         arrow = import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
-        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
+        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path], request.storage)
+        self._pages = Pages(request.storage, path) if is_remote(path) else None
         try:
             schema, counts, size = self._open()
         except (arrow.ArrowException, OSError) as error:
@@ -44,6 +47,11 @@ class _Batches:
     def identity(self) -> FileStamps:
         return self._stamps
 
+    @property
+    def _source(self) -> str | RemoteFile:
+        """Return the file in the form that pyarrow opens, for one thread."""
+        return self.path if self._pages is None else RemoteFile(self._pages)
+
     def _open(self) -> tuple[Any, Sequence[int], int]:
         """Return the schema, the number of records of each batch, and the bytes of all in memory."""
         raise NotImplementedError
@@ -60,7 +68,7 @@ class ParquetFile(_Batches):
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
         parquet = import_extra("pyarrow.parquet", "parquet", self.path)
-        with parquet.ParquetFile(self.path) as file:
+        with parquet.ParquetFile(self._source) as file:
             self._metadata, groups = file.metadata, range(file.metadata.num_row_groups)
             sizes = [self._metadata.row_group(group).total_byte_size for group in groups]
             return file.schema_arrow, [self._metadata.row_group(group).num_rows for group in groups], sum(sizes)
@@ -69,7 +77,7 @@ class ParquetFile(_Batches):
         arrow = import_extra("pyarrow", "parquet", self.path)
         parquet = import_extra("pyarrow.parquet", "parquet", self.path)
         # Opened again for each row group, because an open file is not for several threads.
-        with parquet.ParquetFile(self.path, metadata=self._metadata) as file:
+        with parquet.ParquetFile(self._source, metadata=self._metadata) as file:
             if count < self._metadata.row_group(number).num_rows:
                 # Reads little more than these: the first record of many files is wanted at the start.
                 batches = file.iter_batches(count, row_groups=[number], columns=self._names, use_threads=False)
@@ -84,14 +92,29 @@ class ArrowFile(_Batches):
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
         arrow = import_extra("pyarrow", "parquet", self.path)
+        if self._pages is not None:
+            return self._open_remote(arrow)
         with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
             counts = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
             size = sum(reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
             return reader.schema, counts, size
 
+    def _open_remote(self, arrow: Any) -> tuple[Any, Sequence[int], int]:
+        """Do as _open, but read only one column of the batches. Takes the file's size for that in memory."""
+        with arrow.ipc.open_file(self._source) as reader:
+            schema, batches = reader.schema, range(reader.num_record_batches)
+        if not len(schema):
+            return schema, [], 0
+        one_column = arrow.ipc.IpcReadOptions(included_fields=[0])
+        with arrow.ipc.open_file(self._source, options=one_column) as reader:
+            return schema, [reader.get_batch(number).num_rows for number in batches], self._stamps.size
+
     def _read_batch(self, number: int, count: int) -> Any:
         arrow = import_extra("pyarrow", "parquet", self.path)
-        with arrow.OSFile(self.path) as file, arrow.ipc.open_file(file) as reader:
+        with (
+            arrow.OSFile(self.path) if self._pages is None else RemoteFile(self._pages) as file,
+            arrow.ipc.open_file(file) as reader,
+        ):
             batch = reader.get_batch(number)
             return arrow.table({name: batch.column(name) for name in self._names}).slice(0, count)
 

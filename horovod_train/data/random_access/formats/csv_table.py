@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_train.data.prepare.csv_table import load_table
 from horovod_train.data.random_access.formats.images import read_file
-from horovod_train.data.random_access.store import FileStamps, Request, even_blocks, objects, single_blocks
+from horovod_train.data.random_access.store import FileStamps, Request, check_local, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
@@ -25,14 +25,17 @@ class CSVTable:
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
         self.path, self.known = path, dict[str, dict[str, Any]]()
-        table = load_table(path)
+        table = load_table(path, request.storage)
         self._columns = {name: table[name] for name in request.choose(list(table), path)}
         self._images = [name for name in self._columns if name in request.images]
-        stamps = FileStamps([path])
+        stamps = FileStamps([path], request.storage)
         self.size, records = stamps.size, len(next(iter(table.values())))
+        if self._images:
+            check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
             self._columns[name] = self._find(name)
-        self._stamps = FileStamps([path, *(file for name in self._images for file in self._columns[name])])
+        files = [file for name in self._images for file in self._columns[name]]
+        self._stamps = FileStamps([path, *files], request.storage)
         if self._images:
             self.size = self._stamps.size
             self.blocks = single_blocks(records, self.size / records)

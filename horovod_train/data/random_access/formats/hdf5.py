@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.remote_file import Pages, Range, RemoteFile
 from horovod_train.errors import UserError
+
+_PAGES = 64
+"""Of a remote file: for what HDF5 keeps of its structure, and for text and lists of any length."""
+
+
+class _Rows:
+    """Where the rows of a dataset are in its file; of text and lists of any length, where their addresses are."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._start = dataset.id.get_offset() if dataset.chunks is None else None
+        self._row_bytes = dataset.id.get_type().get_size() * math.prod(dataset.shape[1:])
+        self._rows = dataset.chunks[0] if dataset.chunks else 1
+        self._chunks: dict[int, list[Range]] = {}
+        if dataset.chunks:
+            dataset.id.chunk_iter(self._add)
+
+    def ranges(self, first: int, last: int) -> list[Range]:
+        """Return the bytes that hold the rows [first, last)."""
+        if self._start is not None:
+            return [(self._start + first * self._row_bytes, (last - first) * self._row_bytes)]
+        chunks = range(first // self._rows, -(-last // self._rows))
+        return [found for chunk in chunks for found in self._chunks.get(chunk, ())]
+
+    def _add(self, chunk: Any) -> None:
+        self._chunks.setdefault(chunk.chunk_offset[0] // self._rows, []).append((chunk.byte_offset, chunk.size))
 
 
 class HDF5File:
@@ -19,11 +47,16 @@ class HDF5File:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""
         import h5py  # takes a while
 
-        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
+        self.path, self.known = path, dict[str, dict[str, Any]]()
+        self._stamps = FileStamps([path], request.storage)
+        self._remote = RemoteFile(Pages(request.storage, path, _PAGES)) if is_remote(path) else None
         try:
-            self._file = h5py.File(path, "r", locking="best-effort")  # some network file systems cannot lock
+            # Locking: some network file systems cannot.
+            self._file = h5py.File(path if self._remote is None else self._remote, "r", locking="best-effort")
         except OSError as error:
             raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}.") from error
+        # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
+        weakref.finalize(self, self._file.close)
         found: dict[str, Any] = {}
         self._file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
         self._datasets = {name: found[name] for name in request.choose(list(found), path)}
@@ -38,10 +71,15 @@ class HDF5File:
         # A chunk is unpacked whole, so a block has whole ones.
         chunks = [dataset.chunks[0] for dataset in self._datasets.values() if dataset.chunks]
         self.blocks = even_blocks(records, self._bytes(records), max(chunks, default=1))
+        self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in self._datasets.values()]
 
     def read(self, first: int, last: int) -> Arrays:
         self._stamps.check(self.path)
-        return {name: dataset[first:last] for name, dataset in self._datasets.items()}
+        if self._remote is None:
+            return {name: dataset[first:last] for name, dataset in self._datasets.items()}
+        ranges = [found for rows in self._rows for found in rows.ranges(first, last)]
+        with self._remote.loaded(ranges):
+            return {name: dataset[first:last] for name, dataset in self._datasets.items()}
 
     def identity(self) -> FileStamps:
         return self._stamps

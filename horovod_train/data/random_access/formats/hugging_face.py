@@ -7,8 +7,9 @@ from typing import Any
 
 from horovod_train.config.registry import import_extra
 from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
-from horovod_train.data.random_access.store import FileStamps, Request, even_blocks
+from horovod_train.data.random_access.store import FileStamps, Request, check_local, even_blocks
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.storage import Storage
 from horovod_train.errors import UserError
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -21,6 +22,7 @@ class HuggingFaceFolder:
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""
+        check_local(path, request.setting, "Hugging Face's datasets")
         if os.path.exists(os.path.join(path, _SPLITS)):
             splits = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
             raise UserError(
@@ -41,7 +43,7 @@ class HuggingFaceFolder:
         self.blocks = even_blocks(len(dataset), self.size)
 
     def read(self, first: int, last: int) -> Arrays:
-        for path in self._stamps.stats:
+        for path in self._stamps.stamps:
             self._stamps.check(path)
         return to_arrays(self._dataset[first:last])
 
@@ -49,8 +51,8 @@ class HuggingFaceFolder:
         return self._stamps
 
 
-def is_hugging_face_folder(path: str) -> bool:
-    return any(os.path.exists(os.path.join(path, name)) for name in (_STATE, _SPLITS))
+def is_hugging_face_folder(path: str, storage: Storage) -> bool:
+    return not {_STATE, _SPLITS}.isdisjoint(storage.names(path))
 
 
 def _known(feature: Any, datasets: Any) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.prepare.images import SUFFIXES, list_images
 from horovod_train.data.random_access.store import FileStamps, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.storage import Storage
 
 
 class ImageFolder:
@@ -28,7 +30,7 @@ class ImageFolder:
         self._stamps = FileStamps(self._files)
         self.known: dict[str, dict[str, Any]] = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
         self.size = self._stamps.size
-        sizes = np.array([stat.st_size for stat in self._stamps.stats.values()])
+        sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
         self.blocks = single_blocks(len(files), sizes)
 
     def read(self, first: int, last: int) -> Arrays:
@@ -41,8 +43,10 @@ class ImageFolder:
         return self._stamps
 
 
-def is_image_folder(path: str) -> bool:
-    """Return whether a folder's folders have images."""
+def is_image_folder(path: str, storage: Storage) -> bool:
+    """Return whether a folder's folders have images. False for remote ones, where asking would take long."""
+    if is_remote(path):
+        return False
     folders = [entry.path for entry in os.scandir(path) if entry.is_dir()]
     return any(name.lower().endswith(SUFFIXES) for folder in folders for name in os.listdir(folder))
 

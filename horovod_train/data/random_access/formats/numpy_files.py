@@ -8,21 +8,37 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
-from typing import Any, NamedTuple
+from io import BufferedReader
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.remote_file import Pages, RemoteFile
+from horovod_train.data.storage.storage import Storage
 from horovod_train.errors import UserError
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
+
+
+class _Local:
+    """Reads pieces of a local file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self, offset: int, length: int) -> bytes:
+        with open(self.path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), length, offset)
 
 
 class _Rows(NamedTuple):
     """Rows of an array that lie in a file one after the other."""
 
     path: str
+    file: _Local | Pages
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -33,8 +49,7 @@ class _Rows(NamedTuple):
 
     def read(self, first: int, last: int) -> np.ndarray:
         length = (last - first) * self.row_bytes
-        with open(self.path, "rb", buffering=0) as file:
-            data = os.pread(file.fileno(), length, self.offset + first * self.row_bytes)
+        data = self.file.read(self.offset + first * self.row_bytes, length)
         if len(data) < length:
             raise UserError(f"{self.path}: {length} bytes expected for rows {first} to {last - 1}, {len(data)} came.")
         return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
@@ -49,12 +64,12 @@ class NumpyArrays:
         """Raises UserError for files that hold no rows of numbers or text."""
         self.path, self.known = path, dict[str, dict[str, Any]]()
         try:
-            found, files = (_open_folder if os.path.isdir(path) else _open_archive)(path, request)
+            found, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
         except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
             raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
-        self._arrays, self._stamps = found, FileStamps(files)
+        self._arrays, self._stamps = found, FileStamps(files, request.storage)
         for name, array in found.items():
             if not array.shape or array.dtype.kind not in "biufSU":
                 raise UserError(
@@ -65,7 +80,7 @@ class NumpyArrays:
         self.blocks = even_blocks(records, sum(_row_bytes(array) for array in found.values()) * records)
 
     def read(self, first: int, last: int) -> Arrays:
-        for path in self._stamps.stats:
+        for path in self._stamps.stamps:
             self._stamps.check(path)
         return {name: _read(array, first, last) for name, array in self._arrays.items()}
 
@@ -79,8 +94,8 @@ def refuse_one_array(path: str, request: Request) -> NumpyArrays:
     raise UserError(f"{request.setting}: {path} is one array. Name its folder, whose NAME.npy are features: {folder}")
 
 
-def is_numpy_folder(path: str) -> bool:
-    return any(name.endswith(".npy") for name in os.listdir(path))
+def is_numpy_folder(path: str, storage: Storage) -> bool:
+    return any(name.endswith(".npy") for name in storage.names(path))
 
 
 def _read(array: _Rows | np.ndarray, first: int, last: int) -> np.ndarray:
@@ -92,30 +107,36 @@ def _row_bytes(array: _Rows | np.ndarray) -> int:
 
 
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
-    there = sorted(name.removesuffix(".npy") for name in os.listdir(path) if name.endswith(".npy"))
+    there = [name.removesuffix(".npy") for name in request.storage.names(path) if name.endswith(".npy")]
     files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(there, path)}
-    return {name: _find_rows(file, 0) for name, file in files.items()}, list(files.values())
+    return {name: _find_rows(file, 0, request.storage) for name, file in files.items()}, list(files.values())
 
 
 def _open_archive(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
     found: dict[str, _Rows | np.ndarray] = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+    with _opened(path, request.storage) as file, zipfile.ZipFile(file) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         for name in request.choose(list(members), path):
             info = members[name]
             if info.compress_type == zipfile.ZIP_STORED:
                 file.seek(info.header_offset)
                 header = file.read(_ZIP_HEADER.size)
-                found[name] = _find_rows(path, info.header_offset + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(header)))
+                start = info.header_offset + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(header))
+                found[name] = _find_rows(path, start, request.storage)
             else:
                 with archive.open(info) as member:
                     found[name] = np.lib.format.read_array(member, allow_pickle=False)
     return found, [path]
 
 
-def _find_rows(path: str, start: int) -> _Rows:
+def _opened(path: str, storage: Storage) -> BinaryIO:
+    """Open a file that seeks, local or remote."""
+    return BufferedReader(RemoteFile(Pages(storage, path))) if is_remote(path) else open(path, "rb")
+
+
+def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
     """Return where the rows of an array are that begins at a byte of a file. Raises ValueError."""
-    with open(path, "rb") as file:
+    with _opened(path, storage) as file:
         file.seek(start)
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
@@ -124,8 +145,9 @@ def _find_rows(path: str, start: int) -> _Rows:
             shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
         if is_fortran and len(shape) > 1:
             raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
-        rows = _Rows(path, file.tell(), shape, dtype)
-        expected, there = rows.offset + shape[0] * rows.row_bytes if shape else 0, os.fstat(file.fileno()).st_size
+        pieces = Pages(storage, path) if is_remote(path) else _Local(path)
+        rows = _Rows(path, pieces, file.tell(), shape, dtype)
+        expected, there = rows.offset + shape[0] * rows.row_bytes if shape else 0, file.seek(0, os.SEEK_END)
         if there < expected:
             raise UserError(f"{path}: is not complete: {expected} bytes expected, {there} there. Copy it again.")
         return rows

@@ -1,0 +1,125 @@
+"""A file in an object store as libraries want one: an object that seeks and reads. Does not know what the file holds.
+
+What a library reads in small pieces, such as headers, comes from pages that are kept. What its caller knows to be
+needed is loaded before, by several threads side by side, since most libraries let one thread read at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from horovod_train.data.storage.storage import Storage
+from horovod_train.errors import UserError
+
+_PAGE = 1 << 18
+_GAP = 1 << 16
+"""Ranges no further apart than this are loaded in one request: a request takes longer than so many bytes."""
+
+Buffer: TypeAlias = "bytearray | memoryview"
+Range = tuple[int, int]
+"""(offset, length) of bytes of a file."""
+
+
+class Pages:
+    """Reads pieces of a remote file, and keeps the pages that short ones are of. Several threads may use it."""
+
+    def __init__(self, storage: Storage, url: str, keep: int = 4) -> None:
+        """keep: how many pages of 256 KiB. Raises UserError for a file that cannot be read."""
+        self._storage, self.url, self._keep = storage, url, keep
+        self._kept: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        try:
+            self.size = storage.stamp(url).size
+        except OSError as error:
+            raise UserError(f"{url}: cannot be read: {error.strerror}.") from error
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes in one request, fewer at the end of the file. Raises UserError."""
+        try:
+            return self._storage.read_remote(self.url, offset, max(min(length, self.size - offset), 0))
+        except OSError as error:
+            raise UserError(f"{self.url}: cannot be read any more: {error.strerror}.") from error
+
+    def read_by_page(self, offset: int, length: int) -> bytes:
+        """Do as read, but take short pieces from pages that are kept."""
+        if length > _PAGE:
+            return self.read(offset, length)
+        first, last = offset // _PAGE, (offset + max(length, 1) - 1) // _PAGE
+        joined = b"".join(self._page(number) for number in range(first, last + 1))
+        return joined[offset - first * _PAGE : offset - first * _PAGE + length]
+
+    def _page(self, number: int) -> bytes:
+        with self._lock:
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+        page = self.read(number * _PAGE, _PAGE)
+        with self._lock:
+            self._kept[number] = page
+            while len(self._kept) > self._keep:
+                self._kept.popitem(last=False)
+        return page
+
+
+class RemoteFile(io.RawIOBase):
+    """A remote file that is open for reading. Methods raise UserError if it cannot be read.
+
+    Of several threads one at a time may seek and read; `loaded` is for all of them together.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        """pages: of the file; several objects may share them."""
+        self._pages, self._position = pages, 0
+        self._of_thread = threading.local()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._pages.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def readinto(self, buffer: Buffer) -> int:  # type: ignore[override]
+        data = self._read(self._position, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    @contextmanager
+    def loaded(self, ranges: Sequence[Range]) -> Iterator[None]:
+        """Load ranges, for what this thread reads inside the block."""
+        self._of_thread.pieces = [(offset, self._pages.read(offset, length)) for offset, length in _join(ranges)]
+        try:
+            yield
+        finally:
+            self._of_thread.pieces = []
+
+    def _read(self, offset: int, length: int) -> bytes:
+        for start, piece in getattr(self._of_thread, "pieces", []):
+            if start <= offset and offset + length <= start + len(piece):
+                return bytes(piece[offset - start : offset - start + length])
+        return self._pages.read_by_page(offset, length)
+
+
+def _join(ranges: Sequence[Range]) -> list[Range]:
+    """Return the ranges in their order, those that are near each other as one."""
+    joined: list[Range] = []
+    for offset, length in sorted(ranges):
+        if joined and offset <= sum(joined[-1]) + _GAP:
+            start, before = joined[-1]
+            joined[-1] = (start, max(before, offset + length - start))
+        else:
+            joined.append((offset, length))
+    return joined
