@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from horovod_train.config.loader import build
 from horovod_train.config.settings import setting
 from horovod_train.errors import UserError
@@ -18,9 +20,10 @@ class Feature:
     """One feature of a record. `type` is what the record stores; the other fields say how it becomes a tensor."""
 
     type: Literal["int64", "float", "bytes"]
-    shape: tuple[int, ...] = setting((), "of the tensor, without the batch", minimum=1)
-    max_length: int | None = setting(None, "a list of up to so many values, padded; shape is [max_length]", minimum=1)
+    shape: tuple[int, ...] = setting((), "of the tensor, without the batch; of a list, that of each item", minimum=1)
+    max_length: int | None = setting(None, "a list of up to so many items, padded: [max_length, *shape]", minimum=1)
     padding: int | float = setting(0, "what a list is padded with")
+    sequence: bool = setting(False, "a list in the feature_lists of a tf.train.SequenceExample")
     decode: Literal["none", "raw", "image"] = setting("none", "raw: bytes are numbers, row-major; image: JPEG or PNG")
     raw_dtype: RawDtype = setting("uint8", "of raw numbers, little-endian")
     resize: Literal["none", "stretch", "crop"] = setting("none", "how an image of another size comes to `shape`")
@@ -34,7 +37,7 @@ class Feature:
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        return (self.max_length,) if self.max_length else self.shape
+        return (self.max_length, *self.shape) if self.max_length else self.shape
 
     @property
     def stored_dtype(self) -> str:
@@ -59,6 +62,14 @@ def parse_feature(value: Any, where: str) -> Feature:
     return feature
 
 
+def _holds(dtype: str, value: float) -> bool:
+    """Return whether a dtype has a value, as far as it can be exact."""
+    if dtype == "string" or dtype.startswith("float"):
+        return True
+    limits = np.iinfo(dtype)
+    return value == int(value) and limits.min <= value <= limits.max
+
+
 def _contradiction(feature: Feature) -> str | None:
     if feature.decode != "none" and feature.type != "bytes":
         return f"decode: {feature.decode} is for type bytes; this one is {feature.type}."
@@ -80,8 +91,12 @@ def _contradiction(feature: Feature) -> str | None:
         return f"resize: {feature.resize} would mix numbers of classes; give interpolation: nearest."
     if feature.crop_fraction <= 0:
         return f"crop_fraction must be above 0; received {feature.crop_fraction}."
-    if feature.max_length and (feature.shape or feature.decode != "none"):
-        return "max_length is for lists of values, without shape and decode."
+    if feature.max_length and feature.decode == "image":
+        return "max_length is for lists of values or of raw bytes, not of images."
+    if feature.sequence and not feature.max_length:
+        return "sequence: true needs max_length: the most items that a record has."
+    if feature.max_length and not _holds(feature.stored_dtype, feature.padding):
+        return f"padding: {feature.padding} is no {feature.stored_dtype}."
     as_strings = feature.type == "bytes" and feature.decode == "none"
     if as_strings and (feature.cast or feature.scale or feature.offset or feature.classes or feature.padding):
         return "bytes that are not decoded have no cast, scale, offset, classes or padding."

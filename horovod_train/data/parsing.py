@@ -6,7 +6,7 @@ image decoding follow later; see transforms. Alternatively calls a user's functi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.fixed_layout import FixedLayout, NotPlain, is_plain
+from horovod_train.data.lists import pad_lists, raw_bytes, wrong_items, wrong_list
 from horovod_train.data.record_weights import WeightChecker
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
@@ -44,7 +45,11 @@ def blank(parser: Parser, rows: int) -> Arrays:
 
 
 class SchemaParser:
-    """Parses tf.train.Example records as a schema says. A Parser."""
+    """Parses tf.train.Example or SequenceExample records as a schema says. A Parser.
+
+    They are SequenceExamples if a feature has `sequence`. The others are in the context then, which an Example's parser
+    finds where an Example has its features.
+    """
 
     def __init__(self, features: dict[str, Feature]) -> None:
         self._features = features
@@ -59,12 +64,18 @@ class SchemaParser:
         if arrays is None:
             try:
                 with tf.device("cpu:0"):
-                    tensors = tf.io.parse_example(np.array(one_by_one(records), object), self._specs)
+                    tensors = self._parse_stored(np.array(one_by_one(records), object))
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
         fits = all(_is_in_range(self._features[name], array) for name, array in arrays.items())
         return arrays if fits else None
+
+    def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+        lists = {name: spec for name, spec in self._specs.items() if self._features[name].sequence}
+        others = {name: spec for name, spec in self._specs.items() if name not in lists}
+        found = dict(tf.io.parse_example(records, others)) if others else {}
+        return found | tf.io.parse_sequence_example(records, sequence_features=lists)[1] if lists else found
 
     def _parse_alike(self, records: np.ndarray) -> Arrays | None:
         """Return the arrays of records that differ only in their values; None if they differ in more."""
@@ -81,10 +92,14 @@ class SchemaParser:
     def problem(self, record: bytes) -> str | None:
         try:
             stored = tf.train.Example.FromString(record).features.feature
+            lists = tf.train.SequenceExample.FromString(record).feature_lists.feature_list
         except Exception:  # protobuf's DecodeError has no public name that all its versions share
             return "it is not a tf.train.Example"
         for name, feature in self._features.items():
-            wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
+            if feature.sequence:
+                wrong = _wrong_items(feature, lists[name].feature) if name in lists else None
+            else:
+                wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
             if wrong:
                 return f"feature {name}: {wrong}"
         return None
@@ -157,13 +172,9 @@ def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeatur
 def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray | tf.Tensor:
     """Return the stored values as an array. Raises InvalidArgumentError if some row has another size."""
     if feature.max_length:
-        tf.debugging.assert_less_equal(
-            tf.cast(tensor.row_lengths(), tf.int64), tf.constant(feature.max_length, tf.int64)
-        )
-        padding = "" if feature.type == "bytes" else feature.padding
-        tensor = tensor.to_tensor(padding, shape=[None, feature.max_length])
+        return _array(pad_lists(feature, tensor))
     if feature.decode == "raw":
-        tf.debugging.assert_equal(tf.strings.length(tensor), _raw_bytes(feature))
+        tf.debugging.assert_equal(tf.strings.length(tensor), raw_bytes(feature))
         tensor = tf.reshape(tf.io.decode_raw(tensor, feature.raw_dtype), [-1, *feature.shape])
     return _array(tensor)
 
@@ -178,10 +189,6 @@ def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
     if feature.decode == "image":
         return True
     return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)
-
-
-def _raw_bytes(feature: Feature) -> int:
-    return int(np.prod(feature.shape, dtype=np.int64)) * np.dtype(feature.raw_dtype).itemsize
 
 
 # --- naming what is wrong ---------------------------------------------------------------------------------------
@@ -201,18 +208,31 @@ def _wrong(feature: Feature, stored: tf.train.Feature) -> str | None:
         return f"expected {feature.type}; the record holds {_KINDS[kind]}"
     values = getattr(stored, kind).value
     if feature.max_length:
-        if len(values) > feature.max_length:
-            return f"expected at most {feature.max_length} values; the record holds {len(values)}"
-        return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
+        return wrong_list(feature, values) or _wrong_value(feature, _numbers(feature, values))
     expected = 1 if feature.decode != "none" else int(np.prod(feature.shape, dtype=np.int64))
     if len(values) != expected:
         return f"expected {expected} values for shape {list(feature.shape)}; the record holds {len(values)}"
     if feature.decode == "raw":
-        if len(values[0]) != _raw_bytes(feature):
+        if len(values[0]) != raw_bytes(feature):
             shape = f"{feature.raw_dtype}{list(feature.shape)}"
-            return f"expected {_raw_bytes(feature)} bytes for {shape}; the record holds {len(values[0])}"
+            return f"expected {raw_bytes(feature)} bytes for {shape}; the record holds {len(values[0])}"
         return _wrong_value(feature, np.frombuffer(values[0], feature.raw_dtype))
     return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
+
+
+def _wrong_items(feature: Feature, items: Sequence[tf.train.Feature]) -> str | None:
+    kinds = [item.WhichOneof("kind") for item in items]
+    other = next((kind for kind in kinds if _KINDS[kind] != feature.type), feature.type)
+    if other != feature.type:
+        return f"expected items of {feature.type}; the record holds {_KINDS[other]}"
+    values = [getattr(item, kind).value for item, kind in zip(items, kinds, strict=True)]
+    flat = [value for item in values for value in item]
+    return wrong_items(feature, values) or _wrong_value(feature, _numbers(feature, flat))
+
+
+def _numbers(feature: Feature, values: Sequence[Any]) -> np.ndarray:
+    """Return the numbers in a list, for _wrong_value."""
+    return np.frombuffer(b"".join(values), feature.raw_dtype) if feature.decode == "raw" else np.array(values)
 
 
 def _wrong_value(feature: Feature, values: np.ndarray) -> str | None:

@@ -79,7 +79,8 @@ class Transforms:
 
 
 def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
-    return {name: features[name] for name in names if name in features and len(features[name].tensor_shape) == 3}
+    found = {name: features[name] for name in names if name in features}
+    return {name: feature for name, feature in found.items() if len(feature.shape) == 3 and not feature.max_length}
 
 
 def _check_in_step(

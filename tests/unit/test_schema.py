@@ -25,7 +25,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": {"type": "int64", "shape": [3, -1]}}}, "x: a: shape: must be at least 1; received -1"),
     ({"features": {"a": {"type": "int64", "shape": "3"}}}, "x: a: shape: expected an int; received '3'"),
     ({"features": {"a": {"type": "int64", "max_length": 0}}}, "x: a: max_length: must be at least 1; received 0"),
-    ({"features": {"a": {"type": "int64", "max_length": 4, "shape": [2]}}}, "max_length is for lists"),
+    (
+        {"features": {"a": {"type": "bytes", "max_length": 4, "decode": "image", "shape": [2, 2, 3]}}},
+        "max_length is for lists of values or of raw bytes, not of images.",
+    ),
+    ({"features": {"a": {"type": "int64", "sequence": True}}}, "x: a: sequence: true needs max_length: the most items"),
+    ({"features": {"a": {"type": "int64", "sequence": 3, "max_length": 2}}}, "x: a: sequence: expected true or false"),
+    ({"features": {"a": {"type": "int64", "max_length": 4, "padding": 0.5}}}, "x: a: padding: 0.5 is no int64."),
+    (
+        {"features": {"a": {"type": "bytes", "decode": "raw", "max_length": 4, "padding": -1}}},
+        "x: a: padding: -1 is no uint8.",
+    ),
     ({"features": {"a": {"type": "int64", "scale": "1/255"}}}, "x: a: scale: expected a number; received '1/255'"),
     ({"features": {"a": {"type": "int64", "cast": "int7"}}}, "x: a: cast: expected one of uint8"),
     ({"features": {"a": {"type": "int64", "decode": "raw"}}}, "decode: raw is for type bytes; this one is int64"),

@@ -93,7 +93,13 @@ def _plan(pipeline: Pipeline) -> Contender:
 
 def _used(records: Records) -> dict[str, Feature]:
     used = {*records.schema.inputs, *records.schema.targets}
-    return {name: feature for name, feature in records.schema.features.items() if name in used}
+    features = {name: feature for name, feature in records.schema.features.items() if name in used}
+    for name, feature in features.items():
+        if feature.max_length and (feature.shape or feature.sequence or feature.decode != "none"):
+            raise UserError(
+                f"bench input: compares readers of numbers and plain lists; feature {name} is none of them."
+            )
+    return features
 
 
 def _files(records: Records) -> tuple[list[str], str]:

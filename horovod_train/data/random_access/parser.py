@@ -72,11 +72,13 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     """Return lists of any length as rows of `max_length`."""
     assert feature.max_length is not None
     lists = [np.asarray(value) for value in values]
-    if any(value.ndim != 1 or len(value) > feature.max_length for value in lists):
+    if any(len(value) and value.shape[1:] != feature.shape for value in lists):
+        return None
+    if any(value.ndim == 0 or len(value) > feature.max_length for value in lists):
         return None
     lengths = np.array([len(value) for value in lists])
-    flat = np.concatenate([value for value in lists if len(value)] or [np.zeros(0, np.bool_)])
-    if feature.type == "bytes":
+    flat = np.concatenate([value for value in lists if len(value)] or [np.zeros((0, *feature.shape), np.bool_)])
+    if feature.stored_dtype == "string":
         texts = _as_bytes(flat) if len(flat) else flat
         if texts is None:
             return None
@@ -85,7 +87,7 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         dtype, padding = np.dtype(feature.stored_dtype), feature.padding  # type: ignore[assignment]
         if not _goes_into(flat.dtype, feature.stored_dtype):
             return None
-    rows = np.full((len(lists), feature.max_length), padding, dtype)
+    rows = np.full((len(lists), *feature.tensor_shape), padding, dtype)
     rows[np.arange(feature.max_length) < lengths[:, None]] = flat
     return rows
 
@@ -125,7 +127,12 @@ def _expected(feature: Feature) -> str:
     if feature.decode == "image":
         return "the bytes of an image's file"
     if feature.max_length:
-        return f"at most {feature.max_length} values of {feature.stored_dtype}"
+        items = f"values of {feature.stored_dtype}" if not feature.shape else f"items of {_stored_form(feature)}"
+        return f"at most {feature.max_length} {items}"
+    return _stored_form(feature)
+
+
+def _stored_form(feature: Feature) -> str:
     return _named("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
 
 
