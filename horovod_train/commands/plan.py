@@ -156,6 +156,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     epochs = f"{steps['epochs']:g} epoch{'s' * (steps['epochs'] != 1)}"
     lines += [
         ("batch", f"{batch['global']:,} over all ranks: {per_rank}"),
+        *(("", f"by length: {share:.0%} of {name} is padding") for name, share in batch["padding"].items()),
         ("steps", f"{steps['per_epoch']:,} an epoch{partial}; {steps['total']:,} in {epochs}"),
         ("records per rank", f"{_range(share['least'], share['most'])} an epoch"),
         *_rate_lines(facts),

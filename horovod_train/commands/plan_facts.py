@@ -17,6 +17,7 @@ from horovod_train.commands.plan_resume import Start
 from horovod_train.config.class_weights import weights_of_outputs
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
+from horovod_train.data.rank_shares import padding_share
 from horovod_train.data.sampler import Plan
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
@@ -88,7 +89,11 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
             "eval": _records(outlook.eval_records, config) if outlook.eval_records else None,
         },
         "class_weights": _class_weights(config),
-        "batch": {"global": batch, "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items()))},
+        "batch": {
+            "global": batch,
+            "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items())),
+            "padding": padding_share(plan),
+        },
         "steps": {
             "per_epoch": horizon.steps_per_epoch,
             "total": horizon.total_steps,

@@ -23,6 +23,8 @@ _GRADIENTS_ARE_EXCHANGED = ("train.synchronization: not local",)
 NEEDS: dict[str, tuple[str, ...]] = {
     "data.shuffle_window": ("data.shuffle: true",),
     "data.shuffle_mb": ("data.shuffle: true",),
+    "data.bucket_by_length": ("data.shuffle: true",),
+    "data.bucket_steps": ("data.bucket_by_length",),
     "model.init_exclude": ("model.init_from",),
     "model.unfreeze": ("model.freeze", "train.synchronization: every_step"),
     "lr_schedule.base_batch_size": ("lr_schedule.scaling: not none",),
@@ -67,6 +69,13 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from stream_problems(data)
     yield from _without_files(data)
     yield from _wrong_fold(data)
+    if data.bucket_by_length and data.parse:
+        yield (
+            "data.bucket_by_length",
+            "needs features, whose max_length says which are lists; data.parse replaces them.",
+        )
+    if data.bucket_by_length and config.jit_compile:
+        yield "data.bucket_by_length", "does not go with jit_compile: XLA would compile a step for each length."
     if not (train.epochs or train.max_steps):
         yield "train.epochs", "is required (or train.max_steps)."
     if schedule.scaling != "none" and not schedule.base_batch_size:

@@ -15,7 +15,6 @@ from horovod_train.errors import UserError
 Seconds = NewType("Seconds", float)
 """A duration: in YAML a number of seconds, or a scheduler's string [D-]HH:MM:SS."""
 
-
 AUTO = "auto"
 """Name of a loss or an optimizer that the config leaves to the model, if that is compiled, or else to our defaults."""
 
@@ -110,6 +109,8 @@ class DataConfig:
     shuffle: bool = setting(True, "another order every epoch, drawn from (seed, epoch); false: file order")
     shuffle_window: int = setting(10_000, "records over all ranks among which records are mixed", minimum=1)
     shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
+    bucket_by_length: str | None = setting(None, "feature, a list: batches of like lengths, padded to the longest")
+    bucket_steps: int = setting(256, "steps among which records are sorted by it; 1: they are not sorted", minimum=1)
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
     augment: tuple[Spec, ...] = setting((), "changes to training images, in order; see docs/data.md")
     read_threads: int = setting(32, "blocks of records that a rank reads at the same time", minimum=1)

@@ -13,9 +13,11 @@ from typing import Literal, NamedTuple, Protocol
 
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.buckets import Buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
 from horovod_train.data.fold import Fold, fold_records
 from horovod_train.data.identity import digest_of
+from horovod_train.data.lengths import find_buckets
 from horovod_train.data.mixture import DataSet, Entry, mix, split_by_entry
 from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
@@ -66,6 +68,10 @@ class Records:
     def problems(self) -> list[str]:
         """A sentence for each part that is not complete."""
         return problems_of(self.source.parts)
+
+    def find_buckets(self, config: DataConfig) -> Buckets | None:
+        """Return how to sort the records by length; None without data.bucket_by_length. Raises UserError."""
+        return find_buckets(self.source, self.digest, self.schema, config)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -223,7 +229,8 @@ def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
     """Build the order of the records. `training` shuffles as the config says; otherwise the files' order is used.
 
-    Raises UserError if no record is left to read.
+    With data.bucket_by_length the first call reads all records; see lengths. Raises UserError if no record is left to
+    read.
     """
     order: Order = "lanes" if not training else "shuffled" if config.shuffle else "file"
     blocks = records.source.blocks
@@ -233,7 +240,8 @@ def build_plan(records: Records, config: DataConfig, *, seed: int, training: boo
     if blocks.are_single:
         window = 1  # the order of the blocks is that of the records: mixing would only keep more of them in memory
     drop = training and config.drop_remainder
-    plan = Plan(blocks.records, global_batch_size, seed, order, window, drop, records.digest)
+    buckets = records.find_buckets(config) if training else None
+    plan = Plan(blocks.records, global_batch_size, seed, order, window, drop, records.digest, buckets)
     if not plan.steps_per_epoch:
         raise UserError(
             f"data.drop_remainder: the {plan.num_records} records of {records.setting} do not fill one batch of "

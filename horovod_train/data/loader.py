@@ -50,6 +50,8 @@ class Chunk:
     """bool: False for padding and for skipped records."""
     count: np.ndarray
     """int64: records of each step over all ranks."""
+    widths: np.ndarray
+    """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -72,6 +74,8 @@ class Unparsed(NamedTuple):
     records: np.ndarray
     real: np.ndarray
     """bool: False for padding."""
+    widths: np.ndarray
+    """As of a chunk."""
     data: Data | None
     """None if the cache has all of it."""
     faults: list[Fault]
@@ -80,7 +84,8 @@ class Unparsed(NamedTuple):
 class _Need(NamedTuple):
     rows: Rows
     blocks: np.ndarray
-    """Blocks to keep while the chunk is loaded: those of every window that a lane is in."""
+    """Blocks to keep while the chunk is loaded."""
+    widths: np.ndarray
 
 
 class Loader:
@@ -94,7 +99,7 @@ class Loader:
             self._reader.log_room_needed()
         uses_cache = config.cache == "memory"
         self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
-        self._sequences: dict[int, EpochSequence] = {}
+        self._sequences: dict[tuple[int, str], EpochSequence] = {}
         self._needs: dict[StepRange, _Need] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
@@ -129,14 +134,14 @@ class Loader:
             data, faults = (None, []) if self._is_cached(records) else self._reader.read(records)
             self._reader.keep_only(np.concatenate(near).tolist())
             self._needs = {s: n for s, n in self._needs.items() if s in following}
-            self._sequences = {epoch: order for epoch, order in self._sequences.items() if epoch >= steps.epoch}
-        return Unparsed(steps, records, need.rows.real.ravel(), data, faults)
+            self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
+        return Unparsed(steps, records, need.rows.real.ravel(), need.widths, data, faults)
 
     def parse(self, read: Unparsed) -> Chunk:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
         arrays, bad = self._parse(read.records, read.data, read.faults)
         count = np.array([self._plan.count(step) for step in range(read.steps.first, read.steps.last)], np.int64)
-        return Chunk(arrays, read.records, read.real & ~bad, count)
+        return Chunk(arrays, read.records, read.real & ~bad, count, read.widths)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
@@ -181,11 +186,14 @@ class Loader:
     def _need(self, steps: StepRange) -> _Need:
         """Return the records and blocks of a chunk, after starting to read them."""
         if steps not in self._needs:
-            sequence = self._sequence(steps.epoch)
-            positions, real = self._plan.positions(self._ranks.rank, self._ranks.size, steps.first, steps.last)
-            rows = Rows(sequence.records(positions), real)
+            sequence, (epoch, first, last) = self._sequence(steps.epoch, "own"), steps
+            here = (sequence, self._ranks.rank, self._ranks.size, first, last)
+            rows = self._plan.rows(*here)
             cached = self._is_cached(rows.records.ravel())
-            self._needs[steps] = _Need(rows, np.zeros(0, np.int64) if cached else sequence.blocks_near(positions))
+            near = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*here)
+            # Another sequence for all ranks' records: each remembers the windows that it was last asked for.
+            widths = self._plan.widths(self._sequence(epoch, "all"), first, last)
+            self._needs[steps] = _Need(rows, near, widths)
             if not cached:
                 self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())
         return self._needs[steps]
@@ -193,7 +201,7 @@ class Loader:
     def _is_cached(self, records: np.ndarray) -> bool:
         return self._cache is not None and self._cache.holds(records)
 
-    def _sequence(self, epoch: int) -> EpochSequence:
-        if epoch not in self._sequences:
-            self._sequences[epoch] = self._plan.sequence(epoch)
-        return self._sequences[epoch]
+    def _sequence(self, epoch: int, whose: str) -> EpochSequence:
+        if (epoch, whose) not in self._sequences:
+            self._sequences[epoch, whose] = self._plan.sequence(epoch)
+        return self._sequences[epoch, whose]

@@ -10,7 +10,7 @@ import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import counter_rng, identity
-from horovod_train.data.batch import Batch, BatchSource, by_name, pick
+from horovod_train.data.batch import Batch, BatchSource, Tensors, by_name, pick
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem
@@ -43,10 +43,15 @@ class Pipeline(BatchSource):
         self._parser = build_parser(records.source, self._features, config)
         _check_names(used, self._parser.dtypes, config.parse)
         self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
+        lists = plan.buckets.names if plan.buckets else ()
+        self._lists = tuple(name for name in lists if name in used)
+        self._widths = [lists.index(name) for name in self._lists]
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
         self._device = ranks.device
         self._failure: Exception | None = None
-        self._transform = tf.function(self._transform_rows, autograph=False)  # traced once, not for every pass
+        # Traced once, not for every pass.
+        self._transform = tf.function(self._transform_rows, autograph=False)
+        self._cut = tf.function(self._cut_lists, autograph=False)
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
@@ -113,17 +118,24 @@ class Pipeline(BatchSource):
         return self._name_image(int(found[1])) if found else self._failure
 
     # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
-    # …]; count [steps].
+    # …]; count [steps]; if lists are cut, widths [steps, lists].
 
     @property
     def _dtypes(self) -> list[str]:
-        return [*self._parser.dtypes.values(), "float32", "float32", "int64", "int64"]
+        return [*self._parser.dtypes.values(), "float32", "float32", "int64", "int64", *["int64"] * bool(self._lists)]
 
     @property
     def _shapes(self) -> list[tuple[int | None, ...]]:
         rows = (None, self.batch_size_per_rank)
         stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
-        return [*stored, (*rows, self._transforms.draws), rows, rows, (None,)]
+        return [
+            *stored,
+            (*rows, self._transforms.draws),
+            rows,
+            rows,
+            (None,),
+            *[(None, len(self._lists))] * bool(self._lists),
+        ]
 
     def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for steps, chunk in self._chunks(ranges):
@@ -132,7 +144,8 @@ class Pipeline(BatchSource):
             by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
             by_row += [chunk.real.astype(np.float32), chunk.ids]
             rows = (steps.last - steps.first, self.batch_size_per_rank)
-            yield [*(_reshape(values, (*rows, *values.shape[1:])) for values in by_row), chunk.count]
+            reshaped = [_reshape(values, (*rows, *values.shape[1:])) for values in by_row]
+            yield [*reshaped, chunk.count, *([chunk.widths[:, self._widths]] if self._lists else [])]
 
     def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
         """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
@@ -170,10 +183,27 @@ class Pipeline(BatchSource):
         else:
             # Transform a whole chunk in one call, because the call costs more than a tiny step.
             data = data.map(self._transform, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+        if self._lists:
+            data = data.map(self._cut, num_parallel_calls=tf.data.AUTOTUNE)
         data = data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
         return prefetch_to(data, self._device)
 
-    def _transform_rows(self, *values: tf.Tensor) -> Batch:
+    def _transform_rows(self, *values: tf.Tensor) -> Batch | tuple[Batch, tf.Tensor]:
+        if self._lists:
+            return self._batch(values[:-1]), values[-1]
+        return self._batch(values)
+
+    def _cut_lists(self, batch: Batch, widths: tf.Tensor) -> Batch:
+        """Leave out the padding that no rank needs in this step."""
+        schema, width = self._records.schema, dict(zip(self._lists, tf.unstack(widths, len(self._lists)), strict=True))
+
+        def cut(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
+            found = by_name(tensors, names)
+            return pick({name: t[:, : width[name]] if name in width else t for name, t in found.items()}, names)
+
+        return batch._replace(inputs=cut(batch.inputs, schema.inputs), targets=cut(batch.targets, schema.targets))
+
+    def _batch(self, values: Sequence[tf.Tensor]) -> Batch:
         *stored, numbers, weights, ids, count = values
         tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
         for is_decoded in decoded.values():

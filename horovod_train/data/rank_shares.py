@@ -27,6 +27,17 @@ class RankShare:
     """The first records that it reads."""
 
 
+def padding_share(plan: Plan) -> dict[str, float]:
+    """Return the share of each list that is padding, by its name, in the first steps; none without buckets."""
+    if plan.buckets is None:
+        return {}
+    steps, sequence = min(plan.steps_per_epoch, _STEPS), plan.sequence(0)
+    rows = plan.rows(sequence, 0, 1, 0, steps)
+    items = plan.widths(sequence, 0, steps) * rows.real.sum(axis=1, keepdims=True)
+    used = plan.buckets.lengths[rows.records][rows.real].sum(axis=0)
+    return dict(zip(plan.buckets.names, (1 - used / items.sum(axis=0)).tolist(), strict=True))
+
+
 def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[list[RankShare], np.ndarray]:
     """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
     sequence, counts, shares = plan.sequence(epoch), np.zeros(plan.num_records, np.int64), []

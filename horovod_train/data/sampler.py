@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from horovod_train.data import counter_rng
+from horovod_train.data.buckets import Buckets
 
 Order = Literal["shuffled", "lanes", "file"]
 
@@ -52,7 +53,7 @@ class Plan:
 
     order "shuffled": as above. "lanes": the same lanes over the records in file order, each rank reading one stretch.
     "file": step s takes the next `global_batch_size` records of the files, each rank a slice of them. content: a digest
-    of what the records hold; the order does not depend on it.
+    of what the records hold; the order does not depend on it. buckets: sort lanes by length, see there.
     """
 
     block_counts: np.ndarray
@@ -62,6 +63,7 @@ class Plan:
     shuffle_window: int = 10_000
     drop_remainder: bool = False
     content: str = ""
+    buckets: Buckets | None = None
 
     @cached_property
     def num_records(self) -> int:
@@ -76,7 +78,9 @@ class Plan:
     def fingerprint(self) -> str:
         """Equal for plans of the same order and content: a position in an epoch then means the same records."""
         facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder, self.content)
-        return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + repr(facts).encode()).hexdigest()
+        buckets = self.buckets.fingerprint if self.buckets else ""
+        text = repr(facts) + buckets
+        return hashlib.sha256(self.block_counts.astype("<i8").tobytes() + text.encode()).hexdigest()
 
     def count(self, step: int) -> int:
         """Return the number of records that `step` of an epoch consumes over all ranks."""
@@ -97,7 +101,35 @@ class Plan:
     def rows(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> Rows:
         """Return what a rank reads in [first_step, last_step) of the epoch of `sequence`."""
         positions, real = self.positions(rank, size, first_step, last_step)
-        return Rows(sequence.records(positions), real)
+        if self.buckets is None:
+            return Rows(sequence.records(positions), real)
+        records, full_steps = np.empty_like(positions), self.num_records // self.global_batch_size
+        step = first_step
+        while step < last_step:
+            first, last = self.buckets.pool(step, full_steps)
+            if step < last:
+                whole = sequence.records(self.positions(rank, size, first, last)[0])
+                sorted_by_length = self.buckets.sort(whole, self.seed, sequence.epoch, first)
+                end = min(last, last_step)
+                records[step - first_step : end - first_step] = sorted_by_length[step - first : end - first]
+            else:
+                end = last_step
+                records[step - first_step :] = sequence.records(positions[step - first_step :])
+            step = end
+        return Rows(records, real)
+
+    def blocks_near(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> np.ndarray:
+        """Return the blocks to keep while a rank reads these steps: those of every window that a lane is in."""
+        if self.buckets is not None:
+            each = self.buckets.steps
+            first_step, last_step = first_step // each * each, min(-(-last_step // each) * each, self.steps_per_epoch)
+        return sequence.blocks_near(self.positions(rank, size, first_step, last_step)[0])
+
+    def widths(self, sequence: EpochSequence, first_step: int, last_step: int) -> np.ndarray:
+        """Return how long the lists of each step are over all ranks: int64 [steps, lists]; without buckets no lists."""
+        if self.buckets is None:
+            return np.zeros((last_step - first_step, 0), np.int64)
+        return self.buckets.widths(*self.rows(sequence, 0, 1, first_step, last_step))
 
     def positions(self, rank: int, size: int, first_step: int, last_step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a rank's positions in a sequence in [first_step, last_step): int64 and bool `real`, [steps, rows]."""
@@ -125,6 +157,7 @@ class EpochSequence:
         self.blocks = np.arange(len(block_counts))
         if window is not None:
             self.blocks = counter_rng.permutation(counter_rng.key(seed, epoch, _BLOCKS), self.blocks)
+        self.epoch = epoch
         self._key = counter_rng.key(seed, epoch, _RECORDS)
         self._shuffled = window is not None
         self._are_single = self._shuffled and window == 1 and bool((block_counts == 1).all())

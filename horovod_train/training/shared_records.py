@@ -34,6 +34,8 @@ def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: Worker
         with group.heartbeat.phase("index"), group.raise_together():
             if is_my_turn and not opened:
                 opened = {split: scan_records(config, split) for split in splits}
+                if "train" in opened:
+                    opened["train"].find_buckets(config)  # reads all records, unless that was done before
     for records in opened.values():
         _check_equal(group, records)
     with group.raise_together():

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -193,3 +194,36 @@ def test_other_data_on_one_rank_is_named(arrays: Arrays, tmp_path: Path) -> None
     (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: data.train: ranks see different records: rank 1 (")
     assert "has other content in arrays than rank 0" in line
+
+
+@pytest.mark.long
+def test_batches_by_length_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """Stopped at 2 ranks inside the first epoch, at 3 inside the second, and ended at 1; or all on one rank."""
+    fewer = ["--records", "1437", "--vocabulary", "100", "--max-length", "30"]
+    assert train(["prepare", "token-samples", *fewer, "--out", tmp_path / "tokens"]).returncode == 0
+    config = tmp_path / "config.yaml"
+    config.write_text(f"""
+data: {{train: {tmp_path}/tokens/train, eval: {tmp_path}/tokens/eval, global_batch_size: 96, audit: true,
+        bucket_by_length: tokens, bucket_steps: 4}}
+model: {{name: transformer, options: {{vocabulary: 100, width: 16, heads: 2, blocks: 1, max_length: 30, dropout: 0.0}}}}
+loss: {{name: sparse_categorical_crossentropy, options: {{from_logits: true}}}}
+optimizer: {{name: sgd, options: {{momentum: 0.9}}}}
+lr_schedule: {{base_lr: 0.01}}
+log: {{every_steps: 15, tensorboard: false}}
+train: {{epochs: 2}}
+""")
+    for np_, max_steps in [(2, 7), (3, 19), (1, "null")]:
+        words = ["--config", config, "--output-dir", tmp_path / "several", f"train.max_steps={max_steps}"]
+        finished = train(words, launcher="none" if np_ == 1 else "mpirun", np=np_)
+        assert finished.returncode == 0, finished.text
+    alone = train(["--config", config, "--output-dir", tmp_path / "one"])
+    assert alone.returncode == 0, alone.text
+    found = [(one.sizes, one.records, one.missing, one.twice) for one in audit(str(tmp_path / "several"))]
+    assert found == [((2, 3), RECORDS, [], []), ((3, 1), RECORDS, [], [])]
+    several, one = (summary_of(tmp_path / name)["eval"]["loss"] for name in ("several", "one"))
+    assert several == pytest.approx(one, rel=1e-5)
+    for name in ("several", "one"):
+        exported = train(["export", tmp_path / name, "--out", tmp_path / f"{name}.keras"])
+        assert exported.returncode == 0, exported.text
+    weights = [keras.saving.load_model(tmp_path / f"{name}.keras").get_weights() for name in ("several", "one")]
+    assert max(float(np.abs(a - b).max()) for a, b in zip(*weights, strict=True)) < 1e-5

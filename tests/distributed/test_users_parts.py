@@ -132,6 +132,7 @@ def test_the_transformer_learns_and_padding_has_no_influence(tmp_path: Path) -> 
     fewer = ["--records", "2000", "--vocabulary", "100", "--max-length", "20"]
     run(tmp_path, ["prepare", "token-samples", *fewer, "--out", "data/tokens"])
     words = ["--config", PROJECT / "configs" / "text_transformer.yaml", "--output-dir", "run", "log.tensorboard=false"]
+    words += ["data.bucket_by_length=tokens"]  # in training
     options = "{vocabulary: 100, width: 32, blocks: 1, max_length: 32}"
     smaller = [f"model.options={options}", "train.epochs=3", "lr_schedule.base_lr=0.003", "data.global_batch_size=32"]
     run(tmp_path, [*words, *smaller], launcher="mpirun", np=2)

@@ -66,7 +66,7 @@ class Images:
         return 27
 
     def __getitem__(self, record: int) -> dict[str, Any]:
-        return {"image_raw": pixels(record), "label": record % 10}
+        return {"image_raw": pixels(record), "label": record % 10, "words": np.arange(record % 3)}
 
     def fingerprint(self) -> str:
         return "made"

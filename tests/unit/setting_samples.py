@@ -24,9 +24,12 @@ from horovod_train.errors import UserError
 Values = dict[str, Any]
 """Values by `section.key`."""
 
+WITH_LIST = {**FEATURES, "words": {"type": "int64", "max_length": 3}}
+"""What records hold, with a list that is empty in all of them; a class gives some."""
+
 VALUES: dict[str, list[Any]] = {
     "data.eval": [[]],
-    "data.features": [FEATURES],
+    "data.features": [WITH_LIST],
     "data.inputs": ["image_raw"],
     "data.targets": ["label"],
     "data.weight": ["label"],
@@ -34,6 +37,7 @@ VALUES: dict[str, list[Any]] = {
     "data.fold": ["1/3"],
     "data.source": ["runs_of_settings:Images"],
     "data.dataset": ["runs_of_settings:stream"],
+    "data.bucket_by_length": ["words"],
     "data.index_dir": ["{here}/indexes"],
     "data.stage_dir": ["{here}/stage"],
     "data.augment": [["flip"]],
@@ -74,8 +78,9 @@ WITH: dict[str, Values] = {
     "data.features": {"data.inputs": "image_raw", "data.targets": "label"},
     "data.parse": {"data.inputs": "image_raw", "data.targets": "label"},
     "data.fold": {"data.eval": "{here}/data/train"},
-    "data.source": {"data.features": FEATURES, "data.inputs": "image_raw", "data.targets": "label"},
+    "data.source": {"data.features": WITH_LIST, "data.inputs": "image_raw", "data.targets": "label"},
     "data.dataset": {"data.train": [], "data.eval": []},
+    "data.bucket_by_length": {"data.features": WITH_LIST, "data.inputs": "image_raw", "data.targets": "label"},
     "data.retry_s": {"data.train": "memory://made/train"},
     "data.batch_size_per_rank": {"data.global_batch_size": None},
     "lr_schedule.scaling": {"lr_schedule.base_batch_size": 4},

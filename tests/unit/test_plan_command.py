@@ -59,7 +59,7 @@ def facts_of(config_file: Path, capsys: pytest.CaptureFixture[str], *words: str)
 def test_figures_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     facts = facts_of(config_file, capsys, "--np", "3")
     assert facts["records"]["train"]["records"] == 70
-    assert facts["batch"] == {"global": 16, "rows_per_rank": {"5": 2, "6": 1}}
+    assert facts["batch"] == {"global": 16, "rows_per_rank": {"5": 2, "6": 1}, "padding": {}}
     assert facts["steps"] == {"per_epoch": 5, "total": 30, "epochs": 6, "records_in_last_of_epoch": 6}
     assert facts["checkpoints"]["count"] == 3
     assert facts["faults"] == []
