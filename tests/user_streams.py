@@ -76,6 +76,37 @@ def broken(rank: int, size: int, epoch: int, seed: int, training: bool, how: str
     }[how]
 
 
+class ByItself(keras.Model):
+    """What `linear` is, with steps of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def _loss(self, data: Any, training: bool) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        losses = keras.losses.sparse_categorical_crossentropy(y, self(x, training=training), from_logits=True)
+        return keras.ops.mean(losses if sample_weight is None else losses * sample_weight)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = self._loss(data, training=True)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        return {"loss": self._loss(data, training=False)}
+
+
+def by_itself() -> keras.Model:
+    model = ByItself()
+    model(keras.Input((WIDTH,)))
+    return model
+
+
 def linear() -> keras.Model:
     """WIDTH numbers → 2 logits, one record independent of the others."""
     x = keras.Input((WIDTH,))

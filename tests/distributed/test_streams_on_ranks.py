@@ -41,6 +41,30 @@ def test_three_ranks_of_which_one_has_no_records_count_each_record_once(tmp_path
     assert found[3][0] != pytest.approx(found[3][1], rel=1e-3), "two sets of records, so the figures can differ"
 
 
+@pytest.mark.parametrize("np", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_model_trains_by_its_own_step_as_by_ours(tmp_path: Path, np: int) -> None:
+    """On uneven streams: steps that few records fill, and of three ranks one without any."""
+    found = {}
+    for model in ("linear", "by_itself"):
+        loss = [] if model == "linear" else ["loss=auto"]
+        finished = run(tmp_path, model, np, f"model=user_streams:{model}", *loss)
+        assert finished.returncode == 0, finished.text
+        found[model] = metrics_of(tmp_path / model, "eval")[-1]["loss"]
+    assert found["by_itself"] == pytest.approx(found["linear"], rel=1e-5)
+    assert summary_of(tmp_path / "by_itself")["steps"] == summary_of(tmp_path / "linear")["steps"]
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_by_its_own_step_ends_as_one_that_was_not(tmp_path: Path) -> None:
+    words = ["model=user_streams:by_itself", "loss=auto"]
+    assert run(tmp_path, "whole", 2, *words).returncode == 0
+    for stop in ("train.max_steps=9", "train.max_steps=null"):
+        finished = run(tmp_path, "stopped", 2, *words, stop)
+        assert finished.returncode == 0, finished.text
+    found, expected = summary_of(tmp_path / "stopped"), summary_of(tmp_path / "whole")
+    assert found["weights_sha256"] == expected["weights_sha256"]
+
+
 @pytest.mark.long
 def test_a_run_that_was_stopped_inside_an_epoch_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     assert run(tmp_path, "whole", 3).returncode == 0

@@ -70,7 +70,9 @@ def build_own_training(
     if config.precision == "mixed_float16":
         raise UserError(f"precision: mixed_float16 does not go with it: {why}. Use mixed_bfloat16.")
     optimizers = _choose_optimizers(config, model, horizon, why)
-    tried = _try(model, "train_step", train.scaled_spec, "data.train", optimizers)
+    tried = _try(
+        model, "train_step", train.scaled_spec, "data.dataset" if config.data.dataset else "data.train", optimizers
+    )
     if not optimizers.by_path:
         held = ", ".join(optimizers.paths) or "none"
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({held}).")
@@ -98,9 +100,12 @@ def build_own_evaluation(
     """Build the evaluation by a model's own test_step, and try it on the shapes of a batch. Raises UserError."""
     why = f"the model evaluates by its own {_own(model, OWN_EVALUATION)}"
     _refuse(config, _BY_OUR_EVALUATION, why)
-    tried = _try(model, "test_step", pipeline.scaled_spec, "data.eval", None)
+    tried = _try(model, "test_step", pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval", None)
     seen, seeds = Logs(tried.sources, metrics_in(model)), Seeds(find_seeds(model), config.seed, group.rank)
-    scale = pipeline.batch_size_per_rank * group.size * pipeline.steps_per_epoch / pipeline.num_records
+    steps = pipeline.steps_per_epoch
+    # Of a stream `num_records` is the room in its steps.
+    records = sum(map(pipeline.count, range(steps)))
+    scale = pipeline.batch_size_per_rank * group.size * steps / records
     step = OwnEvalStep(model, seen, seeds, scale, pipeline.scaled)
     origin = f"evaluation step: the model's own {_own(model, OWN_EVALUATION)}"
     return OwnEvaluation(step, (origin,), _padding("test_step", tried, pipeline, group.size))
