@@ -74,6 +74,8 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
             "data.bucket_by_length",
             "needs features, whose max_length says which are lists; data.parse replaces them.",
         )
+    if data.bucket_by_length and data.preprocess:
+        yield "data.bucket_by_length", "does not go with data.preprocess, which makes lists of its own length."
     if data.bucket_by_length and config.jit_compile:
         yield "data.bucket_by_length", "does not go with jit_compile: XLA would compile a step for each length."
     if not (train.epochs or train.max_steps):

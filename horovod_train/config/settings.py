@@ -101,6 +101,7 @@ class DataConfig:
     targets: tuple[str, ...] = setting((), "features that the loss gets; default: as dataset.json says")
     weight: str | None = setting(None, "feature with the weight of its record in the loss: one number, 0 or more")
     parse: str | None = setting(None, "package.module:function, records → tensors, in place of features")
+    preprocess: str | None = setting(None, "package.module:function of a batch's inputs, or a keras_hub preset")
     index_dir: str | None = setting(None, "folder for indexes; default: next to the records, or else ~/.cache")
     stage_dir: str | None = setting(None, "node-local folder that keeps what this node's ranks have read")
     cache: Literal["none", "memory"] = setting("none", "memory: each rank keeps what it has parsed")
@@ -249,11 +250,9 @@ class Config:
     seed: int = setting(1, "of initial weights, dropout and data order", minimum=0, maximum=2**32 - 1)
     precision: Literal["float32", "mixed_bfloat16", "mixed_float16"] = setting("float32", "Keras dtype policy")
     jit_compile: bool = setting(False, "compile forward and backward pass by XLA; the exchange stays outside")
-    deterministic: bool = setting(
-        False, "bit-equal runs: deterministic ops, and one order in which ranks' numbers are added"
-    )
+    deterministic: bool = setting(False, "bit-equal runs: deterministic ops, and one order of adding ranks' numbers")
     data: DataConfig = DataConfig()
-    model: ModelSpec = setting(ModelSpec("convnet"), "one of ours, package.module:function, or FILE.keras")
+    model: ModelSpec = setting(ModelSpec("convnet"), "ours, package.module:function, FILE.keras or a preset")
     loss: LossSpec = setting(
         LossSpec(AUTO),
         "Keras' or ours, package.module:function, per_output; "

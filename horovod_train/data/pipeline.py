@@ -25,6 +25,7 @@ from horovod_train.data.decoding import image_problem
 from horovod_train.data.feed import Feed, prefetch_to
 from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
+from horovod_train.data.preprocess import load_preprocess, preprocessed
 from horovod_train.data.sampler import Plan
 from horovod_train.data.transforms import Transforms
 from horovod_train.errors import UserError
@@ -48,6 +49,7 @@ class Pipeline(BatchSource):
         self._widths = [lists.index(name) for name in self._lists]
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
         self._device = ranks.device
+        self._preprocess = load_preprocess(config.preprocess)
         self._failure: Exception | None = None
         # Traced once, not for every pass.
         self._transform = tf.function(self._transform_rows, autograph=False)
@@ -106,9 +108,12 @@ class Pipeline(BatchSource):
         Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
         """
         schema = self._records.schema
-        inputs = self._transforms.scale(by_name(batch.inputs, schema.inputs))
         targets = self._transforms.scale(by_name(batch.targets, schema.targets))
-        return batch._replace(inputs=pick(inputs, schema.inputs), targets=pick(targets, schema.targets))
+        batch = batch._replace(targets=pick(targets, schema.targets))
+        if self._preprocess is not None:
+            return batch
+        inputs = self._transforms.scale(by_name(batch.inputs, schema.inputs))
+        return batch._replace(inputs=pick(inputs, schema.inputs))
 
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
@@ -178,7 +183,7 @@ class Pipeline(BatchSource):
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if chunks is None else chunks)
         dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
         data = data.map(dequeue).prefetch(1)
-        if self._transforms.by_step:
+        if self._transforms.by_step or self._preprocess is not None:
             data = data.unbatch().map(self._transform, num_parallel_calls=tf.data.AUTOTUNE)
         else:
             # Transform a whole chunk in one call, because the call costs more than a tiny step.
@@ -212,7 +217,14 @@ class Pipeline(BatchSource):
         if name := self._config.weight:
             # Padding repeats another record, whose weight it must not have.
             weights *= tf.cast(self._transforms.scale({name: tensors[name]})[name], tf.float32)
-        return Batch(pick(tensors, schema.inputs), pick(tensors, schema.targets), weights, ids, count)
+        return Batch(self._inputs(tensors), pick(tensors, schema.targets), weights, ids, count)
+
+    def _inputs(self, tensors: dict[str, tf.Tensor]) -> Tensors:
+        names = self._records.schema.inputs
+        if self._preprocess is None:
+            return pick(tensors, names)
+        scaled = pick(self._transforms.scale({name: tensors[name] for name in names}), names)
+        return preprocessed(self._preprocess, str(self._config.preprocess), scaled, self.batch_size_per_rank)
 
     def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))

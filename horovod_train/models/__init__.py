@@ -14,6 +14,7 @@ from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
+from horovod_train.presets import is_preset, load_task
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,
@@ -41,6 +42,10 @@ def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
     if spec.name.endswith(".keras"):
         model = _load(spec)
+    elif ":" not in spec.name and is_preset(spec.name):
+        if spec.options:
+            raise UserError(f"model.options: {spec.name} is a preset, which takes no options; received {spec.options}.")
+        model = load_task(spec.name)
     else:
         model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
     if not isinstance(model, keras.Model):

@@ -38,6 +38,7 @@ VALUES: dict[str, list[Any]] = {
     "data.source": ["runs_of_settings:Images"],
     "data.dataset": ["runs_of_settings:stream"],
     "data.bucket_by_length": ["words"],
+    "data.preprocess": ["runs_of_settings:preprocess"],
     "data.index_dir": ["{here}/indexes"],
     "data.stage_dir": ["{here}/stage"],
     "data.augment": [["flip"]],

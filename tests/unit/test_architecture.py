@@ -20,7 +20,7 @@ LAYERS = [
     {"training", "keras"},
     {"tensorflow"},
     {"distributed", "data", "models", "optim"},
-    {"checkpoint"},
+    {"checkpoint", "presets"},
     {"output"},
     {"config"},
     {"errors", "open_files", "tfrecord_framing"},

