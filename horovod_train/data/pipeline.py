@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import counter_rng, identity
-from horovod_train.data.batch import Batch, BatchSource, Tensors, by_name, pick
+from horovod_train.data.batch import Batch, Tensors, by_name, pick
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
 from horovod_train.data.decoding import image_problem

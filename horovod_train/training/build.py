@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config, Watched
-from horovod_train.data.batch import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records
 from horovod_train.data.loader import Ranks
 from horovod_train.data.pipeline import Pipeline, build_pipeline

@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config
-from horovod_train.data.batch import Batch, BatchSource
+from horovod_train.data.batch import Batch
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import Schema
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from horovod_train.data.audit import Audit
-from horovod_train.data.batch import Batch, BatchSource
+from horovod_train.data.batch import Batch
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState

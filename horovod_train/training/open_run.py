@@ -13,7 +13,7 @@ from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
 from horovod_train.config.settings import Config, resolve
-from horovod_train.data.batch import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records, Split
 from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle

@@ -12,7 +12,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.settings import Config, resolve
 from horovod_train.data import identity
-from horovod_train.data.batch import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.errors import UserError
 from horovod_train.training.run_record import Run
 

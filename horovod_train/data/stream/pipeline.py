@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from horovod_train.data.batch import Batch, BatchSource
+from horovod_train.data.batch import Batch
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.feed import Feed, prefetch_to
 from horovod_train.data.stream.users import WHERE, Stream
 from horovod_train.errors import UserError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_train.data.batch import BatchSource
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.training.hooks.tell_callbacks import tell
 from horovod_train.training.own_steps.step import OwnEvalStep
 from horovod_train.training.run_record import Run

@@ -9,7 +9,8 @@ import keras
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
-from horovod_train.data.batch import Batch, BatchSource
+from horovod_train.data.batch import Batch
+from horovod_train.data.batch_source import BatchSource
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import CombiningOptimizer, GradientExchange
 from horovod_train.errors import UserError
