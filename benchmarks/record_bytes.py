@@ -87,7 +87,7 @@ def _measure(folder: Path, rounds: int) -> Iterator[dict[str, float]]:
     config = DataConfig(train=(str(folder / "train"),), shuffle_window=500)  # so that every epoch reads every block
     records = open_records(config, "train")
     made = build_pipeline(records, config, Ranks(0, 1), seed=1, training=True, global_batch_size=_BATCH)
-    batches, parse = iter(made.batches(0)), _parse_seconds(records)
+    batches, parse = made.batches(0), _parse_seconds(records)
     for number in range(rounds + 1):
         before = _thread_seconds()
         for _ in range(made.steps_per_epoch):

@@ -168,7 +168,7 @@ def contenders(path: Path, read: Read, arrays: Arrays, has_lists: bool) -> dict[
     made = build_pipeline(records, config, Ranks(0, 1), seed=1, training=True, global_batch_size=BATCH)
     epochs = itertools.count()
     found = {
-        "plan": lambda: made.batches(next(epochs), epochs=1),
+        "plan": lambda: made.chunks(next(epochs), epochs=1).unbatch(),
         "library": lambda: generated(BATCH).prefetch(tf.data.AUTOTUNE),
         "shuffled": lambda: shuffle(generated(CHUNK).unbatch()),
     }

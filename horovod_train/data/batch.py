@@ -32,6 +32,11 @@ class Batch(NamedTuple):
         return tf.cast(self.ids >= 0, tf.float32)
 
 
+def spec_of_batch(chunks: tf.data.Dataset) -> Batch:
+    """Return the specs of the batches in such a dataset; see BatchSource.chunks."""
+    return tf.nest.map_structure(lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), chunks.element_spec)
+
+
 def pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
     """Return the named tensors as a model gets them: the only one, or a dict of them."""
     return tensors[names[0]] if len(names) == 1 else {name: tensors[name] for name in names}

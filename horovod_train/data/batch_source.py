@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches
 from horovod_train.data.mixture import DataSet
 
 
@@ -35,11 +36,18 @@ class BatchSource(ABC):
     """The settings on which the order of the records depends, in words."""
 
     @abstractmethod
-    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
+    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
+        """Return what `batches` gives as a dataset of one or several steps each, with one more axis in front: steps.
 
         Reading starts immediately. The dataset can be iterated once; call this again for another pass.
         """
+
+    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> Batches:
+        """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
+
+        Reading starts immediately.
+        """
+        return Batches(self.chunks(epoch, first_step, epochs))
 
     @abstractmethod
     def count(self, step: int) -> int:
@@ -61,9 +69,9 @@ class BatchSource(ABC):
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
 
-    def one_pass(self, most: int) -> Iterator[tuple[Iterator[Batch], int]]:
+    def one_pass(self, most: int) -> Iterator[tuple[Batches, int]]:
         """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
-        batches = iter(self.batches(epoch=0, epochs=1))
+        batches = self.batches(epoch=0, epochs=1)
         for first in range(0, self.steps_per_epoch, most):
             yield batches, min(most, self.steps_per_epoch - first)
 

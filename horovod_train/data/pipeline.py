@@ -1,7 +1,7 @@
-"""Builds one rank's tf.data pipeline: reads the records of the plan, transforms them and cuts them into steps.
+"""Builds one rank's tf.data pipeline: reads the records of the plan and transforms them.
 
-Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records; the
-steps are cut in C++. Does not decide where an epoch starts; see training/loop.
+Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records;
+compiled training cuts them into steps, see chunks. Does not decide where an epoch starts; see training/loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import counter_rng, identity
-from horovod_train.data.batch import Batch, Tensors, by_name, pick
+from horovod_train.data.batch import Batch, Tensors, by_name, pick, spec_of_batch
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
@@ -67,7 +67,7 @@ class Pipeline(BatchSource):
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
-        self.element_spec: Batch = self._dataset(self._feed(iter(())).queue, 0).element_spec
+        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())).queue, 0))
         traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
         self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
 
@@ -88,11 +88,7 @@ class Pipeline(BatchSource):
         """
         return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
 
-    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
-
-        Reading starts immediately. The dataset can be iterated once; call this again for another pass.
-        """
+    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
         loader = self._loader
         chunks = None if epochs is None else loader.num_chunks(first_step, epochs)
         numbers = itertools.count() if chunks is None else range(chunks)
@@ -183,16 +179,20 @@ class Pipeline(BatchSource):
     def _dataset(self, queue: tf.queue.QueueBase, chunks: int | None) -> tf.data.Dataset:
         data = tf.data.Dataset.range(np.iinfo(np.int64).max if chunks is None else chunks)
         dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
-        data = data.map(dequeue).prefetch(1)
-        if self._transforms.by_step or self._preprocess is not None:
-            data = data.unbatch().map(self._transform, num_parallel_calls=tf.data.AUTOTUNE)
+        data = data.map(dequeue)
+        if self._transforms.by_step or self._preprocess is not None or self._lists:
+            one_step = tf.autograph.experimental.do_not_convert(self._transform_step)
+            data = data.prefetch(1).unbatch().map(one_step, num_parallel_calls=tf.data.AUTOTUNE)
+            ahead = self._config.prefetch_batches or tf.data.AUTOTUNE
         else:
-            # Transform a whole chunk in one call, because the call costs more than a tiny step.
-            data = data.map(self._transform, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
-        if self._lists:
-            data = data.map(self._cut, num_parallel_calls=tf.data.AUTOTUNE)
-        data = data.prefetch(self._config.prefetch_batches or tf.data.AUTOTUNE)
-        return prefetch_to(data, self._device)
+            data = data.map(self._transform)
+            ahead = -(-(self._config.prefetch_batches or 1) // self._loader.steps_per_chunk)
+        return prefetch_to(data.prefetch(ahead), self._device)
+
+    def _transform_step(self, *values: tf.Tensor) -> Batch:
+        """Return a chunk of one step."""
+        made = self._transform(*values)
+        return _as_chunk(self._cut(*made) if self._lists else made)
 
     def _transform_rows(self, *values: tf.Tensor) -> Batch | tuple[Batch, tf.Tensor]:
         if self._lists:
@@ -263,6 +263,10 @@ def build_pipeline(
 def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
     for name in sorted(used.difference(given)):
         raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
+
+
+def _as_chunk(batch: Batch) -> Batch:
+    return tf.nest.map_structure(lambda values: values[tf.newaxis], batch)
 
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:

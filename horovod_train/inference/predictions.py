@@ -9,7 +9,7 @@ import contextlib
 import csv
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches, Place, each
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
@@ -60,22 +61,23 @@ class Outputs:
         step_bytes = sum(rows * np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in self.specs.values())
         self.steps_at_once = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
 
-    def compute(self, batches: Iterator[Batch], steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def compute(self, batches: Batches, steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Compute the next `steps` batches. Return ids, int64 [rows], -1 for padding, and the outputs [rows, ...]."""
-        ids, outputs = self._run(batches, tf.constant(steps, tf.int32))
+        ids, outputs = batches.call(self._run, tf.constant(steps, tf.int32))
         return ids.numpy(), {name: values.numpy() for name, values in outputs.items()}
 
-    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        def one_step(at: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]) -> tuple[Any, ...]:
-            batch = self._scaled(next(batches))
-            outputs = self._forward(batch)
+    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[tf.Tensor, dict[str, tf.Tensor]]]:
+        def one_step(
+            batch: Batch, at: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]
+        ) -> tuple[Any, ...]:
+            outputs = self._forward(self._scaled(batch))
             arrays = {name: array.write(at, outputs[name]) for name, array in arrays.items()}
-            return at + 1, ids.write(at, batch.ids), arrays
+            return ids.write(at, batch.ids), arrays
 
         ids = tf.TensorArray(tf.int64, size=steps)
         arrays = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
-        _, ids, arrays = tf.while_loop(lambda at, *_: at < steps, one_step, (0, ids, arrays))
-        return ids.concat(), {name: array.concat() for name, array in arrays.items()}
+        place, (ids, arrays) = each(place, steps, one_step, (ids, arrays))
+        return place, (ids.concat(), {name: array.concat() for name, array in arrays.items()})
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
         outputs = self._model(batch.inputs, training=False)

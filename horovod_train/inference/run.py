@@ -14,7 +14,7 @@ import keras
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
-from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup, start
 from horovod_train.distributed.watchdog.run_end import RunEnd
@@ -77,7 +77,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             outputs = Outputs(model, pipeline, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 
-        def collect(batches: Iterator[Batch], steps: int) -> None:
+        def collect(batches: Batches, steps: int) -> None:
             ids, rows = outputs.compute(batches, steps)
             file.put(group.to_root(ids), {name: group.to_root(values) for name, values in rows.items()})
 
@@ -113,7 +113,7 @@ def _with_batch(config: Config, size: int) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Iterator[Batch], int], None]) -> None:
+def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Batches, int], None]) -> None:
     """Call act(batches, steps), with at most `most` steps each time, until every record has been used once."""
     with pipeline.explaining():
         for batches, steps in pipeline.one_pass(most):

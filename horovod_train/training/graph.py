@@ -39,7 +39,9 @@ def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str,
     """
 
     def one_step(batches: Any) -> tf.Tensor:
-        return train_step.train_on(train_step.next_batch(batches))
+        with tf.name_scope("input_data"):
+            taken = train_step.scaled(next(batches))
+        return train_step.train_on(taken)
 
     traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
     model = train_step.state.model

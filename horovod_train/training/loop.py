@@ -5,13 +5,13 @@ All ranks leave at the same step: each stop reason comes from reduced values or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from horovod_train.data.audit import Audit
-from horovod_train.data.batch import Batch
 from horovod_train.data.batch_source import BatchSource
+from horovod_train.data.chunks import Batches
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState
@@ -58,13 +58,13 @@ def position(state: TrainState, pipeline: BatchSource) -> int:
     return -(-int(state.records) // pipeline.global_batch_size)
 
 
-def _remaining_batches(run: Run) -> Iterator[Batch]:
+def _remaining_batches(run: Run) -> Batches:
     pipeline, first = run.parts.train, position(run.state, run.parts.train)
     epochs = -(-(first + run.parts.last_step - int(run.state.step)) // pipeline.steps_per_epoch)
-    return iter(pipeline.batches(int(run.state.epoch), first, max(1, epochs)))
+    return pipeline.batches(int(run.state.epoch), first, max(1, epochs))
 
 
-def _train_until(run: Run, step: int, batches: Iterator[Batch], audit: Audit) -> int:
+def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
     state, clock, stopping = run.state, run.clock, run.stopping
     done, continues, ids = run.parts.train_step.run(batches, step - int(state.step))

@@ -7,7 +7,7 @@ minimised function is in objective, the exchange between ranks in sync.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches, Place, each
 from horovod_train.data.counter_rng import mix
 from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.training.losses import Loss
@@ -87,34 +88,39 @@ class Steps:
         self._run = tf.function(self._run_steps, autograph=False)
         self.traces += 1
 
-    def run(self, batches: Iterator[Batch], steps: int) -> tuple[int, bool, np.ndarray]:
+    def run(self, batches: Batches, steps: int) -> tuple[int, bool, np.ndarray]:
         """Train on the next `steps` batches in one compiled call; stop early where gradients are no longer finite.
 
         Returns the steps done, whether to continue, and the ids of the records used by this rank, int64 [steps, rows].
         """
-        done, continues, ids = self._run(batches, tf.constant(steps, tf.int32))
-        return int(done), bool(continues), ids.numpy()[: int(done)]
+        continues, ids = batches.call(self._run, tf.constant(steps, tf.int32))
+        return len(ids), bool(continues), ids.numpy()
 
-    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        def has_more(done: tf.Tensor, continues: tf.Tensor, _: tf.TensorArray) -> tf.Tensor:
-            return tf.logical_and(continues, done < steps)
-
-        def one_step(done: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
-            with tf.control_dependencies([self.phase_variable.enter("input")]):
-                batch = self.next_batch(batches)
+    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[tf.Tensor, tf.Tensor]]:
+        def one_step(
+            batch: Batch, number: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray
+        ) -> tuple[tf.Tensor, tf.TensorArray]:
+            with tf.name_scope("input_data"):
+                batch = self.scaled(batch)
             with self.placement():
                 continues = self.train_on(batch)
-            return done + 1, continues, ids.write(done, batch.ids)
+            return continues, ids.write(number, batch.ids)
 
-        ids = tf.TensorArray(tf.int64, size=steps, element_shape=[None])
-        # Iterations run one after the other: otherwise two exchanges with the same name could run concurrently.
-        done, continues, ids = tf.while_loop(has_more, one_step, (0, True, ids), parallel_iterations=1)
-        return done, continues, ids.stack()
+        ids = tf.TensorArray(tf.int64, size=0, dynamic_size=True, element_shape=[None])
+        place, (continues, ids) = each(
+            place,
+            steps,
+            one_step,
+            (tf.constant(True), ids),
+            continues=lambda continues, _: continues,
+            waiting=self._waiting,
+        )
+        return place, (continues, ids.stack())
 
-    def next_batch(self, batches: Iterator[Batch]) -> Batch:
-        """In the compiled step: take a batch and scale it, on this rank's device."""
-        with tf.name_scope("input_data"):
-            return self.scaled(next(batches))
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with tf.control_dependencies([self.phase_variable.enter("input")]):
+            yield
 
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""
@@ -222,16 +228,16 @@ class EvalStep:
         self.model, self.loss, self.seen, self.scaled = model, loss, seen, scaled
         self._run = tf.function(self._run_steps, autograph=False)
 
-    def run(self, batches: Iterator[Batch], steps: int) -> None:
+    def run(self, batches: Batches, steps: int) -> None:
         """Evaluate the next `steps` batches in one compiled call."""
-        self._run(batches, tf.constant(steps, tf.int32))
+        batches.call(self._run, tf.constant(steps, tf.int32))
 
-    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
-        def one_step(done: tf.Tensor) -> list[tf.Tensor]:
-            batch = self.scaled(next(batches))
+    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[()]]:
+        def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
+            batch = self.scaled(batch)
             outputs = self.model(batch.inputs, training=False)
             losses = self.loss.weigh(batch.targets, outputs, batch.weights)
             self.seen.add(losses, batch.targets, outputs, batch.real)
-            return [done + 1]
+            return ()
 
-        tf.while_loop(lambda done: done < steps, one_step, [0])
+        return each(place, steps, one_step, ())

@@ -74,7 +74,11 @@ def pipeline(data: DataConfig, rank: int = 0, size: int = 1, *, batch: int = 8, 
 
 def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Batch]:
     """The batches as the model gets them, as numpy arrays."""
-    return list(made.batches(epoch, first_step, epochs).map(made.scaled).as_numpy_iterator())
+    return [as_numpy(made.scaled(batch)) for batch in made.batches(epoch, first_step, epochs)]
+
+
+def as_numpy(batch: Batch) -> Batch:
+    return tf.nest.map_structure(lambda values: values.numpy(), batch)
 
 
 def ids(found: Sequence[Batch]) -> list[int]:

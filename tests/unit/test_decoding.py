@@ -279,7 +279,7 @@ def test_images_leave_the_pipeline_as_bytes_and_are_scaled_in_the_step(tmp_path:
     made = pipeline(data)
     assert made.element_spec.inputs == tf.TensorSpec((8, 8, 10, 3), tf.uint8)
     assert made.scaled_spec.inputs == tf.TensorSpec((8, 8, 10, 3), tf.float32)
-    batch = next(iter(made.batches(0, epochs=1)))
+    batch = next(made.batches(0, epochs=1))
     expected = batch.inputs.numpy().astype(np.float32) * np.float32(1 / 127.5) + np.float32(-1.0)
     assert np.array_equal(tf.function(made.scaled)(batch).inputs, expected)
 
@@ -292,6 +292,7 @@ sys.path.insert(0, "tests/unit")
 from made_records import config
 from horovod_train.data.dataset import open_records
 from horovod_train.data.loader import Ranks
+from horovod_train.data.chunks import each
 from horovod_train.data.pipeline import build_pipeline
 from horovod_train.errors import UserError
 
@@ -306,18 +307,19 @@ def build(device, inputs):
     return build_pipeline(open_records(data, "train"), data, ranks, seed=1, training=True, global_batch_size=4)
 
 def steps(made):
-    @tf.function
-    def run(batches):
-        batch = next(batches)
-        return batch.ids, made.scaled(batch).inputs
-    batches = iter(made.batches(0))
-    return [run(batches) for _ in range(6)]
+    @tf.function(autograph=False)
+    def run(place):
+        def act(batch, _, *before):
+            return batch.ids, made.scaled(batch).inputs
+        return each(place, tf.constant(1), act, (tf.zeros(4, tf.int64), tf.zeros((4, 8, 10, 3))))
+    batches = made.batches(0)
+    return [batches.call(run) for _ in range(6)]
 
 for one, other in zip(steps(build("CPU:0", "image")), steps(build("CPU:1", "image"))):
     assert all(np.array_equal(*pair) for pair in zip(one, other))
-batch = next(iter(build("CPU:1", "image").batches(0)))
+batch = next(iter(build("CPU:1", "image").chunks(0)))
 print({value.device.rpartition("/")[2] for value in tf.nest.flatten(batch)})
-print(next(iter(build("CPU:1", "text").batches(0))).inputs.device.rpartition("/")[2])
+print(next(iter(build("CPU:1", "text").chunks(0))).inputs.device.rpartition("/")[2])
 made = build("CPU:1", "image")
 try:
     with made.explaining():

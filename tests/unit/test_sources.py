@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_records import batches, config, example, ids, pipeline, write_file
+from made_records import as_numpy, batches, config, example, ids, pipeline, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start, audit
@@ -148,7 +148,7 @@ def test_a_run_that_resumes_at_other_numbers_of_ranks_has_an_audit_without_gaps(
             start = Start(epoch, step, rank, size, made.num_records, 8, made.steps_per_epoch, made.content)
             log = AuditLog(str(tmp_path), start)
             position = (epoch, step)
-            for batch in made.batches(epoch, step).as_numpy_iterator():
+            for batch in map(as_numpy, made.batches(epoch, step)):
                 log.append(*position, batch.ids[None])
                 position = divmod(position[0] * made.steps_per_epoch + position[1] + 1, made.steps_per_epoch)
                 if position == end:

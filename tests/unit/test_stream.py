@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_streams
+from made_records import as_numpy
 
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig, Spec
@@ -34,7 +35,7 @@ def pipelines(name: str, size: int, rows: int, **options: Any) -> list[StreamPip
 
 def batches(made: StreamPipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Any]:
     with made.explaining():
-        return list(made.batches(epoch, first_step, epochs).as_numpy_iterator())
+        return [as_numpy(batch) for batch in made.batches(epoch, first_step, epochs)]
 
 
 def same(one: list[Any], other: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What `bench input` compares: functions (passes over the records) → batches, all of the same tensors.
+"""What `bench input` compares: functions (passes over the records) → batches, or chunks of them, of the same tensors.
 
 Only where records hold JPEGs does one contender scale them too; see image_contenders.
 """
@@ -88,7 +88,7 @@ def build_delayed(
 
 def _plan(pipeline: Pipeline) -> Contender:
     epochs = itertools.count()
-    return lambda passes: pipeline.batches(next(epochs) * passes, epochs=passes)
+    return lambda passes: pipeline.chunks(next(epochs) * passes, epochs=passes)
 
 
 def _used(records: Records) -> dict[str, Feature]:

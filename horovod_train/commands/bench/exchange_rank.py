@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import tensorflow as tf  # noqa: E402
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.batch import Batch  # noqa: E402
+from horovod_train.data.chunks import Batches  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
 from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
@@ -136,14 +137,15 @@ class _Trainer:
         return self._calls * self._steps / (time.perf_counter() - began)
 
 
-def _batches(system: System, size: int) -> Iterator[Batch]:
+def _batches(system: System, size: int) -> Batches:
     inputs = tf.random.stateless_uniform((system.rows, *system.shape), (1, 2))
     targets = tf.range(system.rows, dtype=tf.int64) % 2
     if system.loss.name == "binary_crossentropy":
         targets = targets[:, None]
     weights, ids = tf.ones(system.rows), tf.range(system.rows, dtype=tf.int64)
     batch = Batch(inputs, targets, weights, ids, tf.constant(system.rows * size, tf.int64))
-    return iter(tf.data.Dataset.from_tensors(batch).repeat())
+    chunk = tf.nest.map_structure(lambda values: tf.stack([values] * system.steps_per_call), batch)
+    return Batches(tf.data.Dataset.from_tensors(chunk).repeat())
 
 
 def main() -> int:

@@ -13,14 +13,16 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from horovod_train.data.batch import Batch
+from horovod_train.data.batch import Batch, spec_of_batch
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.feed import Feed, prefetch_to
 from horovod_train.data.stream.users import WHERE, Stream
 from horovod_train.errors import UserError
 
 _CHUNK_RECORDS = 1024
-"""Records that go from Python into TensorFlow at the same time."""
+"""Most records that go from Python into TensorFlow at the same time."""
+_CHUNK_BYTES = 16 << 20
+"""Most bytes of them, unless a single step has more."""
 
 
 class StreamPipeline(BatchSource):
@@ -51,9 +53,11 @@ class StreamPipeline(BatchSource):
             steps_per_epoch,
         ]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-        self._steps_per_chunk = max(1, min(_CHUNK_RECORDS // self.batch_size_per_rank, steps_per_epoch))
+        record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
+        records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
+        self._steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
         self._failure: Exception | None = None
-        self.element_spec: Batch = self._dataset(self._feed(iter(())), 0).element_spec
+        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
         self.scaled_spec = self.element_spec
 
     def count(self, step: int) -> int:
@@ -62,13 +66,12 @@ class StreamPipeline(BatchSource):
             return self.global_batch_size
         return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
 
-    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
+    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
         numbers = itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs)
-        steps = None if epochs is None else epochs * self.steps_per_epoch - first_step
         feed = self._feed(
             chunk for number in numbers for chunk in self._chunks(number, first_step if number == epoch else 0)
         )
-        data = self._dataset(feed, steps)
+        data = self._dataset(feed, self._num_chunks(first_step, epochs))
         weakref.finalize(data, feed.stop)  # the thread must not outlive the dataset
         feed.start()
         return data
@@ -117,6 +120,14 @@ class StreamPipeline(BatchSource):
                 f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
             )
 
+    def _num_chunks(self, first_step: int, epochs: int | None) -> int:
+        """Return the number of chunks from a step of the first of some epochs on; -1 without end."""
+        if epochs is None:
+            return -1
+        steps = self.steps_per_epoch
+        in_first, in_others = (-(-(steps - first) // self._steps_per_chunk) for first in (first_step, 0))
+        return in_first + (epochs - 1) * in_others
+
     def _padded(
         self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
     ) -> list[tf.Tensor]:
@@ -156,7 +167,7 @@ class StreamPipeline(BatchSource):
     def _remember(self, failure: Exception) -> None:
         self._failure = failure
 
-    def _dataset(self, feed: Feed, steps: int | None) -> tf.data.Dataset:
+    def _dataset(self, feed: Feed, chunks: int) -> tf.data.Dataset:
         rows, queue = self.batch_size_per_rank, feed.queue
         shapes = [*([None, rows, *leaf.shape] for leaf in self._leaves), [None, rows], [None]]
 
@@ -166,13 +177,12 @@ class StreamPipeline(BatchSource):
                 value.set_shape(shape)
             return tuple(values)
 
-        data = tf.data.Dataset.range(2**62).map(tf.autograph.experimental.do_not_convert(dequeue)).prefetch(1).unbatch()
-        data = data.map(tf.autograph.experimental.do_not_convert(self._batch))
-        if steps is not None:
-            data = data.take(steps)
-        return prefetch_to(data.prefetch(self._prefetch or tf.data.AUTOTUNE), self._stream.ranks.device)
+        data = tf.data.Dataset.range(2**62).map(tf.autograph.experimental.do_not_convert(dequeue))
+        data = data.map(tf.autograph.experimental.do_not_convert(self._as_batch)).take(chunks)
+        ahead = -(-(self._prefetch or 1) // self._steps_per_chunk)
+        return prefetch_to(data.prefetch(ahead), self._stream.ranks.device)
 
-    def _batch(self, *values: tf.Tensor) -> Batch:
+    def _as_batch(self, *values: tf.Tensor) -> Batch:
         *leaves, weights, ids, count = values
         inputs, targets = tf.nest.pack_sequence_as(self._stream.elements[:2], leaves)
         return Batch(inputs, targets, weights, ids, count)

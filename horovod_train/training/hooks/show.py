@@ -18,7 +18,7 @@ class ShowHistograms:
         assert isinstance(step, TrainStep)  # settings of histograms are refused with a model's own
 
         def first_batch() -> Batch:
-            return run.parts.train.scaled(next(iter(run.parts.train.batches(epoch=0, epochs=1))))
+            return run.parts.train.scaled(next(run.parts.train.batches(epoch=0, epochs=1)))
 
         self._summaries = Summaries(run.group, step, first_batch, run.config.log.activations)
 

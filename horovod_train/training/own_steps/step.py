@@ -5,13 +5,14 @@ Optimizers exchange and apply inside it; see optimizers. Everything around a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import keras
 import tensorflow as tf
 
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches, Place, each
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.training.own_steps.logs import Logs
 from horovod_train.training.own_steps.optimizers import Optimizers
@@ -77,16 +78,16 @@ class OwnEvalStep:
         self._run = tf.function(self._run_steps, autograph=False)
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
-    def run(self, batches: Iterator[Batch], steps: int) -> None:
+    def run(self, batches: Batches, steps: int) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
         if self.seen.begin():
             self._begin()
-        self._run(batches, tf.constant(steps, tf.int32))
+        batches.call(self._run, tf.constant(steps, tf.int32))
 
-    def _run_steps(self, batches: Iterator[Batch], steps: tf.Tensor) -> None:
-        def one_step(done: tf.Tensor) -> list[tf.Tensor]:
-            batch = self.scaled(next(batches))
+    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[()]]:
+        def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
+            batch = self.scaled(batch)
             self.seen.add(self.model.test_step(data_of(batch, tf.constant(self._scale, tf.float32))))
-            return [done + 1]
+            return ()
 
-        tf.while_loop(lambda done: done < steps, one_step, [0], parallel_iterations=1)
+        return each(place, steps, one_step, ())

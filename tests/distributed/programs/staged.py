@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches, Place
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -43,7 +44,7 @@ def build_model() -> keras.Model:
     return keras.Model(x, layers.Dense(3, name="out")(both), name="net")
 
 
-def batches() -> Iterator[Batch]:
+def batches() -> Batches:
     rng = np.random.default_rng(group.rank)
     parts = Batch(
         inputs=rng.normal(size=(STEPS, ROWS, 6)).astype(np.float32),
@@ -52,7 +53,7 @@ def batches() -> Iterator[Batch]:
         ids=np.zeros((STEPS, ROWS), np.int64),
         count=np.full(STEPS, ROWS * group.size, np.int64),
     )
-    return iter(tf.data.Dataset.from_tensor_slices(parts))
+    return Batches(tf.data.Dataset.from_tensor_slices(parts).batch(1))
 
 
 def train(
@@ -83,9 +84,15 @@ def traced(placement: Callable[[], Any]) -> dict[str, list[str]]:
     """Of each layer's matrix products, forward and backward, the devices that the compiled step asks for."""
     state = TrainState(cut_into_stages(build_model(), CUT, devices), DistributedOptimizer(keras.optimizers.SGD(0.1)))
     step = build_step(state, placement)
-    function = tf.function(lambda iterator: step._run_steps(iterator, tf.constant(1)))
+    graphs: list[Any] = []
+
+    def run(place: Place) -> tuple[Place, Any]:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return step._run_steps(place, tf.constant(1))
+
+    batches().call(tf.function(run, autograph=False))
     found: dict[str, list[str]] = collections.defaultdict(list)
-    for body in function.get_concrete_function(batches()).graph.as_graph_def().library.function:
+    for body in graphs[0].as_graph_def().library.function:
         for node in body.node_def:
             if node.op == "MatMul":
                 pass_ = "backward" if "gradient_tape" in node.name else "forward"

@@ -13,6 +13,7 @@ from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches
 from horovod_train.distributed.group import as_tf_variable, start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import UserError
@@ -143,7 +144,7 @@ facts["both_names"] = bool(np.array_equal(values["also"], values["y_hidden"]))
 
 # The update that training would make of these records.
 before = [variable.numpy() for variable in step.state.model.trainable_variables]
-step.run(iter(tf.data.Dataset.from_tensors(share())), 1)
+step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1)
 moved = [(b - a.numpy()) / RATE for b, a in zip(before, step.state.model.trainable_variables, strict=True)]
 facts["errors"]["update"] = largest_error(gradients(values), moved)
 facts["call_is_the_layers_own"] = "call" not in vars(step.state.model.layers[0])
@@ -162,7 +163,7 @@ facts["subclassed"] = [name for name in values if name.startswith(("twice", "gra
 facts["sparse_rows"] = [values["gradients/subclassed/tokens/embeddings"].shape[0], len(np.unique(np.abs(X) < 1))]
 
 step, summaries = build(restless)
-step.run(iter(tf.data.Dataset.from_tensors(share())), 1)
+step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1)
 state_before = all_bytes(step)
 facts["finite"] = all(bool(np.isfinite(gradient).all()) for gradient in gradients(summaries.compute()))
 summaries.compute()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -55,9 +56,10 @@ def share(step: int) -> Batch:
     )
 
 
-def batches(steps: int) -> Iterator[Batch]:
+def batches(steps: int) -> Batches:
     parts = [share(step) for step in range(steps)]
-    return iter(tf.data.Dataset.from_tensor_slices(Batch(*(np.stack(values) for values in zip(*parts, strict=True)))))
+    stacked = Batch(*(np.stack(values) for values in zip(*parts, strict=True)))
+    return Batches(tf.data.Dataset.from_tensor_slices(stacked).batch(1))
 
 
 def build_model(synchronized: bool = False) -> keras.Model:

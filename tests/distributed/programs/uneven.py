@@ -5,7 +5,7 @@ Shared by the rank programs; starts the group when it is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
 from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.training.losses import build_loss
@@ -53,10 +54,11 @@ def share(step: int) -> Batch:
     )
 
 
-def batches() -> Iterator[Batch]:
+def batches() -> Batches:
     first = share(0)
     spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, first)
-    return iter(tf.data.Dataset.from_generator(lambda: (share(step) for step in range(3)), output_signature=spec))
+    shares = tf.data.Dataset.from_generator(lambda: (share(step) for step in range(3)), output_signature=spec)
+    return Batches(shares.batch(2))
 
 
 def build_model(dropout: float = 0.0, l2: float = 0.0, l2_of_output: float = 0.0) -> keras.Model:
@@ -131,7 +133,7 @@ def train(
     return state, seen
 
 
-def stream_from(step: int) -> Iterator[Batch]:
+def stream_from(step: int) -> Batches:
     found = batches()
     for _ in range(step):
         next(found)

@@ -1,0 +1,85 @@
+"""Batches come out of chunks in order, whatever the lengths of chunks and of compiled calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from horovod_train.data.batch import Batch
+from horovod_train.data.chunks import Batches, Place, each
+
+ROWS = 2
+
+
+def chunks(*lengths: int) -> tf.data.Dataset:
+    """Steps numbered from 0, in chunks of these lengths: both ids of a step are its number."""
+    firsts = tf.data.Dataset.from_tensor_slices([sum(lengths[:at]) for at in range(len(lengths))])
+
+    def chunk(first: tf.Tensor, length: tf.Tensor) -> Batch:
+        numbers = first + tf.range(length)
+        rows = tf.ensure_shape(tf.repeat(numbers[:, None], ROWS, axis=1), [None, ROWS])
+        inputs = {"image": tf.cast(rows, tf.float32), "text": tf.as_string(rows)}
+        return Batch(inputs, {}, tf.ones_like(rows, tf.float32), tf.cast(rows, tf.int64), tf.cast(numbers, tf.int64))
+
+    return tf.data.Dataset.zip(firsts, tf.data.Dataset.from_tensor_slices(list(lengths))).map(chunk)
+
+
+class Taker:
+    """A compiled call that returns what it took, and counts how often it was compiled and waited for a chunk."""
+
+    def __init__(self, last: int = 1000) -> None:
+        self.traces, self._last = 0, last
+        self.waits = tf.Variable(0)
+        self._run = tf.function(self._take, autograph=False)
+
+    def __call__(self, batches: Batches, steps: int) -> list[int]:
+        ids, texts, numbers = batches.call(self._run, tf.constant(steps))
+        assert [int(text) for text in texts[:, 0].numpy()] == ids[:, 1].numpy().tolist()
+        assert numbers.numpy().tolist() == list(range(len(ids)))
+        taken: list[int] = ids[:, 0].numpy().tolist()
+        return taken
+
+    def _take(self, place: Place, steps: tf.Tensor) -> tuple[Place, Any]:
+        self.traces += 1
+
+        def act(batch: Batch, number: tf.Tensor, _: tf.Tensor, *arrays: tf.TensorArray) -> tuple[Any, ...]:
+            values = (batch.ids, batch.inputs["text"], number)
+            written = [array.write(number, value) for array, value in zip(arrays, values, strict=True)]
+            return batch.ids[0] < self._last, *written
+
+        arrays = [tf.TensorArray(dtype, 0, dynamic_size=True) for dtype in (tf.int64, tf.string, tf.int32)]
+        state = (tf.constant(True), *arrays)
+        place, (_, *arrays) = each(place, steps, act, state, continues=lambda more, *_: more, waiting=self._waiting)
+        return place, [array.stack() for array in arrays]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        with tf.control_dependencies([self.waits.assign_add(1)]):
+            yield
+
+
+@pytest.mark.parametrize("lengths", [(9,), (1,) * 9, (3, 1, 5), (4, 5)])
+def test_steps_follow_each_other_over_calls_and_chunks(lengths: tuple[int, ...]) -> None:
+    batches, take = Batches(chunks(*lengths)), Taker()
+    assert [take(batches, steps) for steps in (2, 1, 5)] == [[0, 1], [2], [3, 4, 5, 6, 7]]
+    assert (take.traces, int(take.waits)) == (1, len(lengths) - (lengths[-1] == 1))
+    assert next(batches).ids.numpy().tolist() == [8, 8]
+    with pytest.raises(tf.errors.OutOfRangeError):
+        take(batches, 1)
+    assert list(batches) == []
+
+
+def test_a_call_that_stops_early_takes_no_further_batch() -> None:
+    batches, take = Batches(chunks(2, 5)), Taker(last=3)
+    assert take(batches, 6) == [0, 1, 2, 3]
+    assert [int(batch.count) for batch in batches] == [4, 5, 6]
+
+
+def test_other_batches_of_the_same_kind_need_no_second_compilation() -> None:
+    take = Taker()
+    assert [take(Batches(chunks(*lengths)), 3) for lengths in ((3,), (1, 2), (7,))] == [[0, 1, 2]] * 3
+    assert take.traces == 1
