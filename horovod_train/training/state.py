@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.models.model_parallel import variable_beside
+from horovod_train.training.copies import Copies, bytes_of, values_on_root
 from horovod_train.training.nonfinite import Failure, not_finite
 from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
@@ -169,7 +169,7 @@ class TrainState:
         """Return one SHA-256 over the bytes of all weights of the model, in its order."""
         total = hashlib.sha256()
         for weight in self.model.weights:
-            total.update(_bytes(as_tf_variable(weight)))
+            total.update(bytes_of(as_tf_variable(weight)))
         return total.hexdigest()
 
     def move_to(self, epoch: int, records: int) -> None:
@@ -192,7 +192,7 @@ class Settled:
         own = {variable.ref() for variable in self.state.statistics}
         variables = self.state.variables()
         compared = {name: variable for name, variable in variables.items() if variable.ref() not in own}
-        return {name: xxhash.xxh3_128_hexdigest(_bytes(variable)) for name, variable in compared.items()}
+        return {name: xxhash.xxh3_128_hexdigest(bytes_of(variable)) for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup, copies: Copies) -> dict[str, np.ndarray]:
         """Collective: return copies of all variables, with statistics averaged and, under `ranks/`, those of each rank.
@@ -203,54 +203,7 @@ class Settled:
         own = self.state.average_statistics(group)
         arrays = copies.take(self.state.variables()) if group.is_root else {}
         self.state.set_statistics(own)
-        return arrays | {f"ranks/{index}": values for index, values in enumerate(_on_root(group, own))}
-
-
-class Copies:
-    """Copies of variables, in memory that each save uses again.
-
-    A process gets new memory page by page, when it first writes there, which takes longer than the copying itself.
-    """
-
-    def __init__(self) -> None:
-        self._arrays: dict[str, np.ndarray] = {}
-        self._reserves: threading.Thread | None = None
-
-    def reserve(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Get the memory in the background, so that the first save does not have to wait for it."""
-        specs = {name: (variable.shape, variable.dtype.as_numpy_dtype) for name, variable in variables.items()}
-
-        def fill() -> None:
-            for name, (shape, dtype) in specs.items():
-                self._arrays[name] = np.empty(shape, dtype)
-                self._arrays[name].fill(0)
-
-        self._reserves = threading.Thread(target=fill, name="copies", daemon=True)
-        self._reserves.start()
-
-    def take(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
-        """Return copies of these variables, which the next call overwrites."""
-        if self._reserves is not None:
-            self._reserves.join()
-        for name, variable in variables.items():
-            if name not in self._arrays:
-                self._arrays[name] = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
-            self._arrays[name].reshape(-1).view(np.uint8)[:] = _bytes(variable)
-        return {name: self._arrays[name] for name in variables}
-
-
-def _on_root(group: WorkerGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Collective: return on root each value of all ranks, as [ranks, ...]; elsewhere nothing.
-
-    Not by a gather, which would give each of hundreds of ranks the values of all.
-    """
-    if not values:
-        return []
-    row = np.frombuffer(b"".join(value.tobytes() for value in values), np.uint8)
-    rows = group.to_root(row[np.newaxis])
-    parts = np.split(rows, np.cumsum([value.nbytes for value in values])[:-1], axis=1)
-    found = zip(values, parts, strict=True) if group.is_root else ()
-    return [np.ascontiguousarray(part).view(value.dtype).reshape(-1, *value.shape) for value, part in found]
+        return arrays | {f"ranks/{index}": values for index, values in enumerate(values_on_root(group, own))}
 
 
 class MovingAverages:
@@ -323,8 +276,3 @@ def _parts_of(value: Any) -> Iterator[Any]:
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
     """Name weights as in a checkpoint: `model/` and the path, or `ema/` for their moving averages."""
     return dict(by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
-
-
-def _bytes(variable: tf.Variable) -> memoryview:
-    """Return the bytes, on the host without a copy, where `numpy` would make one."""
-    return np.asarray(memoryview(variable.value())).reshape(-1).view(np.uint8).data

@@ -19,8 +19,9 @@ from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
+from horovod_train.training.copies import Copies
 from horovod_train.training.hooks.save import Save
-from horovod_train.training.state import Copies, TrainState
+from horovod_train.training.state import TrainState
 from horovod_train.training.stopwatch import Stopwatch
 
 VALUES = {

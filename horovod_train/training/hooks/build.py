@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.data.audit import Audit
+from horovod_train.training.copies import Copies
 from horovod_train.training.hooks import Hook, at, every
 from horovod_train.training.hooks.call_callbacks import build_callback_hooks
 from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
@@ -11,7 +12,6 @@ from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
 from horovod_train.training.hooks.show import ShowHistograms, show_progress, start_profile, stop_profile
 from horovod_train.training.hooks.unfreeze import unfreeze
 from horovod_train.training.run_record import Run
-from horovod_train.training.state import Copies
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
