@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from horovod_train.distributed.launch import initialize
 from horovod_train.distributed.launch.launcher import Launch, Launcher, read_launch
+from horovod_train.distributed.launch.local import start_program, wait_for_all
 from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
 from horovod_train.errors import FailedElsewhere, UserError
 
@@ -175,3 +179,19 @@ def test_ranks_of_mpi_are_refused_by_a_horovod_without_mpi(
         initialize.initialise(Launch(how, 0, 2))
     with pytest.raises(FailedElsewhere):
         initialize.initialise(Launch(how, 1, 2))
+
+
+# --- programs that are started together ---------------------------------------------------------------------------
+
+
+def test_when_one_program_fails_the_others_do_not_wait_for_it() -> None:
+    def python(code: str) -> subprocess.Popen[str]:
+        return start_program([sys.executable, "-c", code], {})
+
+    waits, fails = python("import time; time.sleep(3600)"), python("import sys; sys.exit('no rank 2')")
+    assert wait_for_all([waits, fails], 60) == "exit code 1: no rank 2\n"
+    assert waits.returncode is not None
+    assert wait_for_all([python("input"), python("input")], 60) is None
+    waits = python("import time; time.sleep(3600)")
+    assert wait_for_all([waits], 0.1) == "not done after 0 s"
+    assert waits.wait(60)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_train.commands.bench.cost_model import (
     TOPOLOGIES,
@@ -38,11 +38,13 @@ WANTED_RESIDUAL = 0.15
 SYSTEMS = ("convnet", "mlp")
 
 
-class Projected:
+class Projected(NamedTuple):
     """What the cost is projected to: numbers of ranks, Gbit/s of a rank's link, seconds of a message and of a step."""
 
-    def __init__(self, ranks: list[int], gbits: list[float], hop_s: float, step_s: float) -> None:
-        self.ranks, self.gbits, self.hop_s, self.step_s = ranks, gbits, hop_s, step_s
+    ranks: list[int]
+    gbits: list[float]
+    hop_s: float
+    step_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

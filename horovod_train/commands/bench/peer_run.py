@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from horovod_train.distributed.launch.local import Way, launch_words, start_program
+from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
 from horovod_train.errors import RunError
 
 _AT_MOST_S = 1800.0
@@ -58,19 +58,8 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _wait(program: str, processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Wait for all processes; end them all if one fails, because the others would wait for it."""
-    try:
-        for process in processes:
-            said = process.communicate(timeout=_AT_MOST_S)[1]
-            if process.returncode:
-                raise RunError(f"bench peers: {program}: exit code {process.returncode}: {said[-2000:]}")
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"bench peers: {program}: not done after {_AT_MOST_S:.0f} s.") from error
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-                process.communicate()
+    if problem := wait_for_all(processes, _AT_MOST_S):
+        raise RunError(f"bench peers: {program}: {problem}.")
 
 
 def _read(program: str, folder: Path, ranks: int) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig, resolve
-from horovod_train.distributed.launch.local import Way, launch_words, start_program
+from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError
 from horovod_train.output.rank_log_reader import read_stories
@@ -109,16 +109,9 @@ def _start(config: Config, run_dir: Path, words: Sequence[str], environment: Map
 
 def _measure_all(runs: Sequence[_Run]) -> list[Measured]:
     """Wait for runs, which have started at the same time."""
-    try:
-        said = ["".join(run.process.communicate(timeout=_AT_MOST_S)) for run in runs]
-    except BaseException:
-        for run in runs:
-            run.process.terminate()
-        raise
-    for run, text in zip(runs, said, strict=True):
-        if run.process.returncode:
-            errors = re.findall(r"error: .*", text)
-            raise RunError(f"bench scaling: a run failed: {errors[0] if errors else text[-2000:]}")
+    if problem := wait_for_all([run.process for run in runs], _AT_MOST_S):
+        errors = re.findall(r"error: .*", problem)
+        raise RunError(f"bench scaling: a run failed: {errors[0] if errors else problem}")
     return [_read(run) for run in runs]
 
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
 
@@ -138,6 +139,27 @@ def start_program(words: Sequence[str], environment: Mapping[str, str]) -> subpr
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def wait_for_all(programs: Sequence[subprocess.Popen[str]], limit_s: float) -> str | None:
+    """Wait for programs of start_program; return what the first one that failed has said, None if none has.
+
+    If one fails, or after `limit_s` seconds, the others are ended: they may wait for it for ever.
+    """
+    with ThreadPoolExecutor(len(programs)) as threads:
+        said = {threads.submit(program.communicate, timeout=limit_s): program for program in programs}
+        try:
+            for ended in as_completed(said):
+                text = "".join(ended.result())[-2000:]
+                if code := said[ended].returncode:
+                    return f"exit code {code}: {text}"
+        except subprocess.TimeoutExpired:
+            return f"not done after {limit_s:.0f} s"
+        finally:
+            for program in programs:
+                if program.poll() is None:
+                    program.terminate()
+    return None
 
 
 def _main() -> int:
