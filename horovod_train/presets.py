@@ -15,11 +15,6 @@ from horovod_train.errors import UserError
 _TASK, _PREPROCESSOR = "task.json", "preprocessor.json"
 
 
-def is_preset(name: str) -> bool:
-    """Return whether a name is a folder; a model that is none has another form."""
-    return os.path.isdir(name)
-
-
 def load_task(folder: str) -> keras.Model:
     """Load the model of a task with its weights, as plain layers: what it was compiled with is left out.
 

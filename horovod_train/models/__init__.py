@@ -6,6 +6,7 @@ name it `package.module:function`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import keras
@@ -14,7 +15,7 @@ from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
-from horovod_train.presets import is_preset, load_task
+from horovod_train.presets import load_task
 
 MODELS: dict[str, Callable[..., keras.Model]] = {
     "mlp": mlp.build,
@@ -42,7 +43,7 @@ def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
     if spec.name.endswith(".keras"):
         model = _load(spec)
-    elif ":" not in spec.name and is_preset(spec.name):
+    elif spec.name not in MODELS and os.path.isdir(spec.name):
         if spec.options:
             raise UserError(f"model.options: {spec.name} is a preset, which takes no options; received {spec.options}.")
         model = load_task(spec.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -131,3 +133,14 @@ def test_a_compiled_model_is_taken() -> None:
 
 def test_a_model_that_only_computes_its_outputs_is_taken() -> None:
     assert build_model(Spec(f"{__name__}:own")).built
+
+
+def test_a_folder_in_the_way_does_not_hide_a_model_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mlp").mkdir()
+    assert build_model(Spec("mlp")).count_params()
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UserError, match=r"model\.name: other is no preset of a keras_hub task: it has no task\.json\."):
+        build_model(Spec("other"))
