@@ -6,8 +6,8 @@ minimised function is in objective, the exchange between ranks in sync.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -117,10 +117,8 @@ class Steps:
         )
         return place, (continues, ids.stack())
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        with tf.control_dependencies([self.phase_variable.enter("input")]):
-            yield
+    def _waiting(self) -> AbstractContextManager[Any]:
+        return tf.control_dependencies([self.phase_variable.enter("input")])
 
     def train_on(self, batch: Batch) -> tf.Tensor:
         """Run one update. Return whether to continue; the same on all ranks."""
@@ -165,7 +163,8 @@ class TrainStep(Steps):
         self.seeds.set(self.state.step)
         with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)]):  # counting may communicate
             batch = batch._replace(count=self.count_over_ranks(batch))
-        with tf.control_dependencies([self.phase_variable.enter("compute", after=batch.count)]):
+        computing = self.phase_variable.enter("compute", after=batch.count)
+        with tf.control_dependencies([computing]):
             batch = tf.nest.map_structure(tf.identity, batch)  # what computes must wait until the phase is recorded
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), self._without_poison():
@@ -174,9 +173,11 @@ class TrainStep(Steps):
             losses = (total, self.state.failure.last_loss.read_value())
             self.state.failure.last_loss.assign(total)
             self.state.note_losses(shares)
-        with tf.name_scope("exchange"), tf.control_dependencies([self.phase_variable.enter("exchange", after=own)]):
+        # Not after `waiting`: each gradient is exchanged as soon as it is computed, beside the rest of the pass.
+        with tf.name_scope("exchange"), tf.control_dependencies([computing]):
+            waiting = self.phase_variable.enter("exchange", after=own)
             exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
-        with tf.control_dependencies(present(exchanged.gradients)):  # counts a step only after its exchange
+        with tf.control_dependencies([waiting, *present(exchanged.gradients)]):  # counts a step only after its exchange
             self.state.step.assign_add(1)
             self.phase_variable.enter("compute")
         with tf.name_scope("update_parameters"):

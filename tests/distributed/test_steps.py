@@ -137,6 +137,14 @@ def test_small_gradients_travel_together_and_one_rank_exchanges_nothing(
             assert facts["together"][name] == (expected if np_ > 1 else {}), name
 
 
+@pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
+def test_gradients_are_exchanged_beside_the_rest_of_the_backward_pass(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert facts["waiting"] == {"EveryStep": [0], "AfterAll": [0, 1, 2, 3]}
+
+
 @pytest.mark.parametrize(("launcher", "np_"), WAYS[:2])
 def test_those_that_travel_together_have_the_bits_of_those_that_travel_alone(
     rank_facts: RankFacts, launcher: str, np_: int

@@ -119,11 +119,15 @@ class Optimizers:
 
     def _combining(self, exchange: GradientExchange, path: str) -> Callable[..., list[Any]]:
         def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
-            # Waits for what belongs to this step: TensorFlow moves an exchange of constants out of the loop over steps,
-            # and where the graphs of ranks differ, only on some of them.
-            with tf.control_dependencies([self.enter("exchange", after=grads)]):
+            # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
+            # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
+            # differ, only on some of them.
+            with tf.control_dependencies([self.enter("compute")]):
                 found = exchange.each(grads, f"{path}.gradient")
-            with tf.control_dependencies([self.enter("compute", after=found)]):
+            waiting = self.enter("exchange", after=grads)
+            with tf.control_dependencies([waiting]):
+                applying = self.enter("compute", after=found)
+            with tf.control_dependencies([applying]):
                 return [
                     None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True)
                     for one in found

@@ -9,6 +9,7 @@ import frozen
 import keras
 import modes
 import numpy as np
+import overlap
 import tensorflow as tf
 import together
 from facts import leave, rel_error
@@ -121,6 +122,6 @@ facts["averaged_mask"] = state.model.layers[1].mask.numpy()
 state.set_statistics(own)
 facts["own_mask"] = state.model.layers[1].mask.numpy()
 
-facts |= modes.facts() | frozen.facts() | together.facts()
+facts |= modes.facts() | frozen.facts() | together.facts() | {"waiting": overlap.facts()}
 leave(rank, facts)
 group.close()

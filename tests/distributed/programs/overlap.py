@@ -1,0 +1,86 @@
+"""For which gradients the exchanges of a compiled step wait; each should wait for its own only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from uneven import LOSS, batches, rank
+
+from horovod_train.data.chunks import Place
+from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer
+from horovod_train.training.losses import build_loss
+from horovod_train.training.metrics import Accumulator
+from horovod_train.training.objective import Objective
+from horovod_train.training.state import TrainState
+from horovod_train.training.step import TrainStep
+from horovod_train.training.sync.every_step import EveryStep
+from horovod_train.training.sync.strategy import Exchanged
+
+
+class AfterAll(EveryStep):
+    """Exchanges nothing before the whole backward pass is over."""
+
+    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        with tf.control_dependencies(list(own)):
+            return super().exchange(own, step)
+
+
+def facts() -> dict[str, list[int]]:
+    return {strategy.__name__: waiting_for_the_first_layer(strategy) for strategy in (EveryStep, AfterAll)}
+
+
+def waiting_for_the_first_layer(strategy: type[EveryStep]) -> list[int]:
+    """Return the gradients whose exchange begins after that of the first layer's kernel, 0, is computed."""
+    nodes = {node.name: node for node in _nodes_around_exchanges(_build_step(strategy))}
+
+    def comes_before(name: str) -> set[str]:
+        found, ahead = set(), [name]
+        while ahead:
+            node = nodes.get(ahead.pop())
+            if node is not None and node.name not in found:
+                found.add(node.name)
+                ahead += [source.lstrip("^").split(":")[0] for source in node.input]
+        return found
+
+    exchanges = {
+        int(re.findall(r"gradient\.(\d+)", node.name)[0]): node
+        for node in nodes.values()
+        if node.op == "HorovodAllreduce"
+    }
+    if not exchanges:  # one rank
+        return []
+    last = exchanges[0].input[0].split(":")[0]
+    return sorted(index for index, node in exchanges.items() if last in comes_before(node.name))
+
+
+def _build_step(strategy: type[EveryStep]) -> TrainStep:
+    large = SMALL_BYTES // 4 // 8 + 1  # so that gradients are not exchanged together
+    head = [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(large)]
+    model, optimizer = keras.Sequential(head), DistributedOptimizer(keras.optimizers.SGD(0.1))
+    state, loss = TrainState(model, optimizer, synchronization=strategy(optimizer)), build_loss(LOSS)
+    objective = Objective(model, optimizer, loss, size=1)
+    return TrainStep(
+        state,
+        objective,
+        Accumulator(loss, [], also=["penalty"]),
+        rank=rank,
+        seed=5,
+        count_over_ranks=lambda batch: batch.count,
+    )
+
+
+def _nodes_around_exchanges(step: TrainStep) -> Sequence[Any]:
+    """Return the nodes of the function in which the step exchanges gradients; of any other, if it does not."""
+    graphs: list[Any] = []
+
+    def run(place: Place) -> tuple[Place, Any]:
+        graphs.append(tf.compat.v1.get_default_graph())
+        return step._run_steps(place, tf.constant(1))
+
+    batches().call(tf.function(run, autograph=False))
+    bodies = [body.node_def for body in graphs[0].as_graph_def().library.function]
+    return next((body for body in bodies if any(node.op == "HorovodAllreduce" for node in body)), bodies[0])
