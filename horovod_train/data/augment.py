@@ -5,6 +5,7 @@ The caller passes the draws: numbers in [0, 1), a fixed few per record. Nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,10 @@ from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.data.decoding import ChangeImage, ChooseBox
 from horovod_train.errors import UserError
+
+_TRIES = 10
+"""Random parts among which random_resized_crop chooses the first that fits."""
+_CROP_DRAWS = 2 * _TRIES + 2
 
 
 class Augmentation(NamedTuple):
@@ -67,37 +72,47 @@ def random_resized_crop(
 ) -> Callable[[tuple[int, ...], str], Augmentation]:
     """Cut out a part of `area` (fraction) and aspect `ratio`, and resize it. (Szegedy et al. 2014, section 6.)
 
-    A part that does not fit is cut to the image, while other implementations draw again. Images that are decoded are
-    cut at whole pixels; others between pixels.
+    As torchvision's RandomResizedCrop: of ten parts the first that fits into the image; if none does, the largest part
+    of such an aspect, at the centre. Images that are decoded are cut at whole pixels; others between pixels.
     """
     for name, (low, high) in (("area", area), ("ratio", ratio)):
         if not 0 < low <= high:
             raise ValueError(f"{name} must be [low, high] with 0 < low <= high; received {[low, high]}")
 
-    def extents(size: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        """Return height and width, float32 [..., 2], at least one pixel, from draws [..., 2 or more]."""
-        part = (area[0] + draws[..., 0] * (area[1] - area[0])) * size[0] * size[1]
-        aspect = tf.exp(tf.math.log(ratio[0]) + draws[..., 1] * (tf.math.log(ratio[1]) - tf.math.log(ratio[0])))
-        extent = tf.minimum(tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], -1), size)
-        return tf.maximum(extent, 1.0)
+    def choose_part(size: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return height and width, at least one pixel, and the place in what is left, 0 to 1: float32 [..., 2] each.
+
+        size: height and width, float32 [2]. draws: [..., _CROP_DRAWS].
+        """
+        areas, aspects, place = tf.split(draws, [_TRIES, _TRIES, 2], -1)
+        part = (area[0] + areas * (area[1] - area[0])) * size[0] * size[1]
+        aspect = tf.exp(math.log(ratio[0]) + aspects * (math.log(ratio[1]) - math.log(ratio[0])))
+        tried = tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], -1)
+        fits = tf.reduce_all(tf.round(tried) <= size, -1)
+        first = tf.argmax(tf.cast(fits, tf.int32), -1)
+        extent = tf.minimum(tf.gather(tried, first, axis=-2, batch_dims=first.shape.rank), size)
+        any_fits = tf.reduce_any(fits, -1, keepdims=True)
+        largest = tf.minimum(size, tf.stack([size[1] / ratio[0], size[0] * ratio[1]]))
+        return tf.maximum(tf.where(any_fits, extent, largest), 1.0), tf.where(any_fits, place, 0.5)
 
     def box(size: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        extent = tf.cast(tf.round(extents(tf.cast(size, tf.float32), draws)), tf.int32)
+        extent, place = choose_part(tf.cast(size, tf.float32), draws[:_CROP_DRAWS])
+        extent = tf.cast(tf.round(extent), tf.int32)
         room = tf.cast(size - extent + 1, tf.float32)
         # A draw is less than 1, but its product may be rounded up to the whole room.
-        start = tf.minimum(tf.cast(draws[2:4] * room, tf.int32), size - extent)
+        start = tf.minimum(tf.cast(place * room, tf.int32), size - extent)
         return tf.concat([start, extent], 0)
 
     def to_shape(shape: tuple[int, ...], interpolation: str) -> Augmentation:
         def apply(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
             count, size = tf.shape(draws)[0], tf.cast(tf.shape(images)[1:3], tf.float32)
-            extent = extents(size, draws)
-            start = draws[:, 2:] * (size - extent)
+            extent, place = choose_part(size, draws)
+            start = place * (size - extent)
             boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
             return _like(cut, images.dtype)
 
-        return Augmentation(4, apply, box=box)
+        return Augmentation(_CROP_DRAWS, apply, box=box)
 
     return to_shape
 

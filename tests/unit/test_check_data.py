@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -136,6 +137,7 @@ def test_bench_input_compares_three_ways(data: Path, capsys: pytest.CaptureFixtu
     assert run(bench, "input", data / "train", "--rounds", 1, "--passes", 1, "--batch-size", 16) == 0
     out = capsys.readouterr().out
     assert "records/s" in out
+    assert re.search(r"CPU time per record: plan [\d,.]+ µs, shuffle\(10000\), whole batches parsed [\d,.]+ µs", out)
     assert "shuffle(10000), parsed one by one" in out
     assert "at 90 % of an epoch" in out
 
@@ -150,6 +152,7 @@ def test_bench_input_shows_what_a_late_store_gives(data: Path, capsys: pytest.Ca
         run(bench, "input", data / "train", *turns, "--delay-ms", -1)
 
 
+@pytest.mark.long
 def test_bench_input_compares_jpegs_with_what_decodes_no_more_than_a_box(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,54 @@ def test_a_random_box_is_inside_the_image(size: tuple[int, int]) -> None:
     crop: Augmentation = made((4, 4, 3), "bilinear")
     assert crop.box is not None
     last = np.float32(1) - np.float32(2**-24)
-    corners = np.stack(np.meshgrid(*[[0, 0.3, last]] * 4), -1).reshape(-1, 4).astype(np.float32)
+    corners = np.random.default_rng(0).choice([0, 0.3, last], (100, crop.draws)).astype(np.float32)
     found = np.array([crop.box(tf.constant(size), tf.constant(draws)).numpy() for draws in corners])
     assert (found[:, :2] >= 0).all()
     assert (found[:, 2:] >= 1).all()
     assert (found[:, :2] + found[:, 2:] <= size).all()
-    assert {0} < set(found[:, 0]) or size[0] < 5
+    assert {0} < set(found[:, 0]) or min(size) < 5  # of a narrow image hardly a part fits: its centre
+
+
+def drawn_box(size: tuple[int, int], areas: Any, aspects: Any, place: float = 0.9, **options: Any) -> list[int]:
+    """The box for draws given as one number, or as one for each of the ten tries."""
+    crop: Augmentation = random_resized_crop(**options)((4, 4, 3), "bilinear")  # type: ignore[operator]
+    assert crop.box is not None
+    draws = np.concatenate([np.broadcast_to(numbers, 10) for numbers in (areas, aspects)] + [np.full(2, place)])
+    box: list[int] = crop.box(tf.constant(size), tf.constant(draws, tf.float32)).numpy().tolist()
+    return box
+
+
+def test_the_first_of_ten_random_parts_that_fits_is_taken() -> None:
+    fits, too_high, too_wide = (0.25, 0.5), (0.99, 0.0), (0.99, 0.999)  # area 0.31 and aspect 1, and nearly all of it
+    for at in (0, 1, 9):
+        tries = np.array([too_high, too_wide] * 5)
+        tries[at] = fits
+        top, left, height, width = drawn_box((300, 300), *tries.T)
+        assert height == width == round(300 * (0.08 + 0.92 * 0.25) ** 0.5)
+        assert top == left == int(0.9 * (300 - height + 1))
+    two_fit = np.array([(0.1, 0.5), *[fits] * 9])
+    assert drawn_box((300, 300), *two_fit.T)[2] == round(300 * (0.08 + 0.92 * 0.1) ** 0.5)
+
+
+def test_if_no_random_part_fits_it_is_the_largest_of_an_allowed_aspect() -> None:
+    assert drawn_box((300, 400), 0.99, 0.0) == [0, 0, 300, 400]
+    assert drawn_box((100, 1001), 0.99, 0.5) == [0, 434, 100, 133]
+    assert drawn_box((1000, 90), 0.99, 0.5) == [440, 0, 120, 90]
+    assert drawn_box((100, 1001), 0.5, 0.5, ratio=(2, 2)) == [0, 401, 100, 200]
+
+
+def test_random_parts_are_of_the_areas_and_aspects_that_were_asked_for() -> None:
+    """Parts that were cut to the image would be narrower, and those of a wide image lower than allowed."""
+    crop: Augmentation = random_resized_crop()((4, 4, 3), "bilinear")  # type: ignore[operator]
+    assert crop.box is not None
+    draws = np.random.default_rng(0).random((400, crop.draws), np.float32)
+    box = partial(crop.box, tf.constant((375, 500)))
+    choose = tf.function(lambda rows: tf.map_fn(box, rows, fn_output_signature=tf.int32))
+    _, _, height, width = choose(draws).numpy().T
+    assert (width / height).min() > 0.74
+    assert (width / height).max() < 1.35
+    assert 0.079 < (height * width / (375 * 500)).min() < 0.12
+    assert 0.9 < (height * width / (375 * 500)).max() <= 1
 
 
 def test_a_box_beyond_the_image_fails() -> None:

@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_train.commands.arguments import split_words
 from horovod_train.commands.tables import build_table, open_screen
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 PLAN = "plan"
 PARSE_CALLS = 10
 """Number of parse calls in parallel in the contender that parses records one by one, a usual choice."""
+
+
+class Turn(NamedTuple):
+    """What a pass over the records took, averaged over a turn."""
+
+    seconds: float
+    cpu_seconds: float
+    """Of all threads, in the system too: a pipeline that leaves cores idle is slower than these say."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,28 +66,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(records: Records, config: Config, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Return seconds per pass, for each turn of each contender. The first turn is a warm-up and is not counted."""
+def _measure(records: Records, config: Config, arguments: argparse.Namespace) -> dict[str, list[Turn]]:
+    """Return the turns of each contender. The first turn is a warm-up and is not counted."""
     from horovod_train.commands.bench import contenders
 
     if arguments.delay_ms:
         ways = contenders.build_delayed(records, config, arguments.batch_size, arguments.delay_ms, PLAN)
     else:
         ways = contenders.build(records, config, arguments.batch_size, PARSE_CALLS, PLAN)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    turns: dict[str, list[Turn]] = {name: [] for name in ways}
     for _ in range(arguments.rounds + 1):
         for name, build in ways.items():
-            drained = _drain(build, arguments.passes, records.num_records, arguments.batch_size)
-            seconds[name].append(drained / arguments.passes)
-    return {name: times[1:] for name, times in seconds.items()}
+            turns[name].append(_drain(build, arguments.passes, records.num_records, arguments.batch_size))
+    return {name: taken[1:] for name, taken in turns.items()}
 
 
-def _drain(build: Callable[[int], tf.data.Dataset], passes: int, num_records: int, batch_size: int) -> float:
-    started = time.perf_counter()
+def _drain(build: Callable[[int], tf.data.Dataset], passes: int, num_records: int, batch_size: int) -> Turn:
+    started, cpu_before = time.perf_counter(), time.process_time()
     batches = build(passes).reduce(0, lambda count, element: count + _steps_in(element))
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_before
     assert int(batches) >= passes * (num_records // batch_size), "a contender left records out"
-    return seconds
+    return Turn(seconds / passes, cpu_seconds / passes)
 
 
 def _steps_in(element: Any) -> Any:
@@ -107,14 +114,18 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
     return found
 
 
-def _show(records: Records, seconds: dict[str, list[float]], starts: dict[str, float]) -> None:
+def _show(records: Records, turns: dict[str, list[Turn]], starts: dict[str, float]) -> None:
     console = open_screen()
     rows = []
     size = sum(part.size for part in records.source.parts)
-    median = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, times in seconds.items():
+    median = {name: statistics.median(turn.seconds for turn in taken) for name, taken in turns.items()}
+    for name, taken in turns.items():
+        times = [turn.seconds for turn in taken]
         rates = [f"{records.num_records / value:,.0f}" for value in (median[name], max(times), min(times))]
         ratio = f"{median[name] / median[PLAN]:.2f}"
         rows.append((name, *rates, f"{size / median[name] / 1e6:.1f}", ratio))
     console.print(build_table(("", "records/s", "slowest", "fastest", "MB/s", "ratio"), rows, left=("",)))
+    cpu = {name: statistics.median(turn.cpu_seconds for turn in taken) for name, taken in turns.items()}
+    micros = {name: seconds / records.num_records * 1e6 for name, seconds in cpu.items()}
+    print("CPU time per record: " + ", ".join(f"{name} {value:,.1f} µs" for name, value in micros.items()))
     print("the plan's first batch: " + ", ".join(f"at {at} of an epoch {value:.2f} s" for at, value in starts.items()))
