@@ -42,6 +42,23 @@ class Recorder(keras.callbacks.Callback):
         self.epochs = state["epochs"]
 
 
+class NotesWeights(keras.callbacks.Callback):
+    """Notes the weights and the validation loss that it sees where epochs begin and end, and at the end."""
+
+    def note(self, when: str, number: int | None, logs: Any = None) -> None:
+        weights = [value for weight in self.model.trainable_weights for value in weight.numpy().ravel().tolist()]
+        told.append([when, number, [*weights, (logs or {}).get("val_loss", 0.0)]])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch begins", epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch ends", epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.note("end", None)
+
+
 class StopsRank1(keras.callbacks.Callback):
     """Stops from inside an epoch, on one rank."""
 
@@ -82,6 +99,10 @@ class NoJson(keras.callbacks.Callback):
 
 class OwnCheckpoint(keras.callbacks.ModelCheckpoint):
     """A writer of Keras with another name."""
+
+
+class OwnSwap(keras.callbacks.SwapEMAWeights):
+    """A swap of Keras with another name."""
 
 
 def no_callback() -> int:

@@ -29,6 +29,7 @@ def fail_while_others_meet(run: Any, step: int) -> None:
 
 note_every_5 = every(5, note)
 stop_at_6 = at([6], ask_rank_1_to_stop)
+stop_at_10 = at([10], ask_rank_1_to_stop)
 stop_at_12 = at([12], ask_rank_1_to_stop)
 never = every(0, note)
 not_a_function = 3

@@ -169,7 +169,7 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
 
 def _otherwise(name: str, saved: Iterable[str]) -> str:
     """Return how the writing run differed, if a variable is missing, as the end of a sentence."""
-    of_settings = {"ema/": "without train.ema_decay", "exchange/": "with another train.synchronization"}
+    of_settings = {"ema/": "without train.ema_decay or use_ema", "exchange/": "with another train.synchronization"}
     found = [
         other
         for prefix, other in of_settings.items()

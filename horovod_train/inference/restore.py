@@ -15,7 +15,7 @@ from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.state import weights_by_name
 
 Weights = Literal["auto", "trained", "ema"]
-"""Weights of the last update, or their moving averages. auto: the averages if there are any, as in evaluation."""
+"""Weights of the last update, or their moving averages. auto: the averages if there are any."""
 
 
 def build_bare_model(config: Config) -> keras.Model:
@@ -38,13 +38,15 @@ def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Wei
     if weights == "ema" and not has_averages:
         raise UserError(
             f"--weights ema: {found.folder} holds no moving averages. Take --weights trained, or train with "
-            "train.ema_decay."
+            "train.ema_decay or optimizer.options.use_ema."
         )
     wanted = weights_by_name(model.weights, "model")
     if weights == "trained" or not has_averages:
         load(wanted, found)
         return "trained"
-    averages = weights_by_name(model.trainable_weights, "ema")
+    # An optimizer that keeps averages may train a part of the model.
+    named = weights_by_name(model.trainable_weights, "ema")
+    averages = {name: variable for name, variable in named.items() if name in found.names()}
     averaged = {variable.ref() for variable in averages.values()}
     load({name: variable for name, variable in wanted.items() if variable.ref() not in averaged} | averages, found)
     return "ema"

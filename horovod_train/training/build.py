@@ -20,6 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
 from horovod_train.optim.schedules import Horizon, build_horizon
+from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.build_steps import Evaluation, Training, build_evaluation, build_training
 from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
@@ -30,7 +31,7 @@ from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.initial_weights import check_source
 from horovod_train.training.own_steps.step import OwnEvalStep, OwnTrainStep
-from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.state import TrainState
 from horovod_train.training.step import EvalStep, TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
@@ -59,6 +60,8 @@ class Components:
     """Applied as at the start of the first epoch."""
     origins: tuple[str, ...] = ()
     """Where the parts come from that a compiled model has too."""
+    averages: str = ""
+    """What the averages are for that the optimizer keeps; "" if it keeps none."""
 
 
 def build_components(
@@ -103,6 +106,7 @@ def build_components(
         last_step=horizon.total_steps,
         freezing=freezing,
         origins=(*training.origins, *(evaluation.origins if evaluation else ())),
+        averages=_use_of_averages(state.averages, callbacks, evaluation),
         callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
         warnings=(*training.warnings, *(evaluation.warnings if evaluation else ())),
@@ -112,8 +116,12 @@ def build_components(
 def _build_state(
     config: Config, group: WorkerGroup, model: keras.Model, training: Training, followed: Mapping[str, tf.Variable]
 ) -> TrainState:
-    averages = MovingAverages(model, config.train.ema_decay)
-    kept, optimizer = list(averages.variables.values()), training.optimizer
+    averages: Averages = training.averages or MovingAverages(model, config.train.ema_decay)
+    if training.averages and config.train.ema_decay is not None:
+        raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
+    # Slots of an optimizer are among its variables.
+    kept = [] if averages.are_of_optimizer else list(averages.variables.values())
+    optimizer = training.optimizer
     strategy = build_strategy(SyncParts(config.train, group, model, optimizer, kept, config.horovod.sparse_as_dense))
     return TrainState(model, optimizer, followed, averages=averages, synchronization=strategy, losses=training.losses)
 
@@ -163,9 +171,22 @@ def _attach_callbacks(
     callbacks: Callbacks, state: TrainState, trained: Sequence[str], evaluation: Evaluation | None, horizon: Horizon
 ) -> None:
     epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
-    callbacks.attach(state.model, state.optimizer, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
+    steps = horizon.steps_per_epoch
+    callbacks.attach(state.model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=steps)
     evaluated = evaluation.step.seen.names if evaluation else []
     callbacks.check_monitors([*trained, *(f"val_{name}" for name in evaluated)])
+
+
+def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: Evaluation | None) -> str:
+    """Return for the log what the averages of an optimizer are for."""
+    if not averages.are_of_optimizer:
+        return ""
+    evaluated = ""
+    if evaluation and callbacks.evaluate_averages:
+        evaluated = "SwapEMAWeights has them evaluated; "
+    elif evaluation:
+        evaluated = "evaluations see the trained weights, because SwapEMAWeights is not in callbacks; "
+    return f"kept by the optimizer (use_ema); {evaluated}export, evaluate and predict take them, as fit ends with them"
 
 
 def _check_watched(config: Config, evaluation: Evaluation | None) -> None:

@@ -22,6 +22,7 @@ from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.models.model_parallel import follow_inputs
 from horovod_train.optim.optimizers import limit_weight_decay
 from horovod_train.optim.schedules import Horizon
+from horovod_train.training.averages import AverageSlots, OptimizerAverages
 from horovod_train.training.compiled import brings, choose_loss, choose_metrics, choose_optimizer, origins
 from horovod_train.training.losses import Loss
 from horovod_train.training.lr_multipliers import multiply_rates
@@ -48,6 +49,8 @@ class Training:
     make_step: Callable[[TrainState], TrainStep | OwnTrainStep]
     origins: tuple[str, ...]
     warnings: tuple[str, ...]
+    averages: OptimizerAverages | None = None
+    """Those that the optimizer keeps, if it does."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def build_training(
     )
     plain = choose_optimizer(config, model, horizon)
     multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
+    slots = AverageSlots(plain)
     optimizer = DistributedOptimizer(
         plain,
         op=config.horovod.op,
@@ -91,6 +95,7 @@ def build_training(
         lambda state: _build_train_step(config, group, state, loss, seen, train),
         tuple(origins(model, config)),
         tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
+        slots.averages() if slots.are_kept else None,
     )
 
 
@@ -114,7 +119,7 @@ def _build_own_training(
             scaled=train.scaled,
         )
 
-    return Training(own.as_one, [], make_step, own.origins, own.warnings)
+    return Training(own.as_one, [], make_step, own.origins, own.warnings, own.averages)
 
 
 def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:

@@ -17,6 +17,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
+from horovod_train.training.averages import Averages
 
 _INSTEAD = {
     "ModelCheckpoint": "the settings under checkpoint, with best",
@@ -28,7 +29,6 @@ _INSTEAD = {
     "ProgbarLogger": "log.progress",
     "History": "metrics.jsonl of the run",
     "TerminateOnNaN": "train.non_finite: stop, which is the default",
-    "SwapEMAWeights": "train.ema_decay, whose averages are evaluated, saved and exported",
 }
 """Callbacks of Keras that would write on each rank, or do what the trainer does: what to use instead."""
 _KEPT: tuple[tuple[type[keras.callbacks.Callback], tuple[str, ...]], ...] = (
@@ -41,6 +41,7 @@ _NEVER_CALLED = (
     *("on_test_batch_begin", "on_test_batch_end"),
     *("on_predict_begin", "on_predict_end", "on_predict_batch_begin", "on_predict_batch_end"),
 )
+_SWAPS = keras.callbacks.SwapEMAWeights
 _SET_THE_RATE = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
 
 
@@ -81,6 +82,33 @@ class Named:
         return next((names for kind, names in _KEPT if isinstance(self.callback, kind)), ())
 
 
+class SwapAverages(keras.callbacks.Callback):
+    """Does what Keras' SwapEMAWeights does: evaluations, and with swap_on_epoch the ends of epochs, see the averages.
+
+    Keras swaps by adding and subtracting, which rounds the weights each time; a run that resumes before an evaluation
+    which has been interrupted would not continue bit for bit.
+    """
+
+    def __init__(self, swap_on_epoch: bool) -> None:
+        super().__init__()
+        self.swap_on_epoch = swap_on_epoch
+        self.averages: Averages
+        """Set before training begins."""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.averages.put_in()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.averages.put_back()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.averages.put_back()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.swap_on_epoch:
+            self.averages.put_in()
+
+
 class Callbacks:
     """The callbacks of a run on this rank, in the order of the config.
 
@@ -99,15 +127,25 @@ class Callbacks:
         """Whether one of them wants to be called at every step."""
         return any(named.overrides(_BATCH) for named in self.named)
 
-    def attach(self, model: keras.Model, optimizer: Any, *, epochs: int, steps_per_epoch: int) -> None:
+    def attach(
+        self, model: keras.Model, optimizer: Any, averages: Averages, *, epochs: int, steps_per_epoch: int
+    ) -> None:
         """Give them the model as `fit` does, with its optimizer. Raises UserError for one that cannot work with it."""
         if self and isinstance(optimizer, keras.optimizers.Optimizer):
             model.optimizer = optimizer  # a compiled model has the one that it was compiled with
         for named in self.named:
             if isinstance(named.callback, _SET_THE_RATE):
                 _check_rate_is_free(named.name, model, optimizer)
+            if isinstance(named.callback, SwapAverages):
+                _check_there_are_averages(named.name, averages)
+                named.callback.averages = averages
             named.callback.set_params({"verbose": 0, "epochs": epochs, "steps": steps_per_epoch})
             named.callback.set_model(model)
+
+    @property
+    def evaluate_averages(self) -> bool:
+        """Whether one of them has evaluations see the averages of the optimizer."""
+        return any(isinstance(named.callback, SwapAverages) for named in self.named)
 
     def check_monitors(self, names: Sequence[str]) -> None:
         """Raise UserError for a callback that monitors something that is not there. names: of what they get."""
@@ -145,6 +183,8 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
         if not isinstance(callback, keras.callbacks.Callback):
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
+        if isinstance(callback, _SWAPS):
+            callback = _swapping(callback, spec, where)
         before = sum(earlier.name.split("#")[0] == spec.name for earlier in named)
         named.append(Named(f"{spec.name}#{before + 1}" if before else spec.name, callback))
         if found := named[-1].overrides(_NEVER_CALLED):
@@ -160,6 +200,22 @@ def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:
             raise UserError(f"{where}: {spec.name} has no use here; use {_INSTEAD[base.__name__]}.")
     if spec.options.get("restore_best_weights"):
         raise UserError(f"{where}.options.restore_best_weights: a resume would lose them; use checkpoint.best.")
+
+
+def _swapping(callback: keras.callbacks.SwapEMAWeights, spec: Spec, where: str) -> SwapAverages:
+    if type(callback) is not _SWAPS:
+        raise UserError(f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one.")
+    return SwapAverages(callback.swap_on_epoch)
+
+
+def _check_there_are_averages(name: str, averages: Averages) -> None:
+    if averages.are_of_optimizer:
+        return
+    instead = "Those of train.ema_decay are evaluated without it. " if averages.variables else ""
+    raise UserError(
+        f"callbacks: {name} needs an optimizer that keeps averages: optimizer.options.use_ema: true. {instead}"
+        "Give that, or leave the callback out."
+    )
 
 
 def _check_rate_is_free(name: str, model: keras.Model, optimizer: Any) -> None:

@@ -110,8 +110,6 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
         raise UserError("optimizer.options: the model is compiled with an optimizer; give optimizer.name too.")
     compiled = _compile_config(model)["optimizer"]
     settings = compiled.get_config()
-    if settings.get("use_ema"):
-        raise UserError("model.name: is compiled with use_ema, whose averages nothing reads; give train.ema_decay.")
     if config.lr_schedule != LrScheduleConfig():
         settings["learning_rate"] = build_schedule(_with_base_rate(config.lr_schedule, compiled), horizon)
     if config.train.clip_norm is not None:

@@ -79,6 +79,8 @@ def _describe_parts(run: Run) -> None:
         log.info(line)
     for line in run.parts.origins:
         log.info(line)
+    if run.parts.averages:
+        log.info(f"averages of weights: {run.parts.averages}")
     for line in run.parts.warnings:
         log.warning(line)
 

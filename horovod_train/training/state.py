@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import xxhash
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside
-from horovod_train.models.model_parallel import variable_beside
+from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.copies import Copies, bytes_of, values_on_root
 from horovod_train.training.nonfinite import Failure, not_finite
 from horovod_train.training.sync.every_step import EveryStep
@@ -40,7 +39,7 @@ class TrainState:
         optimizer: CombiningOptimizer,
         followed: Mapping[str, tf.Variable] | None = None,
         *,
-        averages: MovingAverages | None = None,
+        averages: Averages | None = None,
         synchronization: SyncStrategy | None = None,
         losses: Sequence[str] = ("loss", "penalty"),
     ) -> None:
@@ -68,8 +67,10 @@ class TrainState:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return all variables that ranks must agree on and a checkpoint must contain, by unique and stable names."""
+        averages = {variable.ref() for variable in self.averages.variables.values()}
+        slots = [slot for slot in self.optimizer.variables if as_tf_variable(slot).ref() not in averages]
         named = [
-            *((f"optimizer/{slot.path}", slot) for slot in self.optimizer.variables),
+            *((f"optimizer/{slot.path}", slot) for slot in slots),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
             *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records")),
             *(("progress/loss_averages", averages) for averages in self._losses),
@@ -204,48 +205,6 @@ class Settled:
         arrays = copies.take(self.state.variables()) if group.is_root else {}
         self.state.set_statistics(own)
         return arrays | {f"ranks/{index}": values for index, values in enumerate(values_on_root(group, own))}
-
-
-class MovingAverages:
-    """Exponential moving averages of the trainable weights, used instead of the weights in evaluation.
-
-    average ← d · average + (1 − d) · weight, d = min(decay, (1 + step) / (10 + step)): young averages follow quickly
-    (num_updates of tf.train.ExponentialMovingAverage). decay None: no averages, all methods do nothing.
-    """
-
-    def __init__(self, model: keras.Model, decay: float | None) -> None:
-        self.decay = decay
-        kept = [] if decay is None else model.trainable_variables
-        self._weights = [as_tf_variable(weight) for weight in kept]
-        named = ((weight.path, variable_beside(weight, as_tf_variable(weight))) for weight in kept)
-        self.variables: dict[str, tf.Variable] = dict(by_unique_name(named))
-
-    def update(self, step: tf.Tensor) -> None:
-        """In the compiled step, after an update. step: int64 scalar, updates so far."""
-        if self.decay is None:
-            return
-        with tf.name_scope("moving_average"):
-            done = tf.cast(step, tf.float32)
-            decay = tf.minimum(self.decay, (1 + done) / (10 + done))
-            for weight, average in zip(self._weights, self.variables.values(), strict=True):
-                average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
-
-    def restart(self) -> None:
-        """Set the averages to the weights, as at the start."""
-        for weight, average in zip(self._weights, self.variables.values(), strict=True):
-            average.assign(weight)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Replace the weights of the model by their averages inside the block."""
-        trained = [tf.identity(weight) for weight in self._weights]
-        for weight, average in zip(self._weights, self.variables.values(), strict=True):
-            weight.assign(average)
-        try:
-            yield
-        finally:
-            for weight, value in zip(self._weights, trained, strict=True):
-                weight.assign(value)
 
 
 def find_seeds(model: keras.Model) -> list[tf.Variable]:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import keras
+import numpy as np
 import pytest
+import user_callbacks
+import user_models
 from conftest import PROJECT, RankFacts, train
+
+from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.inference.restore import load_weights
 
 WAY = ("mpirun", 2)
 
@@ -62,6 +70,83 @@ def test_callbacks_have_their_state_after_a_resume(rank_facts: RankFacts) -> Non
     assert [told[:2] for told in again["told"][:2]] == [["begin", 4], ["epoch begins", 2]]
     assert again["told"][-1] == whole["told"][-1] == ["end", 4, None]
     assert again["told"] == other["resumed, called back"]["told"]
+
+
+class Fitted(NamedTuple):
+    """What `fit` did in one process: what NotesWeights was told, and the weights that the model has then."""
+
+    told: list[list[Any]]
+    weights: list[np.ndarray]
+
+
+def fitted(*swapping: keras.callbacks.Callback, **options: Any) -> Fitted:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 6))
+    y = (x.sum(axis=1) > 0).astype(np.int64)
+    keras.utils.set_random_seed(1)
+    model = user_models.vector()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.3, momentum=0.9, use_ema=True, ema_momentum=0.8, **options), loss)
+    user_callbacks.told.clear()
+    noting = [*swapping, user_callbacks.NotesWeights()]
+    model.fit(x, y, batch_size=8, epochs=4, shuffle=False, validation_data=(x, y), verbose=0, callbacks=noting)
+    return Fitted(list(user_callbacks.told), [weight.numpy() for weight in model.trainable_weights])
+
+
+def same_as_fit(found: list[list[Any]], fit: Fitted) -> None:
+    assert [told[:2] for told in found] == [told[:2] for told in fit.told]
+    for one, other in zip(found, fit.told, strict=True):
+        assert one[2] == pytest.approx(other[2], abs=1e-6), one[:2]
+
+
+def test_averages_are_swapped_as_fit_does(rank_facts: RankFacts) -> None:
+    """Evaluations and what comes after SwapEMAWeights see the averages, training the weights; the same on all ranks."""
+    one, other = (facts["averaged"] for facts in rank_facts("hooked", *WAY))
+    assert one["code"] == other["code"] == 0
+    assert one["told"] == other["told"]
+    fit = fitted(keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
+    same_as_fit(one["told"], fit)
+    (_, _, begins), (_, _, ends) = one["told"][2], one["told"][1]
+    assert begins[:-1] != pytest.approx(ends[:-1], abs=1e-3)
+
+
+def test_what_is_exported_is_what_fit_ends_with(rank_facts: RankFacts) -> None:
+    """And the trained weights, with which it resumes, are there too."""
+    root, _ = rank_facts("hooked", *WAY)
+    keras.utils.clear_session()  # names as in the run
+    model = user_models.vector()
+    found = open_checkpoint(str(Path(root["runs"]) / "averaged"), "--checkpoint")
+    assert load_weights(model, found, "auto") == "ema"
+    for one, other in zip(model.trainable_weights, fitted().weights, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, rtol=0, atol=1e-6)
+    exported = model.get_weights()
+    assert load_weights(model, found, "trained") == "trained"
+    assert np.abs(exported[0] - model.get_weights()[0]).max() > 1e-3
+
+
+def test_averages_resume_bit_for_bit_at_the_end_of_an_epoch(rank_facts: RankFacts) -> None:
+    root, _ = rank_facts("hooked", *WAY)
+    whole, again = root["averaged"], root["averaged, resumed"]
+    assert again["weights_sha256"] == whole["weights_sha256"] is not None
+    assert again["told"][-3:] == whole["told"][-3:]
+    assert again["stopped"][:4] == whole["told"][:4]
+
+
+def test_weights_are_overwritten_with_averages_as_fit_does(rank_facts: RankFacts) -> None:
+    """Without SwapEMAWeights evaluations see the weights, and the end the averages."""
+    root, _ = rank_facts("hooked", *WAY)
+    same_as_fit(root["overwritten"]["told"], fitted(ema_overwrite_frequency=3))
+
+
+def test_a_run_can_end_with_the_mean_of_its_last_epochs(rank_facts: RankFacts) -> None:
+    """By the callback that the docs show; with a cyclical rate, and resumed in the third epoch."""
+    root, other = (facts["mean"] for facts in rank_facts("hooked", *WAY))
+    assert root["told"] == other["told"]
+    ends = [np.array(weights[:-1]) for what, _, weights in root["told"] if what == "epoch ends"]
+    assert root["told"][-1][2][:-1] == pytest.approx(np.mean(ends[1:], axis=0), abs=1e-6)
+    assert np.abs(ends[-1] - np.mean(ends[1:], axis=0)).max() > 1e-3
+    again = rank_facts("hooked", *WAY)[0]["mean, resumed"]
+    assert again["weights_sha256"] == root["weights_sha256"] is not None
 
 
 def test_a_state_that_differs_between_ranks_ends_the_run_at_the_first_save(rank_facts: RankFacts) -> None:

@@ -10,8 +10,11 @@ import user_steps
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
+from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.callbacks import load_callbacks
 from horovod_train.training.own_steps.optimizers import Optimizers, optimizers_in
+
+NO_AVERAGES = Averages([])
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -23,7 +26,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("TensorBoard", {}, "TensorBoard has no use here; use log.tensorboard."),
     ("keras.callbacks:CSVLogger", {"filename": "x"}, "CSVLogger has no use here; use metrics.jsonl of the run"),
     ("BackupAndRestore", {"backup_dir": "x"}, "has no use here; use checkpoint.resume: auto, which is the default."),
-    ("SwapEMAWeights", {}, "SwapEMAWeights has no use here; use train.ema_decay, whose averages are evaluated"),
+    ("user_callbacks:OwnSwap", {}, "user_callbacks:OwnSwap is derived from SwapEMAWeights, which is replaced here;"),
     (
         "EarlyStopping",
         {"restore_best_weights": True},
@@ -71,16 +74,16 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
 def test_a_rate_that_follows_a_schedule_cannot_be_set() -> None:
     callbacks = load_callbacks([Spec("ReduceLROnPlateau", {"monitor": "val_los"})])
     plain, scheduled = made(), made(keras.optimizers.schedules.CosineDecay(0.1, 10))
-    callbacks.attach(plain, plain.optimizer, epochs=3, steps_per_epoch=5)
+    callbacks.attach(plain, plain.optimizer, NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="sets the learning rate, which follows a schedule here"):
-        callbacks.attach(scheduled, scheduled.optimizer, epochs=3, steps_per_epoch=5)
+        callbacks.attach(scheduled, scheduled.optimizer, NO_AVERAGES, epochs=3, steps_per_epoch=5)
     with pytest.raises(UserError, match="ReduceLROnPlateau monitors"):
         callbacks.check_monitors(["loss", "val_loss"])
 
 
 def test_the_optimizer_of_the_run_takes_the_place_of_the_compiled_one() -> None:
     model, optimizer = made(), keras.optimizers.SGD(0.1)
-    load_callbacks([Spec("user_callbacks:Recorder")]).attach(model, optimizer, epochs=1, steps_per_epoch=1)
+    load_callbacks([Spec("user_callbacks:Recorder")]).attach(model, optimizer, NO_AVERAGES, epochs=1, steps_per_epoch=1)
     assert model.optimizer is optimizer
 
 
@@ -89,10 +92,25 @@ def test_a_rate_that_the_models_step_does_not_apply_cannot_be_set() -> None:
     model = user_steps.wgan()
     optimizers = Optimizers(optimizers_in(model))
     with pytest.raises(UserError, match=r"sets the rate of model.optimizer, which the model's step does not apply"):
-        load_callbacks([Spec("ReduceLROnPlateau")]).attach(model, optimizers, epochs=1, steps_per_epoch=1)
+        load_callbacks([Spec("ReduceLROnPlateau")]).attach(model, optimizers, NO_AVERAGES, epochs=1, steps_per_epoch=1)
 
 
 def test_a_state_that_json_cannot_hold_is_one_line() -> None:
     (named,) = load_callbacks([Spec("user_callbacks:NoJson")]).named
     with pytest.raises(RunError, match="callbacks: user_callbacks:NoJson: get_state"):
         named.state()
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (None, "needs an optimizer that keeps averages: optimizer.options.use_ema: true. Give that, or leave the"),
+        (0.9, "use_ema: true. Those of train.ema_decay are evaluated without it. Give that, or leave"),
+    ],
+)
+def test_averages_to_swap_must_be_the_optimizers(decay: float | None, expected: str) -> None:
+    model = made()
+    callbacks = load_callbacks([Spec("SwapEMAWeights", {"swap_on_epoch": True})])
+    with pytest.raises(UserError) as error:
+        callbacks.attach(model, model.optimizer, MovingAverages(model, decay), epochs=1, steps_per_epoch=1)
+    assert expected in str(error.value)

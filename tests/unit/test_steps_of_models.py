@@ -82,6 +82,16 @@ def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> N
     assert len(built.optimizers.variables) == 6
 
 
+def test_averages_are_those_of_the_optimizer_of_compile(batches: Pipeline) -> None:
+    """Another optimizer of the model's own may overwrite weights with its averages, which stay its own."""
+    model = made(compiled=False)
+    model.compile(keras.optimizers.SGD(0.25, use_ema=True))
+    averages = train(batches, model).averages
+    assert averages is not None
+    assert list(averages.variables) == [weight.path for weight in model.trainable_weights]
+    assert train(batches, made(_with_two(Own(), use_ema=True, ema_overwrite_frequency=2))).averages is None
+
+
 def test_every_optimizer_of_a_model_is_found_once() -> None:
     model = made()
     first, second, third = (keras.optimizers.SGD() for _ in range(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from horovod_train.training.hooks import Hook, StopReason, every
 from horovod_train.training.hooks.evaluate import is_evaluated
 from horovod_train.training.hooks.tell_callbacks import tell
@@ -56,6 +58,7 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
     if reason is None and step < run.parts.last_step:
         tell(run, step, "on_epoch_begin", epoch)
         tell(run, step, "on_train_batch_begin", 0)
+    run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason
 
 
@@ -77,7 +80,10 @@ def _logs(run: Run, step: int) -> dict[str, float]:
 
 
 def _end(run: Run, step: int) -> None:
-    tell(run, step, "on_train_end")
+    averages = run.state.averages
+    # As `fit` does: with use_ema it ends with the averages in the model.
+    with averages.in_place() if averages.are_of_optimizer else nullcontext():
+        tell(run, step, "on_train_end")
 
 
 def _stop(run: Run) -> StopReason | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.training.hooks.tell_callbacks import tell
 from horovod_train.training.own_steps.step import OwnEvalStep
@@ -20,15 +22,17 @@ def evaluate(run: Run, step: int) -> StopReason | None:
     parts, state = run.parts, run.state
     assert parts.eval is not None
     assert parts.eval_step is not None
+    with run.outside_training("evaluate"):
+        state.settle(run.group)  # before callbacks exchange the weights for their averages
     tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"):
-        state.settle(run.group)
         own = state.average_statistics(run.group)
-        with state.averages.in_place():
+        with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
         values = parts.eval_step.seen.result(run.group)
         state.set_statistics(own)
     if interrupted:
+        state.averages.put_back()  # callbacks are not told that it ends
         return interrupted
     parts.evaluated.assign(step)
     run.output.append_metrics("eval", step, int(state.epoch), values)

@@ -17,6 +17,7 @@ from horovod_train.errors import UserError
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import limit_weight_decay
 from horovod_train.optim.schedules import Horizon
+from horovod_train.training.averages import AverageSlots, OptimizerAverages
 from horovod_train.training.compiled import brings, choose_optimizer
 from horovod_train.training.lr_multipliers import multiply_rates
 from horovod_train.training.own_steps.logs import Logs, metrics_in
@@ -47,6 +48,8 @@ class OwnTraining(NamedTuple):
     """For the log: what is the model's own."""
     warnings: tuple[str, ...]
     """What a user may not expect."""
+    averages: OptimizerAverages | None
+    """Those that the optimizer of the config or of Keras' own `compile` keeps, if it does."""
 
     @property
     def as_one(self) -> CombiningOptimizer:
@@ -70,17 +73,15 @@ def build_own_training(
     _refuse(config, _BY_OUR_STEP, why)
     if config.precision == "mixed_float16":
         raise UserError(f"precision: mixed_float16 does not go with it: {why}. Use mixed_bfloat16.")
-    optimizers = _choose_optimizers(config, model, horizon, why)
+    optimizers, slots = _choose_optimizers(config, model, horizon, why)
     tried = _try(
         model, "train_step", train.scaled_spec, "data.dataset" if config.data.dataset else "data.train", optimizers
     )
     if not optimizers.by_path:
         held = ", ".join(optimizers.paths) or "none"
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({held}).")
-    if averaging := [path for path, optimizer in optimizers.by_path.items() if getattr(optimizer, "use_ema", False)]:
-        raise UserError(
-            f"model.name: {', '.join(averaging)} has use_ema, whose averages nothing reads; give train.ema_decay."
-        )
+    if slots is None:
+        _check_averages_are_read(optimizers)
     optimizers.distribute(
         GradientExchange(
             op=config.horovod.op,
@@ -92,7 +93,9 @@ def build_own_training(
     )
     origin = f"training step: the model's own {_own(model, OWN_TRAINING)}; it applies {', '.join(optimizers.by_path)}"
     seen = Logs(tried.sources, metrics_in(model))
-    return OwnTraining(optimizers, seen, (origin,), _padding("train_step", tried, train, group.size))
+    warnings = _padding("train_step", tried, train, group.size)
+    averages = slots.averages() if slots and slots.are_kept else None
+    return OwnTraining(optimizers, seen, (origin,), warnings, averages)
 
 
 def build_own_evaluation(
@@ -143,21 +146,40 @@ def _padding(method: str, tried: Tried, pipeline: BatchSource, size: int) -> tup
     )
 
 
-def _choose_optimizers(config: Config, model: keras.Model, horizon: Horizon, why: str) -> Optimizers:
-    """Return the model's optimizers; if it has only that of Keras' own `compile`, or none, the config's wins."""
+def _check_averages_are_read(optimizers: Optimizers) -> None:
+    """Raise UserError for an optimizer of the model that keeps averages and never overwrites weights with them."""
+    averaging = [
+        path
+        for path, optimizer in optimizers.by_path.items()
+        if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency
+    ]
+    if averaging:
+        raise UserError(
+            f"model.name: {', '.join(averaging)} has use_ema, whose averages nothing reads; give train.ema_decay."
+        )
+
+
+def _choose_optimizers(
+    config: Config, model: keras.Model, horizon: Horizon, why: str
+) -> tuple[Optimizers, AverageSlots | None]:
+    """Return the model's optimizers; if it has only that of Keras' own `compile`, or none, the config's wins.
+
+    Then also what averages that one keeps.
+    """
     found = optimizers_in(model)
     if overridden(model, ["compile"]) or not set(found) <= {"optimizer"}:
         _refuse(config, _BY_OUR_OPTIMIZER, f"{why}, with optimizers that it keeps itself: {', '.join(found) or 'none'}")
-        return Optimizers(found)
+        return Optimizers(found), None
     optimizer = choose_optimizer(config, model, horizon)
     multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
+    slots = AverageSlots(optimizer)
     is_compiled = brings(model, config)["optimizer"]
     limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
     if model.compiled:
         model.optimizer = optimizer
     else:
         model.compile(optimizer)
-    return Optimizers({"optimizer": optimizer}, are_kept_by_the_model=False)
+    return Optimizers({"optimizer": optimizer}, are_kept_by_the_model=False), slots
 
 
 def _try(model: keras.Model, method: str, batch: Batch, where: str, optimizers: Optimizers | None) -> Tried:
