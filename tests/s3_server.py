@@ -3,6 +3,7 @@
     python tests/s3_server.py FOLDER [--delay-ms 50] [--fail-percent 5]
 
 serves a folder as s3://bucket/ until it is ended, and prints the environment that finds it. The objects are in memory.
+At SIGUSR1 it prints how many requests it has had.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -121,5 +123,6 @@ if __name__ == "__main__":
     every = round(100 / given.fail_percent) if given.fail_percent else 0
     with serving(given.folder.absolute(), given.delay_ms / 1000, every) as running:
         print(" ".join(f"{key}={value}" for key, value in running.environment().items()), flush=True)
+        signal.signal(signal.SIGUSR1, lambda *_: print(running.requests, flush=True))
         while os.getppid() != 1:
             time.sleep(1)

@@ -7,7 +7,7 @@ import gzip
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 from made_records import batches, config, ids, make_images, pipeline
+from memory_store import called_before_reads
 
 from horovod_train.config.loader import load
 from horovod_train.data.dataset import open_records
@@ -53,18 +54,8 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[str], None]]]:
-    """Functions that are called with the path of each piece that is read, and may raise; the first one first."""
-    kind, called = type(fsspec.filesystem("memory")), list[Callable[[str], None]]()
-    read = kind.cat_file
-
-    def cat_file(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        for function in called:
-            function(path)
-        return read(self, path, *arguments, **options)
-
-    monkeypatch.setattr(kind, "cat_file", cat_file)
-    return called
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[str], None]]:
+    return called_before_reads(monkeypatch)
 
 
 def data(store: Store, tmp_path: Path, **values: Any) -> Any:

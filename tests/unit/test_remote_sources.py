@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from made_records import batches, config, pipeline
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hugging_face, write_npy
+from memory_store import called_before_reads
 from user_sources import RECORDS, row
 
 from horovod_train.data.dataset import open_records
@@ -56,18 +57,8 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[str], None]]]:
-    """Functions that are called with the path of each piece that is read, and may raise."""
-    kind, called = type(fsspec.filesystem("memory")), list[Callable[[str], None]]()
-    read = kind.cat_file
-
-    def cat_file(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        for function in called:
-            function(path)
-        return read(self, path, *arguments, **options)
-
-    monkeypatch.setattr(kind, "cat_file", cat_file)
-    return called
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[str], None]]:
+    return called_before_reads(monkeypatch)
 
 
 # --- what is read -------------------------------------------------------------------------------------------------
