@@ -1,6 +1,6 @@
 """For `plan`: builds the parts of a run on the CPU, with the functions that training uses, as its rank 0 would.
 
-Neither starts Horovod nor reads records, and writes nothing.
+Horovod runs for this process alone, since a user's code may ask it for the rank. Reads no records, writes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfi
 from horovod_train.data.augment import build_augmentations
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
-from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.group import WorkerGroup, horovod_alone
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
@@ -43,6 +43,11 @@ def build(config: Config, outlook: Outlook | None) -> tuple[Sizes | None, list[s
     outlook: None if the records cannot be read; then each part is built alone.
     """
     device = pin_to_cpu(config.device.per_rank)
+    with horovod_alone():
+        return _build(config, outlook, device)
+
+
+def _build(config: Config, outlook: Outlook | None, device: Device) -> tuple[Sizes | None, list[str]]:
     whole: list[str] = []
     if outlook is not None:
         components = _attempt(lambda: _build_as_rank_0(outlook, device), whole, "")
@@ -151,6 +156,8 @@ def _fine_tuning(made: Components, outlook: Outlook) -> Iterator[tuple[str, str]
     spec, model = outlook.config.model, made.state.model
     if made.origins:
         yield "compiled", "; ".join(made.origins)
+    if made.averages:
+        yield "averages", made.averages
     if spec.init_from and outlook.start:
         yield "initial weights", f"not those of {spec.init_from}: the run resumes"
     elif spec.init_from:

@@ -61,7 +61,7 @@ are always used, or refused where their part is built. tests/unit/test_settings_
 
 def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong between values that are each valid alone: (key, problem). Looks only at the config."""
-    data, train, schedule = config.data, config.train, config.lr_schedule
+    data = config.data
     if data.global_batch_size and data.batch_size_per_rank:
         yield "data.batch_size_per_rank", "give either this or data.global_batch_size, not both."
     if not (data.global_batch_size or data.batch_size_per_rank):
@@ -69,15 +69,21 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from stream_problems(data)
     yield from _without_files(data)
     yield from _wrong_fold(data)
-    if data.bucket_by_length and data.parse:
-        yield (
-            "data.bucket_by_length",
-            "needs features, whose max_length says which are lists; data.parse replaces them.",
-        )
-    if data.bucket_by_length and data.preprocess:
-        yield "data.bucket_by_length", "does not go with data.preprocess, which makes lists of its own length."
-    if data.bucket_by_length and config.jit_compile:
-        yield "data.bucket_by_length", "does not go with jit_compile: XLA would compile a step for each length."
+    yield from _wrong_buckets(config)
+    yield from _wrong_training(config)
+    yield from _wrong_exchange(config)
+    yield from _wrong_objective(config)
+    yield from _wrong_logs(config)
+    yield from fine_tuning_problems(config)
+    yield from remote_path_problems(config)
+    yield from _without_effect(config, config)
+    if not (data.train or data.dataset):
+        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+
+
+def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong about how long, how fast and with which updates the run trains."""
+    train, schedule = config.train, config.lr_schedule
     if not (train.epochs or train.max_steps):
         yield "train.epochs", "is required (or train.max_steps)."
     if schedule.scaling != "none" and not schedule.base_batch_size:
@@ -97,37 +103,59 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
             "train.non_finite",
             "skip does not go with synchronization: local, where each rank would skip its own.",
         )
+
+
+def _wrong_exchange(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong about how ranks exchange, and about the devices of a rank."""
+    train = config.train
     if config.horovod.predivide != 1.0 and (config.horovod.op != "average" or config.horovod.compression == "bf16"):
         yield "horovod.predivide", "goes with op: average, and not with compression: bf16."
     if train.sync_batch_norm and train.synchronization == "local":
         yield "train.sync_batch_norm", "does not go with synchronization: local, where ranks do not meet in a step."
     if train.sync_batch_norm and config.jit_compile:
         yield "train.sync_batch_norm", "does not go with jit_compile: XLA cannot compile the exchange inside a pass."
+    if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
+        yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
     if config.device.per_rank > 1 and config.jit_compile:
         yield "device.per_rank", "does not go with jit_compile: XLA compiles for one device."
-    if config.optimizer.options.get("use_ema"):
-        yield "optimizer.options.use_ema", "nothing would read these averages; give train.ema_decay instead."
+    if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
+        stages = len(config.device.cut_before) + 1
+        yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
+
+
+def _wrong_objective(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong between optimizer, loss, metrics and the weights of records."""
+    yield from _averages_twice(config)
     if config.loss.class_weight and config.loss.name == PER_OUTPUT:
         yield "loss.class_weight", "with per_output give it to an output: loss.options.OUTPUT.class_weight."
     elif problem := class_weight_problem(config.loss.class_weight):
         yield "loss.class_weight", problem
-    if config.weighted_metrics and not (data.weight or config.loss.class_weight or weights_of_outputs(config.loss)):
+    if config.weighted_metrics and not (
+        config.data.weight or config.loss.class_weight or weights_of_outputs(config.loss)
+    ):
         yield "weighted_metrics", "needs data.weight or a class_weight of the loss; without one, write metrics."
+
+
+def _wrong_logs(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong about what is written beside checkpoints."""
     if any(step < 2 for step in config.log.profile_at_steps):
         yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
     names = [tracker.name for tracker in config.log.trackers]
     if twice := [name for name in names if names.count(name) > 1]:
         yield "log.trackers", f"expected each tracker once; received {twice[0]} {len(twice)} times."
-    if config.device.cut_before and config.device.per_rank != len(config.device.cut_before) + 1:
-        stages = len(config.device.cut_before) + 1
-        yield "device.cut_before", f"cuts the model into {stages} stages; device.per_rank must be {stages} too."
-    if config.deterministic and config.horovod.op == "adasum" and config.horovod.fusion_threshold_mb:
-        yield "horovod.fusion_threshold_mb", "must be left out with adasum and deterministic: true, which set it to 0."
-    yield from fine_tuning_problems(config)
-    yield from remote_path_problems(config)
-    yield from _without_effect(config, config)
-    if not (data.train or data.dataset):
-        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+
+
+def _averages_twice(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield settings of Keras' averages that have no effect, or keep averages that train.ema_decay keeps too."""
+    options = config.optimizer.options
+    if options.get("use_ema") and config.train.ema_decay is not None:
+        yield "train.ema_decay", "optimizer.options.use_ema keeps averages too; give one of the two."
+    if not options.get("use_ema") and ":" not in config.optimizer.name:
+        yield from (
+            (f"optimizer.options.{name}", "has no effect without use_ema: true.")
+            for name in ("ema_momentum", "ema_overwrite_frequency")
+            if options.get(name) is not None
+        )
 
 
 def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -145,6 +173,18 @@ def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
     for key in ("parse", "index_dir", "stage_dir"):
         if getattr(data, key):
             yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
+
+
+def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:
+    key, data = "data.bucket_by_length", config.data
+    if not data.bucket_by_length:
+        return
+    if data.parse:
+        yield key, "needs features, whose max_length says which are lists; data.parse replaces them."
+    if data.preprocess:
+        yield key, "does not go with data.preprocess, which makes lists of its own length."
+    if config.jit_compile:
+        yield key, "does not go with jit_compile: XLA would compile a step for each length."
 
 
 def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:

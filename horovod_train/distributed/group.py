@@ -187,6 +187,25 @@ def start_process(
         return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
 
 
+@contextmanager
+def horovod_alone() -> Iterator[None]:
+    """Run Horovod for this process alone inside the block: what is built there may ask for the rank and the size.
+
+    Does nothing if Horovod runs already. Raises UserError under a launcher, whose ranks would have to take part.
+    """
+    if hvd.is_initialized():
+        yield
+        return
+    started_by = launcher.detect()
+    if started_by.launcher != "none":
+        raise UserError(f"this command is for one process; {started_by.launcher} started {started_by.size}.")
+    initialize.initialise(started_by)
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+
+
 def _library(started_by: launcher.Launch) -> tuning.Library:
     if started_by.launcher == "none":
         return "alone"

@@ -151,9 +151,9 @@ WRONG = {
     "a compile of its own": (["model=user_models:compiled_its_way"], "compiled by a compile() of its own"),
     "options of no optimizer": (["optimizer.options.momentum=0.9"], "the model is compiled with an optimizer; give"),
     "options of no loss": (["loss.options.from_logits=true"], "the model is compiled with a loss; give loss.name too."),
-    "averages of its own": (
-        ["model.options={use_ema: true}"],
-        "is compiled with use_ema, whose averages nothing reads",
+    "averages twice": (
+        ["model.options={use_ema: true}", "train.ema_decay=0.9"],
+        "train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.",
     ),
     "warm-up to a schedule": (
         ["model.options={schedule: true}", "lr_schedule.warmup_epochs=1"],

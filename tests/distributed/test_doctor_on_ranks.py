@@ -20,7 +20,7 @@ CHECKS = [
 Visit = tuple[str, Finished, list[dict[str, Any]], float]
 
 
-@pytest.fixture(scope="module", params=["horovodrun", pytest.param("mpirun", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["mpirun", pytest.param("horovodrun", marks=pytest.mark.long)])
 def visit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Visit:
     """Launcher, what was shown, the findings, and the seconds of computing that it took, at np=2."""
     out = tmp_path_factory.mktemp("doctor") / "found.json"

@@ -53,7 +53,8 @@ def lose_and_regain(job: ElasticJob, lost: int) -> list[dict[str, Any]]:
     return facts
 
 
-@pytest.mark.parametrize("lost", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long  # tests/cluster loses hosts of a loop too
+@pytest.mark.parametrize("lost", [0, 2])
 def test_a_loop_uses_each_record_once_an_epoch_whoever_is_lost(tmp_path: Path, lost: int) -> None:
     with job_of(tmp_path, "loop") as job:
         facts = lose_and_regain(job, lost)

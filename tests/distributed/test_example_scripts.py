@@ -16,11 +16,14 @@ def last_figure(script: str) -> float:
     return float(re.findall(r"\d+\.\d+", finished.stdout)[-1])
 
 
-@pytest.mark.parametrize("script", ["fit", "tape", "elastic", pytest.param("data_service", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "script", ["fit", "elastic", *(pytest.param(name, marks=pytest.mark.long) for name in ("tape", "data_service"))]
+)
 def test_scripts_that_classify_digits_learn_to(script: str) -> None:
     assert last_figure(script) > 0.85
 
 
+@pytest.mark.long  # see test_own_steps and test_users_parts
 def test_the_model_with_its_own_step_reproduces_digits() -> None:
     assert last_figure("train_step") < 0.06  # 0.14 is the variance of the pixels
 

@@ -85,14 +85,12 @@ def test_mlp_asynchronous_ranks_part_between_averages_and_learn(start: Start, sa
             assert all(apart > 0 for apart in moves["apart"])
     assert {f"apart/{path}" for path in tables[0]["parameters"]} <= scalars(run_dir, "train")
     assert rows[-1]["loss"] < rows[0]["loss"]
-    stale, _ = start(
-        samples,
-        "mlp_synchronous",
-        "train.epochs=20",
-        "train.synchronization=stale",
-        "checkpoint.every_epochs=10",
-        name="stale",
-    )
+
+
+@pytest.mark.long  # see test_steps and test_guards
+def test_mlp_synchronous_learns_from_the_gradients_of_the_step_before(start: Start, samples: Path) -> None:
+    late = ["train.epochs=20", "train.synchronization=stale", "checkpoint.every_epochs=10"]
+    stale, _ = start(samples, "mlp_synchronous", *late)
     assert metrics_of(stale, "train")[-1]["loss"] < metrics_of(stale, "train")[0]["loss"]
     assert np.any(checkpoint(stale)["exchange/pending/hidden1/kernel"])
 
@@ -112,13 +110,14 @@ def test_digits_mlp_decays_in_stairs_and_evaluates_moving_averages_which_are_bet
     assert np.abs(saved["ema/layer1/kernel"] - saved["model/layer1/kernel"]).max() > 1e-3
 
 
+@pytest.mark.long  # see test_plan_and_runs
 def test_digits_convnet_plain_ends_with_its_epochs_and_charts_the_loss_and_its_average(
     start: Start, digits: Path
 ) -> None:
     run_dir, finished = start(
-        digits, "digits_convnet_plain", "train.epochs=2", "log.every_steps=23", "eval.every_epochs=1"
+        digits, "digits_convnet_plain", "train.epochs=1", "log.every_steps=11", "eval.every_epochs=1"
     )
-    assert finished.stdout.count("Done training for 2 epochs, 46 steps") == 1
+    assert finished.stdout.count("Done training for 1 epochs, 23 steps") == 1
     assert {"loss", "loss_average", "examples_per_s", "s_per_step"} <= scalars(run_dir, "train")
     rows = metrics_of(run_dir, "train")
     assert rows[-1]["loss_average"] < rows[0]["loss"]

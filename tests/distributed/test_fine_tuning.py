@@ -146,6 +146,7 @@ def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing
     """Stopped at the end of the first epoch, where they are unfrozen, and in the middle of the second."""
     words = [f"model.init_from={here / 'low.keras'}", FREEZE, "model.unfreeze={1: '^first/'}", NEW_HEAD]
     words += ["train.ema_decay=0.9", "hooks=user_hooks:keep_weights_every_step", "checkpoint.every_steps=4"]
+    words += ["train.epochs=2"]
     histograms = ["log.tensorboard=true", "log.histograms_every_steps=6"]  # before and after; they change nothing
     said = done(start([*words, *histograms], np_=2, out="whole"))
     assert "after epoch 1: 2 weights more are trained: first/bias, first/kernel" in said
@@ -158,8 +159,6 @@ def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing
     done(start(words, np_=2, out="parts"))
     shas = [summary_of(tmp_path / name)["weights_sha256"] for name in ("whole", "parts")]
     assert shas[0] == shas[1]
-    done(start([f"model.init_from={here / 'low.keras'}", FREEZE, NEW_HEAD, "train.ema_decay=0.9"], np_=2, out="never"))
-    assert summary_of(tmp_path / "never")["weights_sha256"] != shas[0]
 
 
 def test_rates_are_multiplied_by_the_first_pattern_that_matches(start: Start, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_a_run_that_fails_on_all_ranks_finishes_the_checkpoint_that_a_slow_disk_
 ) -> None:
     """mpirun ends all ranks with the first that leaves, so the others must wait for root."""
     slow = "import time; from horovod_train.checkpoint import manager; write = manager.write"
-    patch = f"{slow}; manager.write = lambda *these: (time.sleep(4), write(*these))"
+    patch = f"{slow}; manager.write = lambda *these: (time.sleep(3), write(*these))"
     model = "model={name: user_models:troubled, options: {step: 7, on_rank: 1, what: nan}}"
     short = [
         "train.max_steps=12",
@@ -105,6 +105,6 @@ def test_without_the_vote_a_rank_that_leaves_alone_leaves_the_others_waiting(wor
     (tmp_path / "run" / "STOP").touch()  # only root looks for it
     own_reason = "next((stopping.StopReason(text, True) for text in self._reasons()), None)"
     patch = f"stopping.StopCoordinator.vote = lambda self: {own_reason}"
-    limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=12"]
+    limits = ["watch.warn_after_s=2", "watch.stop_after_s=6", "watch.first_step_after_s=6"]
     finished = unguarded(patch, "mpirun", 2, tmp_path, *words, *limits)
     assert finished.returncode == 87, finished.text

@@ -152,7 +152,7 @@ def test_records_without_targets_can_be_predicted(
     assert np.allclose(np.load(tmp_path / "new.npz")["output"], predicted[:50], atol=2e-2 * np.abs(predicted).max())
 
 
-@pytest.mark.parametrize("kind", ["keras", "savedmodel"])
+@pytest.mark.parametrize("kind", ["keras", pytest.param("savedmodel", marks=pytest.mark.long)])  # see unit/test_export
 def test_an_export_gives_the_same_outputs_where_there_is_tensorflow_alone(
     digits: Path, run_dir: Path, predicted: np.ndarray, tmp_path: Path, kind: str
 ) -> None:

@@ -93,6 +93,7 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_each_record_once(
     assert "data.train holds what the run read" in verified.stdout
 
 
+@pytest.mark.long  # see unit/test_mixture
 def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) -> None:
     """Stopped at 2 ranks inside the first epoch, and ended at 3."""
     parts = {"first": slice(0, 400), "second": slice(400, None)}
@@ -114,6 +115,7 @@ def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) ->
     assert re.search(r"0 +3 × +1200 +0 +0 +/", verified.stdout), verified.stdout
 
 
+@pytest.mark.long  # see unit/test_fold
 def test_a_fold_is_left_out_and_evaluated(arrays: Arrays, tmp_path: Path) -> None:
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(as_hdf5(tmp_path, arrays))

@@ -14,6 +14,7 @@ from conftest import (
     split_records,
     summary_of,
     train,
+    warm_python,
 )
 
 BASE = """
@@ -102,7 +103,7 @@ def test_only_root_leaves_files(base_config: Path, tmp_path: Path) -> None:
 
 def test_a_run_whose_words_nobody_takes_ends_as_others_do(base_config: Path, tmp_path: Path) -> None:
     words = ["--config", base_config, "--output-dir", tmp_path, "train.epochs=1"]
-    deaf = ["bash", "-c", 'exec "$@" > /dev/full 2>&1', "-", sys.executable, "-m", "horovod_train.main"]
+    deaf = ["bash", "-c", 'exec "$@" > /dev/full 2>&1', "-", *warm_python(), "-m", "horovod_train.main"]
     assert run_process([*deaf, *map(str, words)]).returncode == 0
     assert len(metrics_of(tmp_path, "train")) == summary_of(tmp_path)["steps"] == 15
 
@@ -195,7 +196,8 @@ pipeline = build_pipeline(records, config, Ranks(0, 1), seed=0, training=False, 
 assert batch.weights.numpy().sum() == 999
 print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=999))
 """
-    alone = run_process([sys.executable, "-c", script])
+    (tmp_path / "alone.py").write_text(script)
+    alone = run_process([*warm_python(), str(tmp_path / "alone.py")])
     assert alone.returncode == 0, alone.text
     loss, accuracy = (float(word) for word in alone.stdout.split())
     (row,) = metrics_of(tmp_path / "run", "eval")
@@ -203,6 +205,7 @@ print(*model.evaluate(batch.inputs, batch.targets, verbose=0, batch_size=999))
     assert row["accuracy"] == pytest.approx(accuracy, rel=1e-6)
 
 
+@pytest.mark.long  # see test_diverging and test_leaving
 def test_a_diverging_run_stops_on_all_ranks_and_is_told_of_once(base_config: Path, tmp_path: Path) -> None:
     arguments = ["--config", base_config, "lr_schedule.base_lr=1e30", "train.max_steps=50"]
     finished = train([*arguments, "--output-dir", tmp_path / "run"], launcher="mpirun", np=2)

@@ -119,7 +119,12 @@ def our_lines(job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "np", "victim", "exit_code"), [("horovodrun", 3, 2, 1), ("mpirun", 3, 0, 87)], ids=["a rank", "root"]
+    ("launcher", "np", "victim", "exit_code"),
+    [
+        pytest.param("mpirun", 3, 2, 87, id="a rank"),
+        pytest.param("mpirun", 3, 0, 87, id="root", marks=pytest.mark.long),
+        pytest.param("horovodrun", 3, 2, 1, id="horovodrun", marks=pytest.mark.long),
+    ],
 )
 def test_a_frozen_rank_is_named_and_all_end(
     tmp_path: Path, launcher: str, np: int, victim: int, exit_code: int
@@ -165,7 +170,7 @@ def test_a_watch_that_strangers_besiege_still_names_a_frozen_rank(tmp_path: Path
         assert job.processes[0].returncode == 87
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["root", "a rank"])
+@pytest.mark.parametrize("victim", [pytest.param(0, id="root"), pytest.param(1, id="a rank", marks=pytest.mark.long)])
 def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: Path, victim: int) -> None:
     """Without a launcher, which would end the others itself."""
     program = [sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
@@ -255,10 +260,10 @@ def test_a_killed_rank_is_missed(tmp_path: Path, launcher: str) -> None:
 
 def test_without_the_watch_nobody_ends_a_frozen_run(tmp_path: Path) -> None:
     """The negative of all this."""
-    with watched(tmp_path, "mpirun", 2, 1, "unwatched", 1, 2) as job:
+    with watched(tmp_path, "mpirun", 2, 1, "unwatched", 0.5, 1) as job:
         job.wait_until_trained()
         os.kill(job.pid(1), signal.SIGSTOP)
-        time.sleep(6)  # three times as long as it would take
+        time.sleep(3)  # three times as long as it would take
         assert job.processes[0].poll() is None
         assert all(is_alive(job.pid(rank)) for rank in range(2))
         assert not our_lines(job)

@@ -133,7 +133,7 @@ def means_so_far(losses: list[float]) -> Iterator[float]:
     ("weighted", "np_"),
     [
         ("both", 1),
-        ("both", 2),
+        pytest.param("both", 2, marks=pytest.mark.long),
         ("both", 3),
         pytest.param("class", 2, marks=pytest.mark.long),
         pytest.param("sample", 3, marks=pytest.mark.long),
@@ -154,7 +154,7 @@ def test_a_weighted_run_is_that_of_fit_in_one_process(start: Start, tmp_path: Pa
     "words",
     [
         ["train.accumulate_steps=2"],
-        ["data.on_bad_record=skip"],
+        pytest.param(["data.on_bad_record=skip"], marks=pytest.mark.long),
         pytest.param(["jit_compile=true"], marks=pytest.mark.long),
     ],
 )

@@ -76,11 +76,11 @@ def assert_none(reports: list[Report]) -> None:
 
 
 def test_files_of_a_run_are_whole_or_their_loss_is_said(try_faults: TryFaults) -> None:
-    assert_none(try_faults("files", "new files", per_place=None, faults="all", at_most=50))
+    assert_none(try_faults("files", "new files", per_place=None, faults="all", at_most=30))
 
 
 def test_checkpoints_are_whole_or_not_there(try_faults: TryFaults) -> None:
-    assert_none(try_faults("checkpoints", "rewound checkpoints", per_place=None, faults="all", at_most=20))
+    assert_none(try_faults("checkpoints", "rewound checkpoints", per_place=None, faults="all", at_most=12))
 
 
 def test_failures_that_are_ignored_and_half_a_checkpoint_are_found(try_faults: TryFaults) -> None:

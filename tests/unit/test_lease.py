@@ -325,7 +325,7 @@ def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path) -> None:
 
 # Races.
 
-ROUNDS = 20
+ROUNDS = 10
 
 
 @contextmanager
@@ -393,12 +393,12 @@ def test_of_two_that_race_for_a_lease_one_wins(tmp_path: Path, stale: bool) -> N
 
 
 def test_where_files_cannot_be_locked_one_wins_as_well(tmp_path: Path) -> None:
-    assert winners(directories(tmp_path, 3, stale=True), "settling") == [1] * 3
+    assert winners(directories(tmp_path, 1, stale=True), "settling") == [1]
 
 
 def test_without_the_lock_two_would_win(tmp_path: Path) -> None:
     """The races above can be lost: two that judge a lease stale at the same time both replace it."""
-    assert 2 in winners(directories(tmp_path, 4, stale=True), "none")
+    assert 2 in winners(directories(tmp_path, 2, stale=True), "none")
 
 
 def test_a_lease_json_that_is_no_lease_stays(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def test_a_name_changes_no_number() -> None:
     assert np.array_equal(mlp.build()(x), mlp.build(weight_name="weight")(x))
 
 
+@pytest.mark.long  # see test_export
 def test_a_saved_model_loads_where_there_is_only_keras(tmp_path: Path) -> None:
     model = mlp.build(weight_name="weight")
     model.save(tmp_path / "m.keras")

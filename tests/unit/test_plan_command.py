@@ -6,13 +6,14 @@ import argparse
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
-from conftest import PROJECT, rank_environment
+from conftest import PROJECT, rank_environment, run_process, warm_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_records import config as data_config
@@ -84,6 +85,10 @@ def test_sizes_are_those_of_the_model_as_built(config_file: Path, capsys: pytest
     assert 172 * 4 <= plain["bytes"]["optimizer"] < 172 * 4 + 20  # and its counter and rate
     averaged = facts_of(config_file, capsys, "train.ema_decay=0.9")["memory_per_rank"]
     assert averaged["bytes"]["averages and progress"] - plain["bytes"]["averages and progress"] == 172 * 4
+    words = ["optimizer={name: sgd, options: {momentum: 0.9, use_ema: true}}", "callbacks=SwapEMAWeights"]
+    by_keras = facts_of(config_file, capsys, *words)
+    assert by_keras["memory_per_rank"]["bytes"] == averaged["bytes"]
+    assert "SwapEMAWeights has them evaluated" in by_keras["fine_tuning"]["averages"]
 
 
 def test_records_that_data_cache_keeps_are_in_the_memory_of_a_rank(
@@ -237,17 +242,64 @@ def test_a_loss_for_each_output_is_looked_at(config_file: Path, capsys: pytest.C
     assert keys == ["loss.options.other.name", "loss.options.third.options"]
 
 
+OWN_STEP = """
+import keras, tensorflow as tf
+import horovod_train.tensorflow as hvd
+from horovod_train.models import image_mlp
+
+class Gathering(keras.Model):
+    def train_step(self, data):
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(hvd.allgather(self(x, training=True)) ** 2) * hvd.size() * tf.reduce_mean(weight)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
+        return {"loss": loss}
+
+def build(**options):
+    model = image_mlp.build(image_size=4, hidden=6)
+    return Gathering(model.inputs, model.outputs)
+"""
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_step_of_a_models_own_may_call_collectives(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_up: bool
+) -> None:
+    (tmp_path / "gathering.py").write_text(OWN_STEP)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--np", "3", "model=gathering:build"]
+    words.append("loss={name: sparse_categorical_crossentropy, options: {from_logits: true}}")
+    if is_up:
+        assert facts_of(config_file, capsys, *words)["memory_per_rank"]["parameters"] == 172
+        return
+    monkeypatch.setattr(plan_model, "horovod_alone", nullcontext)
+    with pytest.raises(UserError, match="plan: 1 fault"):
+        facts_of(config_file, capsys, *words)
+    assert "Horovod has not been initialized" in capsys.readouterr().out
+
+
 # Links are the old names of configs.
 CONFIGS = sorted(path for path in (PROJECT / "configs").glob("*.yaml") if not path.is_symlink())
 ON_TOP_OF = {"mlp_asynchronous": "mlp_synchronous", "mlp_tensorboard": "mlp_synchronous", "digits_mlp": "mnist_mlp"}
 
 
+BUILDS = """
+import sys
+from horovod_train.commands import plan_model
+from horovod_train.config.loader import load
+config, _ = load(sys.argv[1:])
+assert plan_model.build(config, None) == (None, [])
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_what_the_shipped_configs_name_can_be_built(path: Path) -> None:
+def test_what_the_shipped_configs_name_can_be_built(path: Path, tmp_path: Path) -> None:
+    """Each in a process of its own: a process that has used TensorFlow cannot cut its CPU into several devices."""
     below = [path.with_stem(ON_TOP_OF[path.stem])] if path.stem in ON_TOP_OF else []
-    config, _ = load([str(file) for file in [*below, path]])
-    assert plan_model.build(config, None) == (None, [])
+    (tmp_path / "builds.py").write_text(BUILDS)
+    finished = run_process([*warm_python(), str(tmp_path / "builds.py"), *map(str, [*below, path])])
+    assert finished.returncode == 0, finished.text
 
 
 ORDERS = st.sampled_from(["shuffled", "lanes", "file"])

@@ -22,10 +22,11 @@ from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
+from horovod_train.training.averages import MovingAverages
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective
-from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.state import TrainState
 from horovod_train.training.step import TrainStep
 
 ROWS, STEPS, CUT = 8, 4, ["second"]

@@ -17,10 +17,11 @@ from horovod_train.data.batch import Batch
 from horovod_train.data.chunks import Batches
 from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.training.averages import MovingAverages
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import Accumulator, build_metrics
 from horovod_train.training.objective import Objective
-from horovod_train.training.state import MovingAverages, TrainState
+from horovod_train.training.state import TrainState
 from horovod_train.training.step import TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
