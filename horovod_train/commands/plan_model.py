@@ -17,7 +17,8 @@ from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfi
 from horovod_train.data.augment import build_augmentations
 from horovod_train.data.pipeline import Pipeline
 from horovod_train.distributed.device import Device, pin_to_cpu
-from horovod_train.distributed.group import WorkerGroup, horovod_alone
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.start import horovod_alone
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule

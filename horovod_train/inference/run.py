@@ -16,7 +16,8 @@ from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.data.chunks import Batches
 from horovod_train.data.pipeline import Pipeline
-from horovod_train.distributed.group import WorkerGroup, start
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
 from horovod_train.inference.predictions import Outputs, open_predictions

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, WatchConfig
 from horovod_train.distributed.device import Device
-from horovod_train.distributed.group import StartedProcess, start_process
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.start import StartedProcess, start_process
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import guards, watch

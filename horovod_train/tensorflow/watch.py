@@ -14,7 +14,8 @@ from types import TracebackType
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import Device
-from horovod_train.distributed.group import StartedProcess, WorkerGroup, form_group
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.start import StartedProcess, form_group
 from horovod_train.distributed.watchdog.heartbeat import files_being_read
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.state import end_process

@@ -18,8 +18,9 @@ from horovod_train.data.dataset import Records, Split
 from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
-from horovod_train.distributed.group import WorkerGroup, start
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment

@@ -20,7 +20,7 @@ ABORTED = ENDED | {-signal.SIGABRT}
 
 def start_and_end() -> int:
     """All that ranks send while they find each other."""
-    from horovod_train.distributed.group import start
+    from horovod_train.distributed.start import start
 
     group = start()
     assert float(group.sum([group.rank + 1])[0]) == sum(range(1, group.size + 1))

@@ -126,7 +126,8 @@ Sight = tuple[Sequence[int], int, "str | None", Sequence[str]]
     ],
 )
 def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], shared: str | None) -> None:
-    from horovod_train.distributed.group import WorkerGroup, check_devices
+    from horovod_train.distributed.group import WorkerGroup
+    from horovod_train.distributed.start import check_devices
 
     devices = [
         Device("GPU", "", gpus.host_keys(mine, seen, rank, visible, listed), ("GPU:0",))

@@ -25,8 +25,9 @@ import tensorflow as tf  # noqa: E402
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.batch import Batch  # noqa: E402
 from horovod_train.data.chunks import Batches  # noqa: E402
-from horovod_train.distributed.group import WorkerGroup, start  # noqa: E402
+from horovod_train.distributed.group import WorkerGroup  # noqa: E402
 from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
+from horovod_train.distributed.start import start  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
 from horovod_train.training.losses import build_loss  # noqa: E402
 from horovod_train.training.metrics import Accumulator  # noqa: E402

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
-    from horovod_train.distributed.group import start
+    from horovod_train.distributed.start import start
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
     chosen = config or Config()

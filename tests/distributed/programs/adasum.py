@@ -10,8 +10,8 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer, GradientExchange
+from horovod_train.distributed.start import start
 
 group = start(HorovodConfig(op="adasum"), DeviceConfig())
 rank, size = group.rank, group.size

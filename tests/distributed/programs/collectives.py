@@ -15,8 +15,8 @@ from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
 from horovod_train.distributed import consistency, objects
-from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import GradientExchange
+from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import FailedElsewhere, RanksDisagree, RunError, UserError
 

@@ -11,7 +11,7 @@ from facts import leave
 
 from horovod_train.commands.doctor import exchange, placement, software, surroundings
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig
-from horovod_train.distributed.group import start
+from horovod_train.distributed.start import start
 
 group = start(HorovodConfig(), DeviceConfig())
 own_folder = Path(sys.argv[1]) / f"own-{group.rank}"

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 
-from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback

@@ -9,7 +9,7 @@ from facts import leave
 
 from horovod_train.commands.doctor.placement import check_threads
 from horovod_train.config.settings import DeviceConfig, HorovodConfig
-from horovod_train.distributed.group import start
+from horovod_train.distributed.start import start
 
 group = start(HorovodConfig(), DeviceConfig(soft_placement=False))
 facts = {

@@ -18,8 +18,8 @@ from keras import layers
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.batch import Batch
 from horovod_train.data.chunks import Batches, Place
-from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
 from horovod_train.training.averages import MovingAverages

@@ -14,8 +14,9 @@ from facts import leave, rel_error
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.batch import Batch
 from horovod_train.data.chunks import Batches
-from horovod_train.distributed.group import as_tf_variable, start
+from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.start import start
 from horovod_train.errors import UserError
 from horovod_train.training.histograms import Summaries, find_layers
 from horovod_train.training.losses import build_loss

@@ -15,8 +15,8 @@ import tensorflow as tf
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
 from horovod_train.data.batch import Batch
 from horovod_train.data.chunks import Batches
-from horovod_train.distributed.group import start
 from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.distributed.start import start
 from horovod_train.training.averages import MovingAverages
 from horovod_train.training.losses import build_loss
 from horovod_train.training.metrics import Accumulator, build_metrics

@@ -1,0 +1,146 @@
+"""The start of a rank: initialises Horovod, pins the process to its device, and learns which ranks there are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from horovod_train.config.settings import DeviceConfig, HorovodConfig
+from horovod_train.distributed import device, objects
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch import initialize, launcher, tuning
+from horovod_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class StartedProcess:
+    """This process once Horovod runs in it; no TensorFlow operation has run yet."""
+
+    started_by: launcher.Launch
+    settings: tuple[tuning.Setting, ...]
+    host_cores: int
+    """Cores that the ranks of this host may use together."""
+    rendezvous: ExitStack
+    """To be left open until the group is formed: ranks that come late still look for it."""
+
+    def pin(self, devices: DeviceConfig) -> device.Device:
+        """Pin this process to its device, see device.pin."""
+        return device.pin(devices, hvd.local_rank(), hvd.local_size(), self.host_cores)
+
+
+def start_process(
+    horovod: HorovodConfig | None = None,
+    *,
+    deterministic: bool = False,
+    environment: Mapping[str, str] | None = None,
+    process_sets: Sequence[hvd.ProcessSet] | None = None,
+) -> StartedProcess:
+    """Collective: initialise Horovod, as the first part of `start`. process_sets: further sets of ranks."""
+    started_by = launcher.detect()
+    started_by.check(may_be_elastic=True)
+    settings = tuning.choose(
+        horovod or HorovodConfig(),
+        os.environ,
+        library=_library(started_by),
+        has_gpu=tuning.sees_gpu(),
+        deterministic=deterministic,
+        more=environment,
+    )
+    # Horovod and MPI read these when they initialise.
+    os.environ |= {setting.name: setting.value for setting in settings}
+    with ExitStack() as rendezvous:
+        rendezvous.enter_context(initialize.rendezvous_if_needed(started_by))
+        cores = initialize.initialise(started_by, process_sets)
+        initialize.check_rank_and_size(started_by)
+        return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
+
+
+@contextmanager
+def horovod_alone() -> Iterator[None]:
+    """Run Horovod for this process alone inside the block: what is built there may ask for the rank and the size.
+
+    Does nothing if Horovod runs already. Raises UserError under a launcher, whose ranks would have to take part.
+    """
+    if hvd.is_initialized():
+        yield
+        return
+    started_by = launcher.detect()
+    if started_by.launcher != "none":
+        raise UserError(f"this command is for one process; {started_by.launcher} started {started_by.size}.")
+    initialize.initialise(started_by)
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+
+
+def _library(started_by: launcher.Launch) -> tuning.Library:
+    if started_by.launcher == "none":
+        return "alone"
+    return "MPI" if started_by.uses_mpi else "elastic" if started_by.is_elastic else "gloo"
+
+
+def form_group(started: StartedProcess, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:
+    """Collective: learn which ranks there are, as the last part of `start`.
+
+    mine: this rank's device. Raises UserError if ranks of one host would share a GPU.
+    """
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
+    group = WorkerGroup(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        launcher=started.started_by.launcher,
+        exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        hosts=tuple(host for host, _ in facts),
+        devices=tuple(device.Device(*found) for _, found in facts),
+        settings=started.settings,
+        deterministic=deterministic,
+    )
+    with group.raise_together():
+        check_devices(group)
+    return group
+
+
+def start(
+    horovod: HorovodConfig | None = None,
+    devices: DeviceConfig | None = None,
+    *,
+    deterministic: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> WorkerGroup:
+    """Collective: initialise Horovod, pin this process to its device and learn which ranks there are.
+
+    horovod, devices: None means the defaults of the config. environment: variables for Horovod and TensorFlow, such as
+    stall limits; those that the user has set win.
+
+    Raises UserError if the processes would not find each other, if ranks of one host would share a GPU, and if the
+    launcher may change the number of ranks.
+    """
+    launcher.detect().check()
+    started = start_process(horovod, deterministic=deterministic, environment=environment)
+    with started.rendezvous:
+        return form_group(started, started.pin(devices or DeviceConfig()), deterministic=deterministic)
+
+
+def check_devices(group: WorkerGroup) -> None:
+    """Raise UserError if ranks of one host have a GPU in common."""
+    holders: dict[tuple[str, str], int] = {}
+    for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
+        for key in found.gpu_keys:
+            other = holders.setdefault((host, key), rank)
+            if other != rank:
+                raise UserError(
+                    f"ranks {other} and {rank} on {host} would both use GPU {key}; expected one GPU for "
+                    "each rank. Ask the scheduler for one GPU a task, or start fewer ranks there."
+                )
