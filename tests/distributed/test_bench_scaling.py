@@ -79,4 +79,4 @@ def test_a_run_that_fails_is_told_of_in_one_line(tmp_path: Path, capsys: pytest.
     words = ["bench", "scaling", "--config", CONFIG, f"data.train={tmp_path / 'none'}", "--np", "1", "--rounds", "1"]
     assert main(words) != 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert "bench scaling: a run failed: error: data.train: " in line
+    assert "bench: a run failed: error: data.train: " in line

@@ -11,7 +11,7 @@ from conftest import run_process
 
 from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs import timing
-from horovod_train.commands.bench.peers import CEILING, OURS, table
+from horovod_train.commands.bench.peers import BARE, CEILING, OURS, table
 from horovod_train.errors import RunError
 from horovod_train.main import main
 
@@ -23,15 +23,17 @@ def test_ratios_are_of_medians_and_of_the_fastest_way_of_this_project() -> None:
         f"{OURS} over gloo": [500.0, 500.0, 500.0],
         "another": [400.0, 300.0, 900.0],
     }
-    _, _, *rows = table(rates)
+    _, _, *rows = table(rates, records=100)
     assert rows == [
-        f"| {CEILING} | 1,000 | 900 to 2,000 | 1.00 | 1.25 |",
-        f"| {OURS} over MPI | 800 | 100 to 850 | 0.80 | 1.00 |",
-        f"| {OURS} over gloo | 500 | 500 to 500 | 0.50 | 0.62 |",
-        "| another | 400 | 300 to 900 | 0.40 | 0.50 |",
+        f"| {CEILING} | 1,000 | 10.0 | 900 to 2,000 | 1.00 | 1.25 |",
+        f"| {OURS} over MPI | 800 | 8.0 | 100 to 850 | 0.80 | 1.00 |",
+        f"| {OURS} over gloo | 500 | 5.0 | 500 to 500 | 0.50 | 0.62 |",
+        "| another | 400 | 4.0 | 300 to 900 | 0.40 | 0.50 |",
     ]
-    *_, row = table({CEILING: [10.0], "another": [5.0]})
-    assert row == "| another | 5 | 5 to 5 | 0.50 | — |"
+    *_, row = table({CEILING: [10.0], "another": [5.0]}, records=10)
+    assert row == "| another | 5 | 0.5 | 5 to 5 | 0.50 | — |"
+    *_, row = table({BARE: [10.0], OURS: [5.0]}, records=10)
+    assert row == f"| {OURS} | 5 | 0.5 | 5 to 5 | 0.50 | 1.00 |"
 
 
 def test_the_first_fifth_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,13 +44,14 @@ def test_the_first_fifth_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += 100.0 if now < 200 else 1.0  # the first two calls compile
 
-    assert timing.measure(call, 100, size=2) == pytest.approx(64 * 2 * timing.STEPS_PER_CALL / 1.0)
+    system = timing.SYSTEMS["convnet"]
+    assert timing.measure(call, system, 100, size=2) == pytest.approx(64 * 2 * system.steps_per_call / 1.0)
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, same: bool) -> None:
     for rank in range(2):
-        found = {"images_per_s": 100.0, "weights_sha256": "a" if same else f"{rank}"}
+        found = {"records_per_s": 100.0, "weights_sha256": "a" if same else f"{rank}"}
         (tmp_path / f"rank-{rank}.json").write_text(json.dumps(found))
     if same:
         assert peer_run._read("other", tmp_path, 2) == 100.0
@@ -60,10 +63,11 @@ def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--np", "1"], "--np must be at least 2"),
-        (["--rounds", "0"], "--rounds at least 1"),
-        (["--steps", "10"], "--steps must be at least 50; received 10."),
-        (["--images", "100"], "--images must be at least 128"),
+        (["--np", "0"], "--np and --rounds must be at least 1"),
+        (["--rounds", "0"], "--np and --rounds must be at least 1"),
+        (["--steps", "10"], "--steps must be at least 100; received 10."),
+        (["--system", "mlp", "--steps", "499"], "--steps must be at least 500; received 499."),
+        (["--records", "100", "--np", "2"], "--records must be at least 128"),
         (["--json", __file__], "expected a new file in a folder that exists"),
         (["--only", "jax"], "--only ['jax']: no contender's name holds it; there are "),
     ],
@@ -76,13 +80,28 @@ def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.
 
 
 @pytest.mark.long
-def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path) -> None:
-    words = ["--rounds", "1", "--steps", "50", "--images", "640", "--json", str(tmp_path / "a.json")]
-    only = [word for name in ("loop, over gloo", "project over gloo", "MultiWorker") for word in ("--only", name)]
-    finished = run_process([sys.executable, "-m", "horovod_train.main", "bench", "peers", *words, *only])
+@pytest.mark.parametrize(("system", "steps"), [("convnet", 100), ("mlp", 500)])
+def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path, system: str, steps: int) -> None:
+    names = [word for name in ("over gloo", "MultiWorker") for word in ("--only", name)]
+    found = measured(tmp_path, "--system", system, "--steps", str(steps), *names)
+    grouped = ["the"] * (system == "mlp")
+    firsts = [name.split()[0] for name in found if not name.startswith("PyTorch")]
+    assert firsts == ["this", "this", "stock", *grouped, "tf.distribute"]
+
+
+@pytest.mark.long
+def test_one_rank_runs_beside_a_loop_of_tensorflow(tmp_path: Path) -> None:
+    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "500")) == [BARE, OURS]
+
+
+def measured(folder: Path, *words: str) -> dict[str, list[float]]:
+    """Records a second by contender, of one round."""
+    command = [sys.executable, "-m", "horovod_train.main", "bench", "peers", *words]
+    few = ["--rounds", "1", "--records", "640", "--json", str(folder / "a.json")]
+    finished = run_process([*command, *few])
     assert finished.returncode == 0, finished.text
-    found = json.loads((tmp_path / "a.json").read_text())["images_per_s"]
-    assert [name.split()[0] for name in found] == ["this", "this", "stock", "tf.distribute"]
+    found: dict[str, list[float]] = json.loads((folder / "a.json").read_text())["records_per_s"]
     assert all(len(rates) == 1 and rates[0] > 0 for rates in found.values())
     assert all(f"| {name} |" in finished.stdout for name in found)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.json"}
+    assert {path.name for path in folder.iterdir()} == {"a.json"}
+    return found

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
 from horovod_train.errors import RunError
@@ -18,25 +19,34 @@ _AT_MOST_S = 1800.0
 _NOTHING: Mapping[str, str] = {}
 
 
-def run_launched(way: Way, ranks: int, program: str, images: Path, steps: int) -> float:
-    """Return images per second over all ranks, which one launcher starts. Raises RunError."""
+class Given(NamedTuple):
+    """What the programs train. system: one of timing.SYSTEMS. records: an .npz file of inputs and targets."""
+
+    system: str
+    records: Path
+    steps: int
+
+
+def run_launched(way: Way, ranks: int, program: str, given: Given, *options: str) -> float:
+    """Return records per second over all ranks, which one launcher starts. Raises RunError."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launch_words(way, ranks), *_words(program, images, folder, steps, ranks)]
+        words = [*launch_words(way, ranks), *_words(program, given, folder, ranks), *options]
         _wait(program, [start_program(words, _NOTHING)])
         return _read(program, Path(folder), ranks)
 
 
-def run_apart(ranks: int, program: str, images: Path, steps: int) -> float:
-    """Return images per second over all ranks, each of which is a process that knows its rank. Raises RunError."""
+def run_apart(ranks: int, program: str, given: Given) -> float:
+    """Return records per second over all ranks, each of which is a process that knows its rank. Raises RunError."""
     with tempfile.TemporaryDirectory() as folder:
-        words, ports = _words(program, images, folder, steps, ranks), _free_ports(ranks)
+        words, ports = _words(program, given, folder, ranks), _free_ports(ranks)
         _wait(program, [start_program(words, _environment(rank, ports)) for rank in range(ranks)])
         return _read(program, Path(folder), ranks)
 
 
-def _words(program: str, images: Path, out: str, steps: int, ranks: int) -> list[str]:
+def _words(program: str, given: Given, out: str, ranks: int) -> list[str]:
     module = f"horovod_train.commands.bench.peer_programs.{program}"
-    return [sys.executable, "-m", module, str(images), out, "--steps", str(steps), "--ranks", str(ranks)]
+    counts = ["--steps", str(given.steps), "--ranks", str(ranks)]
+    return [sys.executable, "-m", module, given.system, str(given.records), out, *counts]
 
 
 def _environment(rank: int, ports: Sequence[int]) -> dict[str, str]:
@@ -69,4 +79,4 @@ def _read(program: str, folder: Path, ranks: int) -> float:
         raise RunError(
             f"bench peers: {program}: its ranks have ended with different weights: they train {ranks} models."
         )
-    return float(found[0]["images_per_s"])
+    return float(found[0]["records_per_s"])

@@ -1,10 +1,12 @@
 """`bench peers`: the same small training by this project, by stock Horovod, tf.distribute and PyTorch, taking turns.
 
 python -m horovod_train.main bench peers --np 2
+python -m horovod_train.main bench peers --np 1 --system mlp
 
-The convnet of models/convnet.py on made images of 28×28, 64 a rank. This project trains as a user starts it, from
-TFRecords, with its checks and its watchdog; the others train from main memory, see peer_programs. The ceiling is this
-project as runs of one rank each at the same time, which exchange nothing. Each contender runs once in each round.
+The convnet of models/convnet.py on made images of 28×28, 64 a rank, or the tiny perceptron of models/mlp.py on made
+samples, 100 a rank. This project trains as a user starts it, from TFRecords, with its checks and its watchdog; the
+others train from main memory, see peer_programs. The ceiling is this project as runs of one rank each at the same time,
+which exchange nothing; with one rank, a loop of one's own. Each contender runs once in each round.
 """
 
 from __future__ import annotations
@@ -18,91 +20,119 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from horovod_train.commands.bench.peer_run import run_apart, run_launched
+from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
+from horovod_train.commands.bench.peer_run import Given, run_apart, run_launched
 from horovod_train.commands.bench.scaling_run import measure, measured_config
 from horovod_train.commands.tables import open_screen
-from horovod_train.config.settings import Config, DataConfig, LossSpec, OptimizerSpec, TrainConfig
+from horovod_train.config.settings import (
+    Config,
+    DataConfig,
+    LossSpec,
+    LrScheduleConfig,
+    ModelSpec,
+    OptimizerSpec,
+    TrainConfig,
+)
 from horovod_train.distributed.launch.local import Way, mpi_problem
 from horovod_train.errors import UserError
 
+if TYPE_CHECKING:
+    from horovod_train.data.prepare.writing import Encode
+    from horovod_train.data.schema import Schema
+
 CEILING = "this project without any exchange: the ceiling"
+BARE = "TensorFlow in a hand-written loop: the ceiling"
+"""Of one rank."""
 OURS = "this project"
-LEAST_STEPS = 50
-_BATCH = 64
+_STEPS = {"convnet": 400, "mlp": 20_000}
+_RECORDS = {"convnet": 60_000, "mlp": 10_000}
 
 
 class Prepared(NamedTuple):
-    """images: an .npz file for the programs of others; config: of this project, for the same images as TFRecords."""
+    """given: for the programs of others; config: of this project, for the same records as TFRecords."""
 
-    images: Path
+    given: Given
     config: Config
-    steps: int
 
 
 Contender = Callable[[Prepared], float]
-"""Trains once; returns images per second over all ranks."""
+"""Trains once; returns records per second over all ranks."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=int, default=2, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
-    parser.add_argument("--steps", type=int, default=400, help="in each; the first fifth is not timed; %(default)s")
-    parser.add_argument("--images", type=int, default=60_000, help="made images; default %(default)s")
+    parser.add_argument("--system", choices=SYSTEMS, default="convnet", help="what is trained; default %(default)s")
+    parser.add_argument("--steps", type=int, help="in each run; the first fifth is not timed; 400, mlp: 20000")
+    parser.add_argument("--records", type=int, help="made records; default 60000, mlp: 10000")
     parser.add_argument("--only", metavar="TEXT", action="append", help="contenders whose names hold this")
     parser.add_argument("--json", metavar="FILE", help="write the figures of every run there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check(arguments)
-    chosen = _choose(arguments.np, arguments.only)
+    name, ranks = arguments.system, arguments.np
+    steps = _STEPS[name] if arguments.steps is None else arguments.steps
+    records = _RECORDS[name] if arguments.records is None else arguments.records
+    _check(arguments, steps, records)
+    chosen = _choose(name, ranks, arguments.only)
     found: dict[str, list[float]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
-        prepared = _prepare(Path(folder), arguments.images, arguments.steps, arguments.np)
+        prepared = _prepare(Path(folder), name, records, steps, ranks)
         for number in range(arguments.rounds):
-            for name, contender in chosen.items():
-                found[name].append(contender(prepared))
-                print(f"round {number + 1}, {name}: {found[name][-1]:,.0f} images/s", file=sys.stderr, flush=True)
-    title = f"{arguments.np} ranks, {_BATCH} images of 28×28 a rank and step; medians of {arguments.rounds} runs\n"
-    open_screen().print(title, *table(found), sep="\n", markup=False)
+            for who, contender in chosen.items():
+                found[who].append(contender(prepared))
+                print(f"round {number + 1}, {who}: {found[who][-1]:,.0f} records/s", file=sys.stderr, flush=True)
+    batch = SYSTEMS[name].batch
+    title = f"{name}, {ranks} ranks, {batch} records a rank and step; medians of {arguments.rounds} runs\n"
+    open_screen().print(title, *table(found, ranks * batch), sep="\n", markup=False)
     if arguments.json:
         with Path(arguments.json).open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"ranks": arguments.np, "images_per_s": found}, indent=2) + "\n")
+            file.write(json.dumps({"system": name, "ranks": ranks, "records_per_s": found}, indent=2) + "\n")
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.np < 2 or arguments.rounds < 1:
-        raise UserError("bench peers: --np must be at least 2, --rounds at least 1.")
-    if arguments.steps < LEAST_STEPS:
-        raise UserError(f"bench peers: --steps must be at least {LEAST_STEPS}; received {arguments.steps}.")
-    if arguments.images < arguments.np * _BATCH:
-        raise UserError(f"bench peers: --images must be at least {arguments.np * _BATCH}, a batch for each rank.")
+def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
+    if arguments.np < 1 or arguments.rounds < 1:
+        raise UserError("bench peers: --np and --rounds must be at least 1.")
+    # Metrics come ten times in a run, at the end of a call.
+    least_steps = 10 * SYSTEMS[arguments.system].steps_per_call
+    if steps < least_steps:
+        raise UserError(f"bench peers: --steps must be at least {least_steps}; received {steps}.")
+    least = arguments.np * SYSTEMS[arguments.system].batch
+    if records < least:
+        raise UserError(f"bench peers: --records must be at least {least}, a batch for each rank.")
     if arguments.json and (Path(arguments.json).exists() or not Path(arguments.json).parent.is_dir()):
         raise UserError(f"bench peers: --json {arguments.json}: expected a new file in a folder that exists.")
 
 
-def contenders(ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:
+def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:
     """Yield all contenders by name. ways: those that work here, with the names of what ranks exchange over."""
+    first = next(iter(ways))
+    if ranks == 1:
+        yield BARE, lambda prepared: run_apart(1, "one_process", prepared.given)
+        yield OURS, lambda prepared: measure(prepared.config, 1, first).examples_per_s
+        return
 
     def ours(way: Way) -> Contender:
         return lambda prepared: measure(prepared.config, ranks, way).examples_per_s
 
-    def stock(way: Way) -> Contender:
-        return lambda prepared: run_launched(way, ranks, "stock_horovod", prepared.images, prepared.steps)
+    def stock(way: Way, *options: str) -> Contender:
+        return lambda prepared: run_launched(way, ranks, "stock_horovod", prepared.given, *options)
 
     def apart(program: str) -> Contender:
-        return lambda prepared: run_apart(ranks, program, prepared.images, prepared.steps)
+        return lambda prepared: run_apart(ranks, program, prepared.given)
 
-    first = next(iter(ways))
     yield CEILING, lambda prepared: measure(prepared.config, ranks, first, apart=True).examples_per_s
     for way, name in ways.items():
         yield f"{OURS} over {name}", ours(way)
     for way, name in ways.items():
         yield f"stock Horovod in a hand-written loop, over {name}", stock(way)
+        if system == "mlp":
+            yield f"the same, one grouped exchange, cycle 0, over {name}", stock(way, "--grouped")
     yield "tf.distribute MultiWorkerMirroredStrategy", apart("multi_worker")
     if importlib.util.find_spec("torch") is None:
         print("without PyTorch DDP: torch is not installed", file=sys.stderr)
@@ -110,50 +140,86 @@ def contenders(ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Conte
         yield "PyTorch DDP over gloo", apart("ddp")
 
 
-def _choose(ranks: int, only: Sequence[str] | None) -> dict[str, Contender]:
+def _choose(system: str, ranks: int, only: Sequence[str] | None) -> dict[str, Contender]:
     """Return the contenders that can run here and that `only` asks for; the ceiling always."""
-    problem = mpi_problem()
+    problem = mpi_problem() if ranks > 1 else None
     if problem:
         print(f"without MPI: {problem}", file=sys.stderr)
     ways: dict[Way, str] = {"horovodrun": "gloo"} if problem else {"mpirun": "MPI", "horovodrun": "gloo"}
-    known = dict(contenders(ranks, ways))
+    known = dict(contenders(system, ranks, ways))
     found = {name: each for name, each in known.items() if not only or any(text in name for text in only)}
     if not found:
         raise UserError(f"bench peers: --only {only}: no contender's name holds it; there are {'; '.join(known)}.")
-    return {CEILING: known[CEILING], **found}
+    ceiling = next(iter(known))
+    return {ceiling: known[ceiling], **found}
 
 
-def _prepare(folder: Path, images: int, steps: int, ranks: int) -> Prepared:
-    """Make images and labels from a fixed seed, as an .npz file and as TFRecords."""
-    # Imported here, because it loads TensorFlow.
-    from horovod_train.data.prepare.idx import IMAGE_SCHEMA, encode_image
-    from horovod_train.data.prepare.writing import write_dataset
+class _Records(NamedTuple):
+    """inputs, targets: what the programs of others train on; schema, encode: the same as TFRecords."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    schema: Schema
+    encode: Encode
+    loss: LossSpec
+
+
+def _make_images(count: int) -> _Records:
+    from horovod_train.data.prepare import idx
 
     rng = np.random.default_rng(1)
-    pixels = rng.integers(0, 256, (images, 28, 28, 1), np.uint8)
-    labels = rng.integers(0, 10, images)
-    np.savez(folder / "images.npz", images=pixels, labels=labels)
+    pixels, labels = rng.integers(0, 256, (count, 28, 28, 1), np.uint8), rng.integers(0, 10, count)
+    loss = LossSpec("sparse_categorical_crossentropy", {"from_logits": True})
+    return _Records(pixels, labels, idx.IMAGE_SCHEMA, lambda n: idx.encode_image(pixels[n], labels[n]), loss)
+
+
+def _make_samples(count: int) -> _Records:
+    from horovod_train.data.prepare import mlp_samples
+
+    values, labels = mlp_samples.make_samples(count, seed=1)
+    inputs, targets = values.astype(np.float32), labels.astype(np.float32)[:, None]
+    loss = LossSpec("binary_crossentropy", {"from_logits": True})
+    return _Records(inputs, targets, mlp_samples.SCHEMA, lambda n: {"sample": values[n], "label": labels[n]}, loss)
+
+
+def _prepare(folder: Path, system: str, count: int, steps: int, ranks: int) -> Prepared:
+    """Make records from a fixed seed, as an .npz file and as TFRecords."""
+    # Imported here, because it loads TensorFlow.
+    from horovod_train.data.prepare.writing import write_dataset
+
+    records = _make_samples(count) if system == "mlp" else _make_images(count)
+    np.savez(folder / "records.npz", inputs=records.inputs, targets=records.targets)
     places = argparse.Namespace(out=str(folder / "records"), shards=4, force=False)
     with contextlib.redirect_stdout(sys.stderr):
-        splits = {"train": np.arange(images)}
-        write_dataset(places, IMAGE_SCHEMA, splits, lambda n: encode_image(pixels[n], labels[n]))
+        write_dataset(places, records.schema, {"train": np.arange(count)}, records.encode)
+    batch, steps_per_call, rate, momentum = SYSTEMS[system]
     config = Config(
-        data=DataConfig(train=(str(folder / "records" / "train"),), global_batch_size=ranks * _BATCH),
-        loss=LossSpec("sparse_categorical_crossentropy", {"from_logits": True}),
-        optimizer=OptimizerSpec("sgd", {"momentum": 0.9, "nesterov": True}),
-        train=TrainConfig(max_steps=steps, steps_per_call=10),
+        data=DataConfig(
+            train=(str(folder / "records" / "train"),),
+            global_batch_size=ranks * batch,
+            cache="memory" if system == "mlp" else "none",  # as configs/mlp_synchronous.yaml
+        ),
+        model=ModelSpec(system),
+        loss=records.loss,
+        optimizer=OptimizerSpec("sgd", {"momentum": momentum, "nesterov": True} if momentum else {}),
+        lr_schedule=LrScheduleConfig(base_lr=rate),
+        train=TrainConfig(max_steps=steps, steps_per_call=steps_per_call),
     )
-    return Prepared(folder / "images.npz", measured_config(config, steps), steps)
+    return Prepared(Given(system, folder / "records.npz", steps), measured_config(config, steps))
 
 
-def table(found: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table, the fastest first. of ours: of this project's fastest way."""
+def table(found: Mapping[str, Sequence[float]], records: int) -> Iterator[str]:
+    """Yield the lines of a Markdown table, the fastest first. of ours: of this project's fastest way.
+
+    found: records per second, the ceiling first. records: of a step.
+    """
     medians = {name: statistics.median(rates) for name, rates in found.items()}
-    ours = max((rate for name, rate in medians.items() if name.startswith(f"{OURS} over")), default=None)
-    yield "| | images/s | slowest to fastest | of the ceiling | of this project |"
-    yield "|---|--:|--:|--:|--:|"
+    ceiling = next(iter(medians.values()))
+    ours = max((rate for name, rate in medians.items() if name.startswith(OURS) and name != CEILING), default=None)
+    yield "| | records/s | steps/s | slowest to fastest, records/s | of the ceiling | of this project |"
+    yield "|---|--:|--:|--:|--:|--:|"
     for name in sorted(medians, key=lambda name: -medians[name]):
-        rates = found[name]
+        rates, median = found[name], medians[name]
         spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
-        ratios = [f"{medians[name] / medians[CEILING]:.2f}", f"{medians[name] / ours:.2f}" if ours else "—"]
-        yield f"| {' | '.join([name, f'{medians[name]:,.0f}', spread, *ratios])} |"
+        ratios = [f"{median / ceiling:.2f}", f"{median / ours:.2f}" if ours else "—"]
+        yield f"| {' | '.join([name, f'{median:,.0f}', f'{median / records:,.1f}', spread, *ratios])} |"

@@ -22,7 +22,7 @@ from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.registry import import_extra
 from horovod_train.distributed.launch.local import Way, best_way
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 
 
 class Point(NamedTuple):
@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             point.together.append(measure(config, ranks, way))
             point.apart.append(point.together[-1] if ranks == 1 else measure(config, ranks, way, apart=True))
             print(f"round {number + 1}, {ranks} ranks: {point.together[-1].line()}", file=sys.stderr, flush=True)
+            if not point.together[-1].shares:
+                raise RunError("bench scaling: the run was too short to see what its steps do. Give more --steps.")
     screen = open_screen()
     screen.print(f"started by {way}; medians of {arguments.rounds} rounds\n", *table(list(points.values())), sep="\n")
     if arguments.json:

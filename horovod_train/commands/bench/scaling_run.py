@@ -31,7 +31,10 @@ _NOTHING: Mapping[str, str] = {}
 
 
 class Measured(NamedTuple):
-    """examples_per_s: over all ranks. shares: of all ranks' time in steps. first_step_s: from the launch on."""
+    """examples_per_s: over all ranks. shares: of all ranks' time in steps; {} for a short run.
+
+    first_step_s: from the launch on.
+    """
 
     examples_per_s: float
     shares: dict[str, float]
@@ -70,7 +73,7 @@ def measure(config: Config, ranks: int, way: Way, *, apart: bool = False) -> Mea
         found = _measure_all(runs)
     return Measured(
         sum(each.examples_per_s for each in found),
-        {phase: statistics.fmean(each.shares[phase] for each in found) for phase in SHARES},
+        {phase: statistics.fmean(each.shares[phase] for each in found) for phase in found[0].shares},
         max(each.first_step_s for each in found),
     )
 
@@ -111,17 +114,17 @@ def _measure_all(runs: Sequence[_Run]) -> list[Measured]:
     """Wait for runs, which have started at the same time."""
     if problem := wait_for_all([run.process for run in runs], _AT_MOST_S):
         errors = re.findall(r"error: .*", problem)
-        raise RunError(f"bench scaling: a run failed: {errors[0] if errors else problem}")
+        raise RunError(f"bench: a run failed: {errors[0] if errors else problem}")
     return [_read(run) for run in runs]
 
 
 def _read(run: _Run) -> Measured:
     rows: list[dict[str, Any]] = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").open(encoding="utf-8")]
     counted = [row for row in rows if row["split"] == "train" and "examples_per_s" in row][_LINES // 5 :]
+    if not counted:
+        raise RunError("bench: a run was too short to measure. Give more --steps.")
     looked = [row for row in counted if "input_share" in row]
-    if not counted or not looked:
-        raise RunError("bench scaling: the run was too short to measure. Give more --steps.")
-    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in looked) for phase in SHARES}
+    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in looked) for phase in SHARES if looked}
     compiled = next(
         datetime.fromisoformat(entry.time).timestamp()
         for entry in read_stories(run.run_dir)[0].find("phase")

@@ -1,6 +1,6 @@
 """PyTorch's DistributedDataParallel over gloo. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which rank this is.
 
-The images of a rank are one tensor, from which each batch is drawn: quicker than a DataLoader for images this small.
+The records of a rank are one tensor, from which each batch is drawn: quicker than a DataLoader for records this small.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from torch import nn
 from horovod_train.commands.bench.peer_programs import timing
 
 
-def build_model() -> nn.Module:
-    """Build the layers of models/convnet.py: 3.3 million weights."""
+def build_model(name: str) -> nn.Module:
+    """Build the layers of models/convnet.py, 3.3 million weights, or of models/mlp.py."""
+    if name == "mlp":
+        return nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 1))
     return nn.Sequential(
         nn.Conv2d(1, 32, 5, padding=2),
         nn.ReLU(),
@@ -37,29 +39,34 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(1)
-    model = nn.parallel.DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
-    loss_of = nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(model.parameters(), timing.LEARNING_RATE, momentum=timing.MOMENTUM, nesterov=True)
-    images = torch.from_numpy(task.images[rank::size]).permute(0, 3, 1, 2)
-    batches = _batches(images, torch.from_numpy(task.labels[rank::size]))
+    model = nn.parallel.DistributedDataParallel(build_model(task.name), gradient_as_bucket_view=True)
+    batch, _, rate, momentum = task.system
+    loss_of = nn.BCEWithLogitsLoss() if task.name == "mlp" else nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum, nesterov=bool(momentum))
+    inputs = torch.from_numpy(task.inputs[rank::size])
+    if inputs.ndim == 4:
+        inputs = inputs.permute(0, 3, 1, 2)
+    batches = _batches(inputs, torch.from_numpy(task.targets[rank::size]), batch)
 
     def train() -> None:
-        for _ in range(timing.STEPS_PER_CALL):
-            drawn, labels = next(batches)
+        for _ in range(task.system.steps_per_call):
+            drawn, targets = next(batches)
             optimizer.zero_grad(set_to_none=True)
-            loss_of(model(drawn.float() * timing.SCALE + timing.OFFSET), labels).backward()
+            if drawn.dtype == torch.uint8:
+                drawn = drawn.float() * timing.SCALE + timing.OFFSET
+            loss_of(model(drawn), targets).backward()
             optimizer.step()
 
-    speed = timing.measure(train, task.steps, size)
+    speed = timing.measure(train, task.system, task.steps, size)
     timing.write(task.out, rank, speed, [weight.detach().numpy() for weight in model.parameters()])
     torch.distributed.destroy_process_group()
 
 
-def _batches(images: Any, labels: Any) -> Any:
+def _batches(inputs: Any, targets: Any, batch: int) -> Any:
     while True:
-        order = torch.randperm(len(images))
-        for rows in order[: len(order) // timing.BATCH * timing.BATCH].split(timing.BATCH):
-            yield images[rows], labels[rows]
+        order = torch.randperm(len(inputs))
+        for rows in order[: len(order) // batch * batch].split(batch):
+            yield inputs[rows], targets[rows]
 
 
 if __name__ == "__main__":

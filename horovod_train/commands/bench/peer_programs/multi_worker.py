@@ -10,35 +10,33 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from horovod_train.commands.bench.peer_programs import tensorflow_parts as parts
 from horovod_train.commands.bench.peer_programs import timing
-from horovod_train.commands.bench.peer_programs.tensorflow_parts import build_data, build_loss, build_optimizer, scale
-from horovod_train.models import convnet
 
 
 def main() -> None:
     task = timing.read_task()
-    tf.config.threading.set_intra_op_parallelism_threads(task.threads)
-    tf.config.threading.set_inter_op_parallelism_threads(task.threads)
+    parts.set_threads(task)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     rank, size = strategy.cluster_resolver.task_id, strategy.num_replicas_in_sync
     keras.utils.set_random_seed(1)
     with strategy.scope():
-        model, loss_of, optimizer = convnet.build(), build_loss(), build_optimizer()
+        model, loss_of, optimizer = parts.build_model(task), parts.build_loss(task), parts.build_optimizer(task)
         optimizer.build(model.trainable_variables)
-    data = strategy.distribute_datasets_from_function(lambda context: build_data(task, rank, size))
+    data = strategy.distribute_datasets_from_function(lambda context: parts.build_data(task, rank, size))
 
-    def step(images: tf.Tensor, labels: tf.Tensor) -> None:
+    def step(inputs: tf.Tensor, targets: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            loss = loss_of(labels, model(scale(images), training=True)) / size
+            loss = loss_of(targets, model(parts.scale(inputs), training=True)) / size
         gradients = tape.gradient(loss, [weight.value for weight in model.trainable_variables])
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     def train(batches: Any) -> None:
-        for _ in tf.range(timing.STEPS_PER_CALL):
+        for _ in tf.range(task.system.steps_per_call):
             strategy.run(step, args=next(batches))
 
     batches, compiled = iter(data), tf.function(train)
-    speed = timing.measure(lambda: compiled(batches), task.steps, size)
+    speed = timing.measure(lambda: compiled(batches), task.system, task.steps, size)
     timing.write(task.out, rank, speed, model.get_weights())
 
 

@@ -1,27 +1,66 @@
-"""What the programs in TensorFlow share: data, loss, optimizer."""
+"""What the programs in TensorFlow share: data, model, loss, optimizer, and the loop of those that compile their own."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from horovod_train.commands.bench.peer_programs import timing
+from horovod_train.models import convnet, mlp
+
+
+def set_threads(task: timing.Task) -> None:
+    tf.config.threading.set_intra_op_parallelism_threads(task.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(task.threads)
 
 
 def build_data(task: timing.Task, rank: int, size: int) -> tf.data.Dataset:
-    """Return an endless dataset of this rank's batches: uint8 [64, 28, 28, 1], int64 [64]."""
-    data = tf.data.Dataset.from_tensor_slices((task.images[rank::size], task.labels[rank::size]))
+    """Return an endless dataset of this rank's batches: inputs, targets."""
+    data = tf.data.Dataset.from_tensor_slices((task.inputs[rank::size], task.targets[rank::size]))
     data = data.shuffle(10_000, seed=rank, reshuffle_each_iteration=True).repeat()
-    return data.batch(timing.BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+    return data.batch(task.system.batch, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
 
 
-def scale(images: tf.Tensor) -> tf.Tensor:
-    return tf.cast(images, tf.float32) * timing.SCALE + timing.OFFSET
+def scale(inputs: tf.Tensor) -> tf.Tensor:
+    """Return pixels as floats; other inputs are floats already."""
+    return tf.cast(inputs, tf.float32) * timing.SCALE + timing.OFFSET if inputs.dtype == tf.uint8 else inputs
 
 
-def build_loss() -> keras.losses.Loss:
+def build_model(task: timing.Task) -> keras.Model:
+    return {"convnet": convnet, "mlp": mlp}[task.name].build()
+
+
+def build_loss(task: timing.Task) -> keras.losses.Loss:
+    if task.name == "mlp":
+        return keras.losses.BinaryCrossentropy(from_logits=True)
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def build_optimizer() -> keras.optimizers.Optimizer:
-    return keras.optimizers.SGD(timing.LEARNING_RATE, momentum=timing.MOMENTUM, nesterov=True)
+def build_optimizer(task: timing.Task) -> keras.optimizers.Optimizer:
+    _, _, rate, momentum = task.system
+    return keras.optimizers.SGD(rate, momentum=momentum, nesterov=bool(momentum))
+
+
+def compile_loop(
+    task: timing.Task,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    data: tf.data.Dataset,
+    average: Callable[[Sequence[Any]], Sequence[Any]],
+) -> Callable[[], object]:
+    """Return the training of a rank, steps_per_call steps a call. average: gradients of this rank → of all ranks."""
+    loss_of, weights = build_loss(task), model.trainable_variables
+
+    def train(batches: Any) -> None:
+        for _ in tf.range(task.system.steps_per_call):
+            inputs, targets = next(batches)
+            with tf.GradientTape() as tape:
+                loss = loss_of(targets, model(scale(inputs), training=True))
+            gradients = tape.gradient(loss, [weight.value for weight in weights])
+            optimizer.apply(average(gradients), weights)
+
+    batches, compiled = iter(data), tf.function(train)
+    return lambda: compiled(batches)

@@ -1,8 +1,7 @@
-"""What the programs share: their arguments, the images, and how the speed is measured. Needs NumPy only.
+"""What the programs share: their arguments, the records, and how the speed is measured. Needs NumPy only.
 
-Each program trains the convnet of models/convnet.py with Nesterov momentum on images in main memory, uint8, shuffled,
-64 a rank, and scales them in the step. All ranks time the same steps; each writes images per second over all of them,
-and a digest of its weights, which must be the same on all.
+Each program trains one of SYSTEMS on records in main memory, shuffled. All ranks time the same steps; each writes
+records per second over all of them, and a digest of its weights, which must be the same on all.
 """
 
 from __future__ import annotations
@@ -18,54 +17,72 @@ from typing import NamedTuple
 
 import numpy as np
 
-BATCH = 64
-"""Images of one rank in a step."""
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
-STEPS_PER_CALL = 10
 SCALE, OFFSET = 1 / 255, -0.5
 """Pixels become SCALE · pixel + OFFSET."""
 
 
-class Task(NamedTuple):
-    """images: uint8 [n, 28, 28, 1]; labels: int64 [n]; threads: that a rank computes with."""
+class System(NamedTuple):
+    """batch: records of one rank in a step. momentum: Nesterov's, 0 for none."""
 
-    images: np.ndarray
-    labels: np.ndarray
+    batch: int
+    steps_per_call: int
+    learning_rate: float
+    momentum: float
+
+
+SYSTEMS = {"convnet": System(64, 10, 0.01, 0.9), "mlp": System(100, 50, 0.001, 0.0)}
+"""The models of models/convnet.py, on images uint8 [28, 28, 1], and models/mlp.py, on five numbers."""
+
+
+class Task(NamedTuple):
+    """inputs, targets: of all ranks, as Prepared in peers has written them. threads: that a rank computes with."""
+
+    name: str
+    inputs: np.ndarray
+    targets: np.ndarray
     steps: int
     out: Path
     """A folder for what ranks find."""
     threads: int
+    grouped: bool
+    """For stock Horovod: exchange all gradients at once, without a pause between its cycles."""
+
+    @property
+    def system(self) -> System:
+        return SYSTEMS[self.name]
 
 
 def read_task() -> Task:
     parser = argparse.ArgumentParser()
-    parser.add_argument("images", type=Path)
+    parser.add_argument("system", choices=SYSTEMS)
+    parser.add_argument("records", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--grouped", action="store_true")
     arguments = parser.parse_args()
-    with np.load(arguments.images) as file:
-        images, labels = file["images"], file["labels"]
+    with np.load(arguments.records) as file:
+        inputs, targets = file["inputs"], file["targets"]
     threads = max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
-    return Task(images, labels, arguments.steps, arguments.out, threads)
+    return Task(arguments.system, inputs, targets, arguments.steps, arguments.out, threads, arguments.grouped)
 
 
-def measure(call: Callable[[], object], steps: int, size: int) -> float:
-    """Call it until so many steps are done; return images per second over all ranks, without the first fifth.
+def measure(call: Callable[[], object], system: System, steps: int, size: int) -> float:
+    """Call it until so many steps are done; return records per second over all ranks, without the first fifth.
 
-    call: STEPS_PER_CALL steps, which are done when it returns.
+    call: system.steps_per_call steps, which are done when it returns.
     """
-    skipped = max(1, steps // STEPS_PER_CALL // 5)
+    skipped = max(1, steps // system.steps_per_call // 5)
     for _ in range(skipped):
         call()
-    counted = max(1, steps // STEPS_PER_CALL - skipped)
+    counted = max(1, steps // system.steps_per_call - skipped)
     began = time.perf_counter()
     for _ in range(counted):
         call()
-    return BATCH * size * STEPS_PER_CALL * counted / (time.perf_counter() - began)
+    return system.batch * size * system.steps_per_call * counted / (time.perf_counter() - began)
 
 
-def write(out: Path, rank: int, images_per_s: float, weights: Iterable[np.ndarray]) -> None:
+def write(out: Path, rank: int, records_per_s: float, weights: Iterable[np.ndarray]) -> None:
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(weight).tobytes() for weight in weights)).hexdigest()
     with (out / f"rank-{rank}.json").open("x", encoding="utf-8") as file:
-        json.dump({"images_per_s": images_per_s, "weights_sha256": digest}, file)
+        json.dump({"records_per_s": records_per_s, "weights_sha256": digest}, file)
