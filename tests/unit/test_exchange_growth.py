@@ -24,7 +24,7 @@ def points(costs: Costs, topology: Topology, errors: tuple[float, ...] = (0.0,))
     """What would be measured if the model were right, up to relative errors."""
     found, error = [], itertools.cycle(errors)
     for ranks, (system, (size, compute_s)) in itertools.product((1, 2, 4, 8, 16), SIZES.items()):
-        bare = Point(system, ranks, size, compute_s * max(1, ranks / CORES), 1.0)
+        bare = Point(system, ranks, size, compute_s * max(1, ranks / CORES), 1.0, cycle_s=1e-4)
         step_s = predict(costs, bare, topology, CORES) * (1 + next(error))
         found.append(bare._replace(step_s=step_s))
     return found
@@ -47,6 +47,14 @@ def test_residuals_say_how_far_points_are_from_the_model() -> None:
     wrong = [point._replace(step_s=2 * point.step_s) if point.ranks == 4 else point for point in made]
     *_, verdict, _ = fit_lines(wrong, fit(wrong, "tree", CORES), "tree", CORES)
     assert "beyond the 15%" in verdict
+
+
+def test_a_step_that_exchanges_waits_half_a_cycle_more() -> None:
+    costs = Costs(2e-5, 1e-9, 1.0)
+    alone, shared = (Point("mlp", ranks, 284, 1e-3, 1.0, cycle_s=2e-3) for ranks in (1, 2))
+    for point, wait_s in ((alone, 0.0), (shared, 1e-3)):
+        without = point._replace(cycle_s=0.0)
+        assert predict(costs, point, "tree", CORES) - predict(costs, without, "tree", CORES) == pytest.approx(wait_s)
 
 
 def test_costs_are_never_negative() -> None:

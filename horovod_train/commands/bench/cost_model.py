@@ -8,8 +8,9 @@
              2009).
     compute  the same step without exchange, measured with as many ranks on the same cores.
 
-On one host, n ranks share c cores. Where n > c, ranks that are to take part in an exchange wait for a core, so hops and
-bytes count n / c times. Measures nothing; see growth.
+Horovod's core looks for tensors in cycles, so a step that exchanges also waits half a cycle on average. This is known
+and not fitted. On one host, n ranks share c cores. Where n > c, ranks that are to take part in an exchange wait for a
+core, so hops and bytes count n / c times. Measures nothing; see growth.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ class Point(NamedTuple):
     compute_s: float
     """Seconds of a step without exchange, on as many ranks at the same time."""
     step_s: float
+    cycle_s: float = 0.0
+    """Seconds of a cycle of Horovod's core."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds for which an exchange waits for the next cycle, on average."""
+        return self.cycle_s / 2 if self.ranks > 1 else 0.0
 
 
 class Costs(NamedTuple):
@@ -84,13 +92,14 @@ def fit(points: Sequence[Point], topology: Topology, cores: int) -> Costs:
     # Each row divided by its time, so that a step of a millisecond counts as much as one of a second.
     rows = np.array([terms(point, topology, cores) for point in points])
     rows /= np.array([[point.step_s] for point in points])
+    wanted = np.array([1 - point.wait_s / point.step_s for point in points])
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
     best, least = np.zeros(3), math.inf
     # With three costs, trying every choice of those that are not zero is the whole of non-negative least squares.
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
         found = np.zeros(3)
-        found[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], np.ones(len(rows)), rcond=None)[0]
-        error = float(np.sum((rows / scale @ found - 1) ** 2))
+        found[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], wanted, rcond=None)[0]
+        error = float(np.sum((rows / scale @ found - wanted) ** 2))
         if (found >= 0).all() and error < least:
             best, least = found, error
     return Costs(*(best / scale).tolist())
@@ -98,7 +107,7 @@ def fit(points: Sequence[Point], topology: Topology, cores: int) -> Costs:
 
 def predict(costs: Costs, point: Point, topology: Topology, cores: int) -> float:
     """Return the seconds of a step as the costs give them."""
-    return float(np.dot(costs, terms(point, topology, cores)))
+    return point.wait_s + float(np.dot(costs, terms(point, topology, cores)))
 
 
 def residual(costs: Costs, point: Point, topology: Topology, cores: int) -> float:

@@ -109,8 +109,10 @@ def run(
     for turn in range(arguments.rounds):
         for number, launches in found.items():
             launches.append(launch(name, both, number, SYSTEMS, arguments.seconds))
-            print(f"round {turn + 1}, {number} ranks: {_line(_points(number, launches[-1:]))}", file=sys.stderr)
-    points = [point for number, launches in found.items() for point in _points(number, launches)]
+            print(
+                f"round {turn + 1}, {number} ranks: {_line(_points(contender, number, launches[-1:]))}", file=sys.stderr
+            )
+    points = [point for number, launches in found.items() for point in _points(contender, number, launches)]
     topology, cores = TOPOLOGIES[contender.way], len(os.sched_getaffinity(0))
     costs = fit(points, topology, cores)
     if arguments.json:
@@ -124,13 +126,13 @@ def run(
     return 0
 
 
-def _points(ranks: int, launches: Sequence[dict[str, Any]]) -> list[Point]:
+def _points(contender: Contender, ranks: int, launches: Sequence[dict[str, Any]]) -> list[Point]:
     """Return a point for each system: the fastest windows of these launches."""
-    points = []
+    points, cycle_s = [], float(contender.environment["HOROVOD_CYCLE_TIME"]) / 1e3
     for system in SYSTEMS:
         rows = [measured[system] for measured in launches]
         alone, together = (1 / max(max(row[key]) for row in rows) for key in ("alone_per_s", "steps_per_s"))
-        points.append(Point(system, ranks, rows[0]["gradient_bytes"], alone, together))
+        points.append(Point(system, ranks, rows[0]["gradient_bytes"], alone, together, cycle_s))
     return points
 
 
@@ -150,6 +152,7 @@ def fit_lines(points: Sequence[Point], costs: Costs, topology: Topology, cores: 
     worst = max(abs(residual(costs, point, topology, cores)) for point in points)
     yield ""
     yield f"α {1e6 * costs.hop_s:.3g} µs a hop, β {1e9 * costs.byte_s:.3g} s/GB, γ {costs.compute:.2f}"
+    yield f"fitted includes {1e3 * points[-1].wait_s:.3g} ms with several ranks, half a cycle of Horovod's core"
     verdict = "within" if worst <= WANTED_RESIDUAL else "beyond"
     yield f"the largest residual is {100 * worst:.0f} %, {verdict} the {WANTED_RESIDUAL:.0%} at which the fit is good"
     if any(point.ranks > cores for point in points):
