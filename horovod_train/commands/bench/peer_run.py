@@ -27,11 +27,18 @@ class Given(NamedTuple):
     steps: int
 
 
-def run_launched(way: Way, ranks: int, program: str, given: Given, *options: str) -> float:
+def run_launched(
+    way: Way,
+    ranks: int,
+    program: str,
+    given: Given,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] = _NOTHING,
+) -> float:
     """Return records per second over all ranks, which one launcher starts. Raises RunError."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*launch_words(way, ranks), *_words(program, given, folder, ranks), *options]
-        _wait(program, [start_program(words, _NOTHING)])
+        _wait(program, [start_program(words, environment)])
         return _read(program, Path(folder), ranks)
 
 
