@@ -138,7 +138,7 @@ def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tup
     for way, name in ways.items():
         yield f"stock Horovod in a hand-written loop, over {name}", stock(way)
         if system == "mlp" or way == "mpirun":  # otherwise its defaults are the best that there are
-            yield f"the same, tuned, over {name}", tuned(way)
+            yield f"stock Horovod, tuned, over {name}", tuned(way)
     yield "tf.distribute MultiWorkerMirroredStrategy", apart("multi_worker")
     if importlib.util.find_spec("torch") is None:
         print("without PyTorch DDP: torch is not installed", file=sys.stderr)
