@@ -205,5 +205,6 @@ def test_what_is_for_one_process_is_refused_under_a_launcher(monkeypatch: pytest
     monkeypatch.setattr(start.hvd, "is_initialized", lambda: False)
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "3")
-    with pytest.raises(UserError, match=r"this command is for one process; horovodrun started 3\."), start.horovod_alone():
+    expected = r"this command is for one process; horovodrun started 3\."
+    with pytest.raises(UserError, match=expected), start.horovod_alone():
         pytest.fail("it ran")
