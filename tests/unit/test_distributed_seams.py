@@ -197,14 +197,3 @@ def test_a_neighbour_that_says_nothing_is_named(server: RendezvousHTTPServer, mo
 def test_without_a_server_a_rank_knows_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", raising=False)
     assert key_value_store.cores_of_host({0, 1}, 0, 2) == {0, 1}
-
-
-def test_what_is_for_one_process_is_refused_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    from horovod_train.distributed import start
-
-    monkeypatch.setattr(start.hvd, "is_initialized", lambda: False)
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    monkeypatch.setenv("HOROVOD_SIZE", "3")
-    expected = r"this command is for one process; horovodrun started 3\."
-    with pytest.raises(UserError, match=expected), start.horovod_alone():
-        pytest.fail("it ran")
