@@ -212,7 +212,7 @@ def test_only_users_functions_are_rewritten_by_autograph() -> None:
             if is_call and "autograph" not in {keyword.arg for keyword in node.keywords}:
                 rewritten.add(path.name)
         assert "@tf.function\n" not in text
-    as_others_write = {"stock_horovod.py", "multi_worker.py"}
+    as_others_write = {"tensorflow_parts.py", "multi_worker.py"}
     assert rewritten == {"parsing.py", "augment.py"} | as_others_write
 
 

@@ -1,12 +1,11 @@
 """Stock Horovod in a loop of one's own: under Keras 3 its optimizer and tape do not work, its collectives do.
 
 As its best users would write it: compiled, several steps a call, each gradient exchanged as soon as it is there; with
---grouped all at once, in cycles without a pause, which is faster for a tiny model and keeps a core of each rank busy.
+--grouped all at once, which is faster for a tiny model.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,8 +18,6 @@ from horovod_train.commands.bench.peer_programs import timing
 
 def main() -> None:
     task = timing.read_task()
-    if task.grouped:
-        os.environ["HOROVOD_CYCLE_TIME"] = "0"
     hvd.init()
     parts.set_threads(task)
     keras.utils.set_random_seed(1)

@@ -45,7 +45,7 @@ class Task(NamedTuple):
     """A folder for what ranks find."""
     threads: int
     grouped: bool
-    """For stock Horovod: exchange all gradients at once, without a pause between its cycles."""
+    """For stock Horovod: exchange all gradients at once."""
 
     @property
     def system(self) -> System:
