@@ -6,7 +6,7 @@ import numpy as np
 
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.output.metrics import NOTHING, Aside
-from horovod_train.training.phase_times import MEASURED_PHASES, judge
+from horovod_train.training.phase_times import JUDGED_FROM_S, MEASURED_PHASES, judge
 from horovod_train.training.run_record import Run
 
 
@@ -15,6 +15,8 @@ class LogTraining:
 
     def __init__(self, first_step: int) -> None:
         self._last_step, self._last_read = first_step, (0.0, 0, 0)
+        self._phases = np.zeros(len(MEASURED_PHASES))
+        self._phase_steps = 0
 
     def __call__(self, run: Run, step: int) -> None:
         if step == self._last_step:
@@ -29,7 +31,7 @@ class LogTraining:
         if bad := int(run.group.sum([run.parts.train.skipped])[0]):
             values["skipped_records"] = bad
         values |= run.clock.take_blocked()
-        run.output.append_metrics("train", step, int(run.state.epoch), values, _where_time_went(run, step, steps))
+        run.output.append_metrics("train", step, int(run.state.epoch), values, self._where_time_went(run, step, steps))
 
     def _speed(self, run: Run) -> tuple[int, dict[str, float]]:
         """Return the steps since the last call that were timed, and how fast they were."""
@@ -44,22 +46,30 @@ class LogTraining:
             "s_per_step": seconds / steps,
         }
 
+    def _where_time_went(self, run: Run, step: int, steps: int) -> Aside:
+        """Collective: return what limits the run, and figures for it; write each rank's.
 
-def _where_time_went(run: Run, step: int, steps: int) -> Aside:
-    """Collective: return what limits the run, and figures for it; write each rank's. steps: that were timed."""
-    table = np.zeros((run.group.size, len(MEASURED_PHASES)))
-    table[run.group.rank] = run.phase_times.take()
-    (seconds,) = run.group.sum([table])
-    if not steps or not seconds.any(axis=1).all():
-        return NOTHING  # too short for every rank to have looked
-    verdict = judge(seconds, run.group.name)
-    run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, seconds.T.tolist(), strict=True)))
-    shares = zip(MEASURED_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
-    own = seconds[:, :-1].sum(axis=1) / steps  # without the exchange, where ranks wait for each other
-    figures = {f"{phase}_share": float(share) for phase, share in shares if share or phase != HOOK}
-    figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
-    figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
-    return Aside(figures, verdict)
+        Lines too short to judge are joined with those after them. steps: timed since the last line.
+        """
+        taken = run.phase_times.take()
+        if steps:  # not the first call, which compiles
+            self._phases += taken
+            self._phase_steps += steps
+        table = np.zeros((run.group.size, len(MEASURED_PHASES)))
+        table[run.group.rank] = self._phases
+        (seconds,) = run.group.sum([table])
+        if seconds.sum(axis=1).min() < JUDGED_FROM_S:
+            return NOTHING
+        judged_steps, self._phase_steps = self._phase_steps, 0
+        self._phases = np.zeros(len(MEASURED_PHASES))
+        verdict = judge(seconds, run.group.name)
+        run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, seconds.T.tolist(), strict=True)))
+        shares = zip(MEASURED_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
+        own = seconds[:, :-1].sum(axis=1) / judged_steps  # without the exchange, where ranks wait for each other
+        figures = {f"{phase}_share": float(share) for phase, share in shares if share or phase != HOOK}
+        figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
+        figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
+        return Aside(figures, verdict)
 
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:
