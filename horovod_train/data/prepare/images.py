@@ -61,10 +61,15 @@ def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
     return Schema(features, ("image/encoded",), ("image/class/label",))
 
 
+def class_names(folder: str) -> list[str]:
+    """Return the names of a folder's folders but hidden ones, in order."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+
+
 def list_images(folder: str) -> tuple[list[str], list[Path]]:
     """Return the classes, and the images of all of them, in order of names. Raises UserError."""
     try:
-        classes = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        classes = class_names(folder)
         files = [path for name in classes for path in sorted(Path(folder, name).iterdir())]
     except OSError as error:
         raise UserError(f"{folder}: cannot be read: {error.strerror}.") from error

@@ -43,7 +43,8 @@ class RandomAccessRecords:
         self._stamps = [found for found in identities.values() if not isinstance(found, str)]
         files = {path: found.stamps for path, found in identities.items() if not isinstance(found, str)}
         digests = {path: found for path, found in identities.items() if isinstance(found, str)}
-        _check_different(files.values())
+        # Of a table that names files only the table: records may share an image.
+        _check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
         digests |= content_digests(files, index_dir, storage)
         self._parts = [
             Part(unique(store.path), store.size, store.blocks.num_records, digests[store.path]) for store in stores
@@ -91,7 +92,8 @@ def open_described(
     Raises UserError for a store that cannot be read, or whose records differ from those of the first one.
     """
     storage = Storage(config.retry_s)
-    request = Request(wanted_names(config), wanted_images(config), setting, storage)
+    folders = (*config.paths("train"), *config.paths("eval"))
+    request = Request(wanted_names(config), wanted_images(config), setting, storage, folders)
     stores = _open_all(paths, open_store, request)
     filled = [store for store in stores if store.blocks.num_records]
     if not filled:

@@ -31,6 +31,8 @@ class Request:
     setting: str = "data.train"
     """The config key that names the records, for messages."""
     storage: Storage = DEFAULT
+    entries: tuple[str, ...] = ()
+    """All of data.train and data.eval."""
 
     def choose(self, there: Sequence[str], path: str) -> list[str]:
         """Return the names to read of those that are there. Raises UserError for one that is not."""

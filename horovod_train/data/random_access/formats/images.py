@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.prepare.images import SUFFIXES, list_images
+from horovod_train.data.prepare.images import SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.storage import Storage
+from horovod_train.errors import UserError
 
 
 class ImageFolder:
@@ -23,6 +24,7 @@ class ImageFolder:
         """Raises UserError if there are none."""
         self.path = path
         classes, files = list_images(path)
+        _check_same_classes(path, classes, request)
         labels = {name: label for label, name in enumerate(classes)}
         self._files = [str(file) for file in files]
         self._labels = np.array([labels[file.parent.name] for file in files])
@@ -41,6 +43,21 @@ class ImageFolder:
 
     def identity(self) -> FileStamps:
         return self._stamps
+
+
+def _check_same_classes(path: str, classes: list[str], request: Request) -> None:
+    """Raise UserError if a label would stand for different classes in two folders of data.train and data.eval."""
+    for other in request.entries:
+        if not os.path.isdir(other) or not is_image_folder(other, request.storage):
+            continue
+        differing = sorted(set(classes) ^ set(class_names(other)))
+        if differing:
+            without, having = (path, other) if differing[0] not in classes else (other, path)
+            raise UserError(
+                f"{request.setting}: {having} has the class {differing[0]}, and {without} does not, so their labels "
+                f"would count differently. Give both the same folders; {os.path.join(without, differing[0])} may be "
+                "empty."
+            )
 
 
 def is_image_folder(path: str, storage: Storage) -> bool:
