@@ -72,9 +72,9 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
     """Return lists of any length as rows of `max_length`."""
     assert feature.max_length is not None
     lists = [np.asarray(value) for value in values]
-    if any(len(value) and value.shape[1:] != feature.shape for value in lists):
-        return None
     if any(value.ndim == 0 or len(value) > feature.max_length for value in lists):
+        return None
+    if any(len(value) and value.shape[1:] != feature.shape for value in lists):
         return None
     lengths = np.array([len(value) for value in lists])
     flat = np.concatenate([value for value in lists if len(value)] or [np.zeros((0, *feature.shape), np.bool_)])

@@ -177,7 +177,9 @@ def _to_array(column: Any) -> np.ndarray:
     if _is_tensor(kind):
         return column.to_numpy_ndarray() if hasattr(column, "to_numpy_ndarray") else column.to_numpy()
     if column.null_count:
-        return objects([None if value is None else _of_python(value) for value in column.to_pylist()])
+        values = objects([None] * len(column))
+        values[column.is_valid().to_numpy(zero_copy_only=False)] = objects(list(_to_array(column.drop_null())))
+        return values
     if arrow.types.is_fixed_size_list(kind):
         return _to_array(column.flatten()).reshape(len(column), kind.list_size, *_inner_shape(kind.value_type))
     if arrow.types.is_list(kind) or arrow.types.is_large_list(kind):
@@ -190,7 +192,3 @@ def _to_array(column: Any) -> np.ndarray:
 def _inner_shape(kind: Any) -> tuple[int, ...]:
     types = import_extra("pyarrow", "parquet", "data.train").types
     return (kind.list_size, *_inner_shape(kind.value_type)) if types.is_fixed_size_list(kind) else ()
-
-
-def _of_python(value: Any) -> Any:
-    return np.array(value) if isinstance(value, list) else value
