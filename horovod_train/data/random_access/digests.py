@@ -60,12 +60,13 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
         places = _places(folder, index_dir)
-        kept = {key: entry for place in reversed(places) for key, entry in _load(place).items()}
         stamps = {path: _stamp(path, entries[path]) for path in paths}
-        for path, stamp in stamps.items():
-            entry = kept.get(_split(path, entries[path])[1])
-            if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
-                digests[path] = entry["digest"]
+        for place in places:
+            kept = _load(place)
+            for path, stamp in stamps.items():
+                entry = kept.get(_split(path, entries[path])[1])
+                if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
+                    digests[path] = entry["digest"]
         missing = [path for path in paths if path not in digests]
         if missing:
             digests |= _read_all({path: entries[path] for path in missing}, storage)

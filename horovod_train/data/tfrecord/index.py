@@ -142,13 +142,14 @@ def _exists(folder: str, base: str, there: set[str] | None) -> bool:
 def _load(where: Sequence[str], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
     """Return all that is stored for a folder and, of `names`, what is still valid, by the full name."""
     known: Entries = {}
-    for place in reversed(where):
-        known.update(load_entries(place))
     fresh: Entries = {}
-    for name in names:
-        entry = known.get(os.path.basename(name))
-        if entry and name in stamps and is_of(entry[0], stamps[name]):
-            fresh[name] = entry[0]._replace(path=name), entry[1]
+    for place in reversed(where):  # one that cannot be written may be stale
+        entries = load_entries(place)
+        known.update(entries)
+        for name in names:
+            entry = entries.get(os.path.basename(name))
+            if entry and name in stamps and is_of(entry[0], stamps[name]):
+                fresh[name] = entry[0]._replace(path=name), entry[1]
     return known, fresh
 
 
