@@ -64,6 +64,9 @@ class UnpackedFiles:
     def _unpack(self, file: ScannedFile) -> None:
         at, end = self._places[file], self._places[file] + self._sizes[file]
         for piece in compression.pieces(file.path, file.packing, self._storage):
+            if file.problem and at + len(piece) >= end:  # nothing is read after the damage
+                self._write(file, piece[: end - at], at)
+                return
             if at + len(piece) > end:
                 raise UserError(f"{file.path}: holds more than when it was indexed. Put it back as it was.")
             self._write(file, piece, at)
