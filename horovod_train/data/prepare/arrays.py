@@ -58,6 +58,8 @@ def load_arrays(path: str, names: list[str]) -> Arrays:
     for name, array in arrays.items():
         if array.ndim < 1 or array.dtype.kind not in "biufSU" or not len(array):
             raise UserError(f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or strings.")
+        if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
+            raise UserError(f"{path}: {name} holds {array.max()}; records hold whole numbers up to 2^63 - 1.")
         if len(array) != len(arrays[names[0]]):
             raise UserError(
                 f"{path}: {name} has {len(array)} rows, {names[0]} {len(arrays[names[0]])}; they must match."
@@ -107,7 +109,7 @@ def _feature(array: np.ndarray) -> Feature:
 def _value(feature: Feature, row: np.ndarray) -> bytes | np.ndarray:
     if feature.decode == "raw":
         return np.ascontiguousarray(row, row.dtype.newbyteorder("<")).tobytes()
-    return row
+    return row.astype(np.int64) if row.dtype.kind == "b" else row
 
 
 def _check_same(arrays: Arrays, eval_arrays: Arrays, path: str) -> None:

@@ -60,6 +60,8 @@ def run(arguments: argparse.Namespace) -> None:
 def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
     """Return images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
     images, labels = load_idx(image_file, 3), load_idx(label_file, 1)
+    if not len(images):
+        raise UserError(f"{image_file}: holds no image.")
     if len(images) != len(labels):
         raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; they must match.")
     return images, labels
