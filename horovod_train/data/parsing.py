@@ -21,8 +21,10 @@ from horovod_train.data.record_weights import WeightChecker
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
 
-# TensorFlow quotes the record in its message, which Python cannot always decode.
-_PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
+_OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
+"""Those that a record causes; decode_compressed, for one, raises the second, and py_function the third."""
+_PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
+"""TensorFlow quotes the record in its message, which Python cannot always decode."""
 
 
 def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
@@ -145,7 +147,7 @@ class OwnParser:
             for name, tensor in self._call([record]).items():
                 if len(tensor) != 1:
                     return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
-        except tf.errors.InvalidArgumentError as error:
+        except _OP_ERRORS as error:
             return " ".join(str(error.message).split())
         except UnicodeDecodeError:
             return "it cannot be parsed"

@@ -145,6 +145,32 @@ def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypa
     assert len(list((tmp_path / "home").rglob("*.npz"))) == 1
 
 
+def test_a_stale_index_that_cannot_be_written_does_not_hide_the_fresh_one(
+    tmp_path: Path, scanned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_images(tmp_path / "train")
+    open_records(config(folder), "train")
+    for file in folder.glob("*.tfrecord"):
+        os.utime(file, ns=(0, 12345))  # as copied by a program that keeps no times
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    save = index_module.save_somewhere
+    monkeypatch.setattr(index_module, "save_somewhere", lambda places, entries: save(places[1:], entries))
+    open_records(config(folder), "train")
+    assert len(scanned) == 6
+    open_records(config(folder), "train")
+    assert len(scanned) == 6
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_packed_file_with_a_cut_record_is_read_up_to_it(tmp_path: Path, staged: bool) -> None:
+    records = [image_record(number) for number in range(300)]
+    path = tmp_path / "a.tfrecord.gz"
+    path.write_bytes(gzip.compress(b"".join(map(frame, records))[:-7]))
+    index = open_index([str(path)])
+    assert index.files[0].problem
+    assert read_all(index, str(tmp_path / "stage") if staged else None) == records[:-1]
+
+
 def test_a_damaged_index_is_never_believed(tmp_path: Path) -> None:
     """Each byte flipped in turn, in the headers of the zip file too: either what was kept comes back, or nothing."""
     folder = make_images(tmp_path / "train", shards=[3, 2])

@@ -109,6 +109,7 @@ def test_arrays_become_records(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     arrays = {"x": rng.random((30, 3)).astype(np.float32), "y": rng.integers(-5, 5, 30), "picture": rng.integers(
         0, 256, (30, 5, 4, 3)).astype(np.uint8), "word": np.array([f"w{n}" for n in range(30)])}  # fmt: skip
+    arrays["flag"] = arrays["y"] > 0
     np.savez(tmp_path / "a.npz", **arrays)
     run(
         "npz",
@@ -118,6 +119,7 @@ def test_arrays_become_records(tmp_path: Path) -> None:
         "x",
         "picture",
         "word",
+        "flag",
         "--targets",
         "y",
         "--out",
@@ -143,7 +145,7 @@ def test_arrays_become_records(tmp_path: Path) -> None:
     for batch in batches(pipeline(config(tmp_path / "o/train"), training=False)):
         for row in np.flatnonzero(batch.ids >= 0):
             at = int(batch.inputs["word"][row][1:])
-            assert all(np.array_equal(batch.inputs[name][row], arrays[name][at]) for name in ("x", "picture"))
+            assert all(np.array_equal(batch.inputs[name][row], arrays[name][at]) for name in ("x", "picture", "flag"))
             assert batch.targets[row] == arrays["y"][at]
             seen += 1
     assert seen == 30
@@ -274,6 +276,9 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
     (folder / "cut").write_bytes((folder / "i").read_bytes()[:-3])
     (folder / "half.gz").write_bytes(gzip.compress(bytes(99))[:-9])
     np.savez(folder / "a.npz", x=np.zeros((3, 2)), y=np.zeros(2))
+    np.savez(folder / "large.npz", x=np.array([1, 2**63], np.uint64))
+    idx(folder / "none", np.zeros((0, 2, 2)))
+    idx(folder / "no-labels", np.zeros(0))
     (folder / "ragged.csv").write_text("a,b\n1,2\n3\n")
     (folder / "gap.csv").write_text("a,b\n1,2\n,4\n")
     (folder / "head.csv").write_text("a,b\n")
@@ -300,13 +305,15 @@ def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
         (["images", "--images", folder], "expected a folder for each class"),
         (["mlp-samples", "--records", "0"], "--records must be at least 1"),
         (["mlp-samples", "--out", "/proc/no"], "--out /proc/no: cannot be made"),
+        (["npz", "--file", folder / "large.npz", "--inputs", "x"], "x holds 9223372036854775808; records hold"),
+        (["idx", "--images", folder / "none", "--labels", folder / "no-labels"], "none: holds no image"),
     ]
 
 
-@pytest.mark.parametrize("case", range(18))
+@pytest.mark.parametrize("case", range(20))
 def test_wrong_sources_are_named(tmp_path: Path, case: int) -> None:
     cases = wrong_sources(tmp_path)
-    assert len(cases) == 18
+    assert len(cases) == 20
     words, said = cases[case]
     with pytest.raises(UserError) as error:
         run(words[0], "--out", tmp_path / "out", *words[1:])

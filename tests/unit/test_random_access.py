@@ -182,6 +182,32 @@ def test_a_table_of_image_files_needs_no_preparation(images: Path) -> None:
         open_records(data, "train")
 
 
+def test_labels_of_two_image_folders_count_alike(images: Path) -> None:
+    held_out = images.parent / "eval"
+    for name in ("class0", "class2"):
+        (held_out / name).mkdir(parents=True)
+        (held_out / name / "a.png").write_bytes((images / "class0" / "00.png").read_bytes())
+    (held_out / ".hidden").mkdir()
+    data = dataclasses.replace(config(images, features=IMAGE, targets=("label",)), eval=(str(held_out),))
+    for split in ("train", "eval"):
+        with pytest.raises(UserError, match=r"images has the class class1, and .*eval does not"):
+            open_records(data, split)
+    (held_out / "class1").mkdir()
+    assert open_records(data, "eval").schema.features["label"].classes == 3
+
+
+def test_two_tables_may_name_the_same_image(images: Path) -> None:
+    for name in ("a.csv", "b.csv"):
+        (images / name).write_text("image,y\nclass0/00.png,1\nclass1/01.png,2\n")
+    (images / "c.csv").hardlink_to(images / "a.csv")
+    data = config(images / "a.csv", features=IMAGE, targets=("y",))
+    both = dataclasses.replace(data, train=(str(images / "a.csv"), str(images / "b.csv")))
+    assert open_records(both, "train").num_records == 4
+    same = dataclasses.replace(data, train=(str(images / "a.csv"), str(images / "c.csv")))
+    with pytest.raises(UserError, match=r"c\.csv: is the same file as .*a\.csv"):
+        open_records(same, "train")
+
+
 def test_a_file_that_is_no_image_is_named(images: Path) -> None:
     (images / "class0" / "03.png").write_bytes(b"text")
     data = config(images, features=IMAGE, targets=("label",))
@@ -234,6 +260,28 @@ def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
     ):
         read(pipeline(data))
     assert sorted(ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))) == [0, 2]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "float32"])
+def test_a_null_leaves_the_other_records_of_its_row_group(dtype: str, tmp_path: Path) -> None:
+    table = {
+        "x": pa.array([1, None, 3, 4], getattr(pa, dtype)()),
+        "words": pa.array([[1, 2], [3], None, [4]], pa.list_(pa.int64())),
+        "y": [0, 1, 2, 3],
+    }
+    pa.parquet.write_table(pa.table(table), tmp_path / "a.parquet")
+    features = {"words": {"max_length": 2}}
+    data = config(tmp_path / "a.parquet", inputs=("x", "words"), targets=("y",), features=features)
+    report = check_split(data, "train")
+    assert [line.partition(": ")[2].partition(":")[0] for line in report.bad] == ["record 1", "record 2"]
+    found = read(pipeline(dataclasses.replace(data, on_bad_record="skip")))
+    values = {
+        number: (batch.inputs["x"][row], batch.inputs["words"][row].tolist())
+        for batch in found
+        for row, number in enumerate(batch.ids.tolist())
+        if number >= 0
+    }
+    assert values == {0: (1, [1, 2]), 3: (4, [4, 0])}
 
 
 def test_check_data_names_all_bad_records() -> None:
