@@ -1,4 +1,4 @@
-"""What training asks of whatever gives it its batches: see pipeline and stream."""
+"""The interface between training and its sources of batches: see pipeline and stream."""
 
 from __future__ import annotations
 

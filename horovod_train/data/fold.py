@@ -1,4 +1,4 @@
-"""Cross-validation: all records of a source but one part of K, or only that part. Knows no format.
+"""K-fold cross-validation: selects the training part or the held-out part of a source. Knows no format.
 
 Of each K neighbouring records one is in each part, drawn from their number alone: so the parts have equal sizes to
 within one record, are alike even where files are sorted, and are the same in every run, whatever its seed.

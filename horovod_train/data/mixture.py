@@ -22,10 +22,6 @@ class DataSet(NamedTuple):
     """Without repeats."""
     repeats: int
 
-    @property
-    def records_per_epoch(self) -> int:
-        return self.records * self.repeats
-
 
 class Entry(NamedTuple):
     """What the config says of one data set."""

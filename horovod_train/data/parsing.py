@@ -30,7 +30,7 @@ _PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
 def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
     """Build the source's parser of these features, or that of the function that `data.parse` names.
 
-    Records whose `data.weight` is no weight do not fit. Raises UserError.
+    Records whose `data.weight` is negative or not finite are bad records. Raises UserError.
     """
     own, weight = config.parse, config.weight
     parser = source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)

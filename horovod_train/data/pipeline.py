@@ -84,7 +84,7 @@ class Pipeline(BatchSource):
     def skipped(self) -> int:
         """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed.
 
-        All ranks together have skipped `count` minus the sum of their `weights` in a step.
+        In a step all ranks together have skipped `count` minus the sum of their `Batch.real`.
         """
         return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
 

@@ -53,7 +53,7 @@ class Plan:
 
     order "shuffled": as above. "lanes": the same lanes over the records in file order, each rank reading one stretch.
     "file": step s takes the next `global_batch_size` records of the files, each rank a slice of them. content: a digest
-    of what the records hold; the order does not depend on it. buckets: sort lanes by length, see there.
+    of what the records hold; the order does not depend on it. buckets: how lanes are sorted by length.
     """
 
     block_counts: np.ndarray

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 class Retries:
-    """Several threads may use it. When one has given up, no other need wait as long as it did, whatever it reads.
+    """Several threads may use it. Once one request has been given up, every other fails at its next error.
 
-    For then the run ends: threads that read training records must not outlast an evaluation that has failed.
+    The run is about to end then, and a thread that reads training records must not delay it.
     """
 
     _in_use: ClassVar[WeakSet[Retries]] = WeakSet()
