@@ -154,11 +154,12 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
     for e in epochs:
         missing = str(len(e.missing)) if e.is_whole else "not over"
         ranks = " → ".join(map(str, e.sizes))
-        rows.append((e.epoch, f"{e.steps} of {e.steps_per_epoch}", ranks, e.records, missing, len(e.twice)))
-    console.print(build_table(("epoch", "steps", "ranks", "records", "missing", "twice"), rows, left=()))
+        steps = f"{e.steps} of {e.steps_per_epoch}"
+        rows.append((e.epoch, steps, ranks, e.records, len(e.skipped), missing, len(e.twice)))
+    console.print(build_table(("epoch", "steps", "ranks", "records", "skipped", "missing", "twice"), rows, left=()))
     _show_data_sets(console, epochs)
     for e in epochs:
-        for what, records in (("missing", e.missing), ("twice", e.twice)):
+        for what, records in (("skipped", e.skipped), ("missing", e.missing), ("twice", e.twice)):
             if records:
                 console.print(f"epoch {e.epoch}: {what}: {', '.join(map(str, records[:_SHOWN]))}", markup=False)
     for e in epochs:
@@ -174,9 +175,9 @@ def _show_data_sets(console: Console, epochs: Sequence[EpochAudit]) -> None:
     for e in epochs:
         for part in e.data_sets if len(e.data_sets) > 1 else ():
             missing = str(part.missing) if e.is_whole else "not over"
-            rows.append((e.epoch, f"{part.repeats} ×", part.records, missing, part.twice, part.name))
+            rows.append((e.epoch, f"{part.repeats} ×", part.records, part.skipped, missing, part.twice, part.name))
     if rows:
-        titles = ("epoch", "repeats", "records", "missing", "twice", "data set")
+        titles = ("epoch", "repeats", "records", "skipped", "missing", "twice", "data set")
         console.print(build_table(titles, rows, left=titles[-1:]))
 
 

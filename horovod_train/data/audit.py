@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
 from horovod_train.output.removal import Made, remove
@@ -61,7 +62,7 @@ class Audit(Protocol):
     """Where one rank notes which records it consumes: AuditLog, or NullAudit without data.audit."""
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
-        """Record the ids int64 [steps, rows] that this rank consumed from a step on; -1 is padding."""
+        """Record the ids int64 [steps, rows] that this rank consumed from a step on, as in Batch."""
 
     def flush(self) -> None:
         """Return when all that was appended is on disk, if the disk accepts it. Call it before saving a checkpoint."""
@@ -125,6 +126,7 @@ class DataSetAudit(NamedTuple):
     name: str
     repeats: int
     records: int
+    skipped: int
     missing: int
     twice: int
     """Beyond its repeats."""
@@ -140,6 +142,9 @@ class EpochAudit:
     sizes: tuple[int, ...]
     """The numbers of ranks that took part, one start after the other."""
     records: int
+    """How many were read and used."""
+    skipped: list[int]
+    """Records that could not be used, with `on_bad_record: skip`."""
     missing: list[int]
     """Records that a whole epoch did not read; those that `drop_remainder` leaves out are not counted."""
     twice: list[int]
@@ -219,7 +224,7 @@ def _join(
             raise UserError(
                 f"{folder}: {_text(position)} is missing for ranks {silent}, but the run continued after it."
             )
-        yield position, [record for ids in by_rank if ids is not None for record in ids if record >= 0]
+        yield position, [record for ids in by_rank if ids is not None for record in ids if record != -1]
         last = position.step + 1 == start.steps_per_epoch
         position = Position(position.epoch + 1, 0) if last else Position(position.epoch, position.step + 1)
 
@@ -227,9 +232,12 @@ def _join(
 def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochAudit:
     starts = [start for _, (start, _) in sorted(steps.items())]
     start = starts[-1]
-    counts = np.zeros(max(start.num_records for start in starts), np.int64)
-    for _, ids in steps.values():
-        np.add.at(counts, ids, 1)
+    read, skipped = np.zeros((2, max(start.num_records for start in starts)), np.int64)
+    for _, numbers in steps.values():
+        ids = np.array(numbers, np.int64)
+        np.add.at(read, ids[ids >= 0], 1)
+        np.add.at(skipped, mark_skipped(ids[ids < 0]), 1)
+    counts = read + skipped
     whole = len(steps) == start.steps_per_epoch
     missing = np.flatnonzero(counts == 0).tolist() if whole else []
     dropped = max(start.num_records - start.steps_per_epoch * start.global_batch_size, 0)
@@ -240,21 +248,22 @@ def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochA
         len(steps),
         start.steps_per_epoch,
         sizes=tuple(dict.fromkeys(start.size for start in starts)),
-        records=int(counts.sum()),
+        records=int(read.sum()),
+        skipped=np.flatnonzero(skipped).tolist(),
         missing=missing,
         twice=np.flatnonzero(counts > 1).tolist(),
         data=tuple(dict.fromkeys(start.data for start in starts)),
-        data_sets=tuple(_by_data_set(start, counts, missing)),
+        data_sets=tuple(_by_data_set(start, read, skipped, missing)),
     )
 
 
-def _by_data_set(start: Start, counts: np.ndarray, missing: list[int]) -> Iterator[DataSetAudit]:
+def _by_data_set(start: Start, read: np.ndarray, skipped: np.ndarray, missing: list[int]) -> Iterator[DataSetAudit]:
     first = 0
     for name, records, repeats in start.data_sets:
         last = first + records * repeats
-        inside = counts[first:last]
-        missed = sum(first <= number < last for number in missing)
-        yield DataSetAudit(name, repeats, int(inside.sum()), missed, int((inside > 1).sum()))
+        used, left_out = read[first:last], skipped[first:last]
+        missed, twice = sum(first <= number < last for number in missing), int((used + left_out > 1).sum())
+        yield DataSetAudit(name, repeats, int(used.sum()), int((left_out > 0).sum()), missed, twice)
         first = last
 
 

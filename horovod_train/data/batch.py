@@ -22,13 +22,13 @@ class Batch(NamedTuple):
     weights: tf.Tensor
     """float32 [rows]: the record's weight by data.weight, or 1; 0 for padding."""
     ids: tf.Tensor
-    """int64 [rows]: the record's number, -1 for padding."""
+    """int64 [rows]: the record's number, -1 for padding, and less for a skipped record; see source.mark_skipped."""
     count: tf.Tensor
     """int64 scalar: the records of this step over all ranks."""
 
     @property
     def real(self) -> tf.Tensor:
-        """float32 [rows]: 1 for a record, whatever its weight, 0 for padding."""
+        """float32 [rows]: 1 for a record, whatever its weight, 0 for padding and skipped records."""
         return tf.cast(self.ids >= 0, tf.float32)
 
 

@@ -19,7 +19,7 @@ from horovod_train.data.feed import HOST
 from horovod_train.data.parsing import blank
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.sampler import EpochSequence, Plan, Rows
-from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource
+from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource, mark_skipped
 from horovod_train.errors import UserError
 
 _CHUNK_RECORDS = 4096
@@ -46,17 +46,12 @@ class Chunk:
     arrays: Arrays
     records: np.ndarray
     """int64: the record in each row, also if that row has weight 0."""
-    real: np.ndarray
-    """bool: False for padding and for skipped records."""
+    ids: np.ndarray
+    """int64: the record in each row, -1 for padding; of a skipped record as source.mark_skipped returns it."""
     count: np.ndarray
     """int64: records of each step over all ranks."""
     widths: np.ndarray
     """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
-
-    @property
-    def ids(self) -> np.ndarray:
-        """The records, with -1 for rows with weight 0."""
-        return np.where(self.real, self.records, -1)
 
 
 class StepRange(NamedTuple):
@@ -141,7 +136,8 @@ class Loader:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
         arrays, bad = self._parse(read.records, read.data, read.faults)
         count = np.array([self._plan.count(step) for step in range(read.steps.first, read.steps.last)], np.int64)
-        return Chunk(arrays, read.records, read.real & ~bad, count, read.widths)
+        ids = np.where(read.real, np.where(bad, mark_skipped(read.records), read.records), -1)
+        return Chunk(arrays, read.records, ids, count, read.widths)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """Return the error that names a bad record, what is wrong with it, and the rank that read it."""

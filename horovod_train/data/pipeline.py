@@ -28,6 +28,7 @@ from horovod_train.data.loader import Chunk, Loader, Ranks, StepRange, Unparsed
 from horovod_train.data.parsing import build_parser
 from horovod_train.data.preprocess import load_preprocess, preprocessed
 from horovod_train.data.sampler import Plan
+from horovod_train.data.source import mark_skipped
 from horovod_train.data.transforms import Transforms
 from horovod_train.errors import UserError
 
@@ -144,7 +145,7 @@ class Pipeline(BatchSource):
             key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
             by_row = [chunk.arrays[name] for name in self._parser.dtypes]
             by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
-            by_row += [chunk.real.astype(np.float32), chunk.ids]
+            by_row += [(chunk.ids >= 0).astype(np.float32), chunk.ids]
             rows = (steps.last - steps.first, self.batch_size_per_rank)
             reshaped = [_reshape(values, (*rows, *values.shape[1:])) for values in by_row]
             yield [*reshaped, chunk.count, *([chunk.widths[:, self._widths]] if self._lists else [])]
@@ -231,7 +232,7 @@ class Pipeline(BatchSource):
         bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))
         if self._config.on_bad_record == "skip":
             with tf.control_dependencies([self._not_images.insert(bad, bad)]):
-                return tf.where(decoded, weights, 0.0), tf.where(decoded, ids, -1)
+                return tf.where(decoded, weights, 0.0), tf.where(decoded | (ids < 0), ids, mark_skipped(ids))
         with tf.control_dependencies([tf.debugging.Assert(tf.size(bad) == 0, [_NOT_AN_IMAGE, bad])]):
             return tf.identity(weights), ids
 

@@ -38,6 +38,11 @@ def one_by_one(data: Data) -> list[Any]:
     return data
 
 
+def mark_skipped(ids: Any) -> Any:
+    """Return the ids of these records, int64 in an array or a tensor, as of skipped ones; or of those the records."""
+    return -2 - ids
+
+
 class Fault(NamedTuple):
     """A record that cannot be used: its number, and the sentence that names it."""
 

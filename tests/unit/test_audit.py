@@ -13,6 +13,7 @@ import pytest
 
 from horovod_train.data.audit import AuditLog, EpochAudit, NullAudit, Start, audit
 from horovod_train.data.sampler import Plan
+from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
 
@@ -92,6 +93,19 @@ def test_dropped_records_are_not_missing(tmp_path: Path) -> None:
     log.append(0, 0, plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids)
     log.close()
     assert short(audit(str(tmp_path))) == [(0, 6, (1,), 0, 0)]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_skipped_records_are_not_missing(drop: bool, tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, drop_remainder=drop)
+    log = AuditLog(str(tmp_path), Start(0, 0, 0, 1, 210, 32, plan.steps_per_epoch))
+    rows = plan.rows(plan.sequence(0), 0, 1, 0, plan.steps_per_epoch).ids
+    skipped = int(rows[2, 5])
+    log.append(0, 0, np.where(rows == skipped, mark_skipped(rows), rows))
+    log.close()
+    (found,) = audit(str(tmp_path))
+    assert (found.skipped, found.missing, found.twice) == ([skipped], [], [])
+    assert found.records == int((rows >= 0).sum()) - 1
 
 
 def test_missing_and_doubled_records_are_found(tmp_path: Path) -> None:

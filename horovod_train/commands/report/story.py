@@ -123,7 +123,10 @@ def _audit(run_dir: Path) -> str:
         if epoch.missing or epoch.twice
     ]
     whole = sum(epoch.is_whole for epoch in epochs)
-    return "; ".join(wrong) or f"every record once in {whole} whole epoch(s), none twice in {len(epochs)} begun"
+    skipped = len({record for epoch in epochs for record in epoch.skipped})
+    left_out = f"; {skipped} records could not be used and were skipped" * bool(skipped)
+    right = f"every record once in {whole} whole epoch(s), none twice in {len(epochs)} begun"
+    return ("; ".join(wrong) or right) + left_out
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
