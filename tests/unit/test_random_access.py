@@ -21,6 +21,7 @@ from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.batch import Batch
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.random_access.formats.arrow import ParquetFile
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -250,6 +251,26 @@ def test_a_damaged_chunk_of_hdf5_is_named_or_skipped(tmp_path: Path) -> None:
         read(pipeline(data))
     left = ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip"))))
     assert sorted(left) == [*range(50), *range(100, RECORDS)]
+
+
+def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that follow a damaged one are lost with it; looking for it must not read each record from the start."""
+    path, records = tmp_path / "a.parquet", 3000
+    table = pa.table({"x": np.random.default_rng(3).random(records), "y": range(records)})
+    pa.parquet.write_table(table, path, compression="zstd", use_dictionary=False, data_page_size=2048)
+    damaged = bytearray(path.read_bytes())
+    damaged[12_000:12_100] = bytes(100)
+    path.write_bytes(damaged)
+    reads, read_batch = list[int](), ParquetFile._read_batch
+    monkeypatch.setattr(ParquetFile, "_read_batch", lambda *given: (reads.append(given[-1]), read_batch(*given))[1])
+    data = config(path, targets=("y",), shuffle_mb=1)
+    with pytest.raises(UserError, match=r"a\.parquet: record \d+: OSError: .*Read by rank 0 of 1"):
+        read(pipeline(data))
+    reads.clear()
+    left = sorted(ids(read(pipeline(dataclasses.replace(data, on_bad_record="skip")))))
+    assert left == [*range(len(left))]
+    assert 1000 < len(left) < 2000
+    assert len(reads) < 20
 
 
 def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.data.random_access.store import Store, describe_error
+from horovod_train.data.random_access.store import Store, UnreadableFrom, describe_error
 from horovod_train.data.source import Arrays, Blocks, Data, Fault, Wanted, one_by_one
 from horovod_train.errors import UserError
 
@@ -44,6 +44,12 @@ class StoreBlocks:
             return _Block(store, first, store.read(first, last), {})
         except (UserError, MemoryError):
             raise
+        except UnreadableFrom as error:
+            why, good = describe_error(error), error.record - first
+            rows = one_by_one(store.read(first, error.record)) if good else []
+            return _Block(
+                store, first, rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
+            )
         except Exception as error:  # a library, or the user's class, may raise anything
             if last - first == 1:
                 return _Block(store, first, [{}], {0: describe_error(error)})

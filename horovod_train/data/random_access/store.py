@@ -60,11 +60,20 @@ class Store(Protocol):
         """Return the records [first, last): arrays by name with these rows, or what is serialized.
 
         Several threads call it. A feature whose rows differ in length, or hold text, is an array of objects. Raises
-        UserError if reading must end; any other exception means that some of these records cannot be read.
+        UserError if reading must end. Any other exception means that some of these records cannot be read;
+        UnreadableFrom also says which.
         """
 
     def identity(self) -> FileStamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
+
+
+class UnreadableFrom(Exception):
+    """Of the records that were asked for, none from `record` on can be read; the cause says why."""
+
+    def __init__(self, record: int) -> None:
+        super().__init__(record)
+        self.record = record
 
 
 class FileStamps:
@@ -158,6 +167,7 @@ def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
 
 def describe_error(error: BaseException) -> str:
     """Return what was raised in a library or in a user's class, and where in the user's code."""
+    error = (error.__cause__ if isinstance(error, UnreadableFrom) else None) or error
     text, where = " ".join(str(error).split()).rstrip("."), raised_at(error)
     name = type(error).__name__
     sentence = f"{name}: {text}" if text else name

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_train.config.registry import import_extra
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.random_access.store import FileStamps, Request, blocks_of, objects
+from horovod_train.data.random_access.store import FileStamps, Request, UnreadableFrom, blocks_of, objects
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.errors import UserError
@@ -41,11 +41,32 @@ class _Batches:
         starts = self.blocks.first_record
         batch, end = self.blocks.containing(np.array([first, last - 1])).tolist()
         assert batch == end, "asked for records of two batches"
-        start = int(starts[batch])
-        return to_arrays(self._read_batch(self._numbers[batch], last - start).slice(first - start))
+        start, number = int(starts[batch]), self._numbers[batch]
+        try:
+            return to_arrays(self._read_batch(number, last - start).slice(first - start))
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # of pyarrow, and of what it reads through
+            readable = self._count_readable(number, last - start)
+            raise UnreadableFrom(max(start + readable, first)) from error
 
     def identity(self) -> FileStamps:
         return self._stamps
+
+    def _count_readable(self, number: int, count: int) -> int:
+        """Return how many first records of a damaged batch can be read: each is read with all before it."""
+        readable = 0
+        while count - readable > 1:
+            middle = (readable + count) // 2
+            try:
+                to_arrays(self._read_batch(number, middle))
+            except (UserError, MemoryError):
+                raise
+            except Exception:
+                count = middle
+            else:
+                readable = middle
+        return readable
 
     @property
     def _source(self) -> str | RemoteFile:
