@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,14 @@ import numpy as np
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.buckets import Buckets
 from horovod_train.data.features import Feature
+from horovod_train.data.kept import places_for, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import RecordSource
 from horovod_train.errors import UserError
-from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
+from horovod_train.output.files import open_whole
+from horovod_train.output.removal import Made
 
 _CHUNK = 4096
 _MAGIC = b"\x93NUMPY"
@@ -49,11 +53,12 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
         )
     used = {*schema.inputs, *schema.targets, by}
     lists = {name: feature for name, feature in lists.items() if name in used}
-    place, shape = _place(digest, lists, config.index_dir), (source.blocks.num_records, len(lists))
-    lengths = _load(place, shape)
+    unique = hashlib.sha256(f"{digest} {lists!r}".encode()).hexdigest()[:16]
+    places, shape = places_for(f"lengths-{unique}.npy", config.index_dir), (source.blocks.num_records, len(lists))
+    lengths = _load(places, shape)
     if lengths is None:
         lengths = _measure(source, lists, config)
-        _save(place, lengths)
+        save_to_first(places, partial(_save, lengths))
     return Buckets(tuple(lists), lengths, by, config.bucket_steps)
 
 
@@ -82,37 +87,15 @@ def lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
     return np.where(differs.any(axis=1), differs.shape[1] - np.argmax(differs[:, ::-1], axis=1), 0)
 
 
-def _place(digest: str, lists: dict[str, Feature], index_dir: str | None) -> Path | None:
-    name = f"lengths-{hashlib.sha256(f'{digest} {lists!r}'.encode()).hexdigest()[:16]}.npy"
-    if index_dir:
-        return Path(index_dir, name)
-    try:
-        return Path.home() / ".cache/horovod_train/index" / name
-    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return None
+def _load(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:
+    for place in places:
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            found = np.load(place, mmap_mode="r", allow_pickle=False)  # ranks of a host share its pages
+            if found.shape == shape and found.dtype == np.int32:
+                return found
+    return None
 
 
-def _load(place: Path | None, shape: tuple[int, int]) -> np.ndarray | None:
-    if place is None:
-        return None
-    try:
-        found = np.load(place, mmap_mode="r", allow_pickle=False)  # ranks of a host share its pages
-    except (OSError, ValueError, EOFError):
-        return None
-    return found if found.shape == shape and found.dtype == np.int32 else None
-
-
-def _save(place: Path | None, lengths: np.ndarray) -> None:
-    """Write to the place if it can be written; otherwise records are read again at the next start."""
-    if place is None:
-        return
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        draft = draft_of(place)
-        try:
-            with draft.open("xb") as file:
-                np.save(file, lengths)
-            replace(draft, place, _LENGTHS)
-        finally:
-            with contextlib.suppress(OSError):
-                remove(draft, DRAFT)
+def _save(lengths: np.ndarray, place: Path) -> None:
+    with open_whole(place, _LENGTHS, sync=False) as file:
+        np.save(file, lengths)

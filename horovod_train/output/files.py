@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
@@ -26,23 +26,29 @@ log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it.
+    """Write a file so that a reader sees the old one or the new one, never half of it; see open_whole."""
+    with open_whole(path, made, sync=sync) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def open_whole(path: Path, made: Made, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Open a file to write that gets its name when the block ends, and disappears if the block raises.
 
     made: what an old file must be. sync: also survive a power cut. Raises OSError; NotOurs if the name is taken by
     something else.
     """
     draft = draft_of(path)
     try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with draft.open("xb") as file:
+            yield file
             file.flush()
             if sync:
                 os.fsync(file.fileno())
         replace(draft, path, made)
-    except OSError:
+    finally:
         with contextlib.suppress(OSError):
             remove(draft, DRAFT)
-        raise
 
 
 @contextlib.contextmanager

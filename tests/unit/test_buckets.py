@@ -18,6 +18,7 @@ from horovod_train.data.buckets import Buckets
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.rank_shares import padding_share as padding_share_of
 from horovod_train.data.sampler import Plan
+from horovod_train.data.source import mark_skipped
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -206,7 +207,7 @@ def test_a_bad_record_is_named_when_it_is_used(tmp_path: Path) -> None:
         batches(made)
     assert len(check_split(data, "train").bad) == 1
     (batch,) = batches(pipeline(dataclasses.replace(data, on_bad_record="skip"), batch=3))
-    assert sorted(batch.ids.tolist()) == [-1, 0, 2]
+    assert sorted(batch.ids.tolist()) == [mark_skipped(1), 0, 2]
     assert batch.inputs.shape == (3, 2)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
-from horovod_train.data.files import list_files
+from horovod_train.data.files import INDEX_NAME, list_files
+from horovod_train.data.kept import places_of
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import one_by_one
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord import index_file
 from horovod_train.data.tfrecord.index import Index, open_index
-from horovod_train.data.tfrecord.index_file import Entries, load_entries, one_at_a_time, places, save_entries
+from horovod_train.data.tfrecord.index_file import Entries, load_entries, one_at_a_time, save_entries
 from horovod_train.data.tfrecord.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
@@ -134,15 +135,23 @@ def test_an_unreadable_index_is_made_again(tmp_path: Path) -> None:
 def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_images(tmp_path / "train")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    save = index_module.save_somewhere
+    save = index_module.save_to_first
 
-    def read_only(places: list[str], entries: object) -> None:
-        save([place.replace(str(folder), "/proc/no") for place in places], entries)  # type: ignore[arg-type]
+    def read_only(places: Sequence[Path], write: Callable[[Path], None]) -> None:
+        save([Path(str(place).replace(str(folder), "/proc/no")) for place in places], write)
 
-    monkeypatch.setattr(index_module, "save_somewhere", read_only)
+    monkeypatch.setattr(index_module, "save_to_first", read_only)
     open_records(config(folder), "train")
     assert not (folder / "index.npz").exists()
     assert len(list((tmp_path / "home").rglob("*.npz"))) == 1
+
+
+def test_a_folder_whose_name_is_no_text_is_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_images(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")))
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    assert open_index(list_tfrecords(folder)).blocks.num_records == 70
+    open_index(list_tfrecords(folder), str(tmp_path / "indexes"))
+    assert len(list((tmp_path / "indexes").glob("*.npz"))) == 1
 
 
 def test_a_stale_index_that_cannot_be_written_does_not_hide_the_fresh_one(
@@ -153,8 +162,8 @@ def test_a_stale_index_that_cannot_be_written_does_not_hide_the_fresh_one(
     for file in folder.glob("*.tfrecord"):
         os.utime(file, ns=(0, 12345))  # as copied by a program that keeps no times
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    save = index_module.save_somewhere
-    monkeypatch.setattr(index_module, "save_somewhere", lambda places, entries: save(places[1:], entries))
+    save = index_module.save_to_first
+    monkeypatch.setattr(index_module, "save_to_first", lambda places, write: save(places[1:], write))
     open_records(config(folder), "train")
     assert len(scanned) == 6
     open_records(config(folder), "train")
@@ -176,11 +185,11 @@ def test_a_damaged_index_is_never_believed(tmp_path: Path) -> None:
     folder = make_images(tmp_path / "train", shards=[3, 2])
     open_records(config(folder), "train")
     place = folder / "index.npz"
-    whole, data = load_entries(str(place)), place.read_bytes()
+    whole, data = load_entries(place), place.read_bytes()
     assert whole
     for at in range(len(data)):
         place.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
-        found = load_entries(str(place))
+        found = load_entries(place)
         assert not found or _plain(found) == _plain(whole), at
 
 
@@ -226,7 +235,7 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
 
 def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scanned: list[str]) -> None:
     folder = make_images(tmp_path / "train")
-    files, where = list_tfrecords(folder), places(str(folder), None)
+    files, where = list_tfrecords(folder), places_of(str(folder), INDEX_NAME, None)
     with ThreadPoolExecutor() as threads:
         with one_at_a_time(where):
             other = threads.submit(open_index, files)

@@ -3,27 +3,27 @@
 The digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it finds what has
 changed by accident, not what somebody has forged.
 
-Kept as indexes of TFRecords are: in `digests.json` next to the records, in `data.index_dir`, or in the user's cache
-folder if the records' folder is read-only. Modification times only say whether a digest is still valid, so copies are
+Kept in `digests.json`; see kept. Modification times only say whether a digest is still valid, so copies are
 equal whatever their dates.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
 from horovod_train.config.remote_paths import is_remote
+from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, real
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
 from horovod_train.errors import UserError
 from horovod_train.output.files import write_whole
 from horovod_train.output.removal import Made
@@ -59,7 +59,7 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
         by_folder.setdefault(_split(path, entries[path])[0], []).append(path)
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
-        places = _places(folder, index_dir)
+        places = places_of(folder, NAME, index_dir)
         stamps = {path: _stamp(path, entries[path]) for path in paths}
         for place in places:
             kept = _load(place)
@@ -71,7 +71,8 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
         if missing:
             digests |= _read_all({path: entries[path] for path in missing}, storage)
             made = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
-            _save(places, {_split(path, entries[path])[1]: entry for path, entry in made.items()})
+            by_name = {_split(path, entries[path])[1]: entry for path, entry in made.items()}
+            save_to_first(places, partial(_add, by_name))
     return digests
 
 
@@ -118,17 +119,6 @@ def _digest_file(path: str, storage: Storage) -> bytes:
     return digest.digest()
 
 
-def _places(folder: str, index_dir: str | None) -> list[Path]:
-    unique = hashlib.sha256(real(folder).encode(errors="surrogateescape")).hexdigest()[:16]
-    if index_dir:
-        return [Path(index_dir, f"{unique}.json")]
-    next_to_records = [] if is_remote(folder) else [Path(folder, NAME)]
-    try:
-        return [*next_to_records, Path.home() / ".cache/horovod_train/index" / f"{unique}.json"]
-    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return next_to_records
-
-
 def _load(place: Path) -> dict[str, Any]:
     try:
         content = json.loads(place.read_text(encoding="utf-8"))
@@ -138,11 +128,6 @@ def _load(place: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _save(places: Sequence[Path], entries: Mapping[str, Any]) -> None:
-    """Write to the first place that can be written. If none can, the files are read again at the next start."""
-    for place in places:
-        with contextlib.suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
-            write_whole(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)
-            return
+def _add(entries: Mapping[str, Any], place: Path) -> None:
+    content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
+    write_whole(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)

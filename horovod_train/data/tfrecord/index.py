@@ -12,11 +12,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
@@ -27,9 +30,7 @@ from horovod_train.data.tfrecord.index_file import (
     is_of,
     load_entries,
     one_at_a_time,
-    places,
     save_entries,
-    save_somewhere,
 )
 from horovod_train.data.tfrecord.scan import scan
 from horovod_train.errors import UserError
@@ -70,7 +71,7 @@ def open_index(files: Sequence[str], index_dir: str | None = None, storage: Stor
         by_folder.setdefault(os.path.dirname(name), []).append(name)
     known: Entries = {}
     for folder, names in by_folder.items():
-        known.update(_open_folder(names, stamps, places(folder, index_dir), storage))
+        known.update(_open_folder(names, stamps, places_of(folder, INDEX_NAME, index_dir), storage))
     entries = [known[name] for name in files]
     counts = [len(extents.records) for _, extents in entries]
     joined = Extents(*(np.concatenate(column) for column in zip(*(extents for _, extents in entries), strict=True)))
@@ -82,7 +83,7 @@ def write_index(folder: str, names: Iterable[str]) -> int:
     """Scan the files of a folder that was just written and store the index there; return the number of records."""
     entries = {name: scan(os.path.join(folder, name)) for name in names}
     assert not any(file.problem for file, _ in entries.values()), "a file that was just written is not whole"
-    save_entries(os.path.join(folder, INDEX_NAME), entries)
+    save_entries(Path(folder, INDEX_NAME), entries)
     return int(sum(extents.records.sum() for _, extents in entries.values()))
 
 
@@ -116,7 +117,7 @@ def _check_different(stamps: Stamps) -> None:
 # --- keeping ----------------------------------------------------------------------------------------------------
 
 
-def _open_folder(names: list[str], stamps: Stamps, where: list[str], storage: Storage) -> Entries:
+def _open_folder(names: list[str], stamps: Stamps, where: list[Path], storage: Storage) -> Entries:
     """Return the entries of the files of one folder. where: its index may be there."""
     folder = os.path.dirname(names[0])
     known, fresh = _load(where, names, stamps)
@@ -130,7 +131,7 @@ def _open_folder(names: list[str], stamps: Stamps, where: list[str], storage: St
             there = set(storage.names(folder)) if is_remote(folder) else None
             kept = {base: entry for base, entry in known.items() if _exists(folder, base, there)}
             kept.update({os.path.basename(name): entry for name, entry in fresh.items()})
-            save_somewhere(where, kept)
+            save_to_first(where, partial(save_entries, entries=kept))
     return fresh
 
 
@@ -139,7 +140,7 @@ def _exists(folder: str, base: str, there: set[str] | None) -> bool:
     return os.path.exists(os.path.join(folder, base)) if there is None else base in there
 
 
-def _load(where: Sequence[str], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
+def _load(where: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
     """Return all that is stored for a folder and, of `names`, what is still valid, by the full name."""
     known: Entries = {}
     fresh: Entries = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import zipfile
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.files import INDEX_NAME
-from horovod_train.data.storage.storage import Stamp, real
-from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
+from horovod_train.data.storage.storage import Stamp
+from horovod_train.output.files import open_whole
+from horovod_train.output.removal import Made, remove
 
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
 """Pattern of an index that is being written."""
@@ -72,24 +71,12 @@ Entries = dict[str, tuple[ScannedFile, Extents]]
 """By the file's name within its folder."""
 
 
-def places(folder: str, index_dir: str | None) -> list[str]:
-    """Return where the index of a folder may be, best first."""
-    name = f"{hashlib.sha256(real(folder).encode()).hexdigest()[:16]}.npz"
-    if index_dir:
-        return [os.path.join(index_dir, name)]
-    next_to_records = [] if is_remote(folder) else [os.path.join(folder, INDEX_NAME)]
-    try:
-        return [*next_to_records, str(Path.home() / ".cache/horovod_train/index" / name)]
-    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
-        return next_to_records
-
-
 def is_of(file: ScannedFile, stamp: Stamp) -> bool:
     """Return whether the file is as it was when it was scanned."""
     return (stamp.size, stamp.mtime_ns) == (file.size, file.mtime_ns)
 
 
-def load_entries(place: str) -> Entries:
+def load_entries(place: Path) -> Entries:
     try:
         with np.load(place, allow_pickle=False) as saved:
             return _unpack({key: saved[key] for key in saved.files})
@@ -111,29 +98,15 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
     }
 
 
-def save_somewhere(places: list[str], entries: Entries) -> None:
-    for place in places:
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
-            save_entries(place, entries)
-            return
-
-
-def save_entries(place: str, entries: Entries) -> None:
+def save_entries(place: Path, entries: Entries) -> None:
     names = sorted(entries)
     files, extents = [entries[name][0] for name in names], [entries[name][1] for name in names]
     arrays: dict[str, Any] = {key: np.concatenate([getattr(one, key) for one in extents]) for key in Extents._fields}
     arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(one.records) for one in extents]}
     arrays |= {key: _bytes(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
     arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
-    draft = draft_of(Path(place))
-    try:
-        with draft.open("xb") as file:
-            np.savez(file, **arrays)
-        replace(draft, Path(place), _INDEX)
-    finally:
-        with contextlib.suppress(OSError):
-            remove(draft, DRAFT)
+    with open_whole(place, _INDEX, sync=False) as file:
+        np.savez(file, **arrays)
 
 
 # An array of strings would give each string the size of the longest.
@@ -148,26 +121,26 @@ def _texts(array: np.ndarray) -> list[str]:
 
 
 @contextlib.contextmanager
-def one_at_a_time(places: Sequence[str]) -> Iterator[None]:
+def one_at_a_time(places: Sequence[Path]) -> Iterator[None]:
     """Lock an index, so that of all processes that need it only one scans.
 
     Best effort: if no file can be made or locked, several may scan, and the last one's index stays.
     """
-    locks = (_open_lock(f"{place}.lock") for place in places)
-    path, fd = next(filter(None, locks), ("", -1))
+    locks = (_open_lock(place.with_name(f"{place.name}.lock")) for place in places)
+    path, fd = next(filter(None, locks), (Path(), -1))
     try:
         yield
     finally:
         if fd >= 0:
             with contextlib.suppress(OSError):
-                remove(Path(path), _LOCK)
+                remove(path, _LOCK)
             os.close(fd)
 
 
-def _open_lock(path: str) -> tuple[str, int] | None:
+def _open_lock(path: Path) -> tuple[Path, int] | None:
     while True:
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what is open for writing
         except OSError:
             return None
