@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -33,14 +34,25 @@ class Feed:
     def __init__(
         self,
         items: Iterator[Sequence[np.ndarray | tf.Tensor]],
-        dtypes: Sequence[str],
+        specs: Sequence[tf.TensorSpec],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Call `failed` with the error if the items end early; the reader of the queue only sees that it is closed."""
-        self._items, self._failed = items, failed
+        """Call `failed` with the error if the items end early; the reader of the queue only sees that it is closed.
+
+        specs: of what each item holds.
+        """
+        self._items, self._specs, self._failed = items, specs, failed
         with tf.device("cpu:0"):
-            self.queue = tf.queue.FIFOQueue(1, [tf.as_dtype(dtype) for dtype in dtypes])
+            self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
+
+    def dataset(self, items: int) -> tf.data.Dataset:
+        """Return this many items as elements; -1 for all. The thread ends with the dataset. Starts nothing."""
+        data = tf.data.Dataset.range(2**62 if items < 0 else items)
+        data = data.map(tf.autograph.experimental.do_not_convert(self._dequeue))
+        # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
+        weakref.finalize(data, self.stop)
+        return data
 
     def start(self) -> None:
         self._thread.start()
@@ -61,3 +73,9 @@ class Feed:
                 self._failed(error)
             finally:
                 self.queue.close()
+
+    def _dequeue(self, _: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        values = self.queue.dequeue()
+        for value, spec in zip(values, self._specs, strict=True):
+            value.set_shape(spec.shape)
+        return tuple(values)

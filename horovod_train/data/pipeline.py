@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,7 +67,7 @@ class Pipeline(BatchSource):
         self.global_batch_size = plan.global_batch_size
         self.steps_per_epoch = plan.steps_per_epoch
         self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
-        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())).queue, 0))
+        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
         traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
         self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
 
@@ -94,9 +93,7 @@ class Pipeline(BatchSource):
         chunks = None if epochs is None else loader.num_chunks(first_step, epochs)
         numbers = itertools.count() if chunks is None else range(chunks)
         feed = self._feed(self._values(loader.steps_of(number, epoch, first_step) for number in numbers))
-        data = self._dataset(feed.queue, chunks)
-        # The thread must not outlive the dataset, nor wait on a full queue when the interpreter ends.
-        weakref.finalize(data, feed.stop)
+        data = self._dataset(feed, chunks)
         feed.start()
         return data
 
@@ -124,20 +121,15 @@ class Pipeline(BatchSource):
     # …]; count [steps]; if lists are cut, widths [steps, lists].
 
     @property
-    def _dtypes(self) -> list[str]:
-        return [*self._parser.dtypes.values(), "float32", "float32", "int64", "int64", *["int64"] * bool(self._lists)]
-
-    @property
-    def _shapes(self) -> list[tuple[int | None, ...]]:
+    def _specs(self) -> list[tf.TensorSpec]:
         rows = (None, self.batch_size_per_rank)
-        stored = [(*rows, *shape) for shape in self._parser.shapes.values()]
         return [
-            *stored,
-            (*rows, self._transforms.draws),
-            rows,
-            rows,
-            (None,),
-            *[(None, len(self._lists))] * bool(self._lists),
+            *(tf.TensorSpec((*rows, *self._parser.shapes[name]), kind) for name, kind in self._parser.dtypes.items()),
+            tf.TensorSpec((*rows, self._transforms.draws), tf.float32),
+            tf.TensorSpec(rows, tf.float32),
+            tf.TensorSpec(rows, tf.int64),
+            tf.TensorSpec([None], tf.int64),
+            *[tf.TensorSpec([None, len(self._lists)], tf.int64)] * bool(self._lists),
         ]
 
     def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
@@ -172,15 +164,13 @@ class Pipeline(BatchSource):
         return self._loader.parse(read.result())
 
     def _feed(self, items: Iterator[list[np.ndarray | tf.Tensor]]) -> Feed:
-        return Feed(items, self._dtypes, self._remember)
+        return Feed(items, self._specs, self._remember)
 
     def _remember(self, failure: Exception) -> None:
         self._failure = failure
 
-    def _dataset(self, queue: tf.queue.QueueBase, chunks: int | None) -> tf.data.Dataset:
-        data = tf.data.Dataset.range(np.iinfo(np.int64).max if chunks is None else chunks)
-        dequeue = tf.autograph.experimental.do_not_convert(lambda _: _with_shapes(queue.dequeue(), self._shapes))
-        data = data.map(dequeue)
+    def _dataset(self, feed: Feed, chunks: int | None) -> tf.data.Dataset:
+        data = feed.dataset(-1 if chunks is None else chunks)
         if self._transforms.by_step or self._preprocess is not None or self._lists:
             one_step = tf.autograph.experimental.do_not_convert(self._transform_step)
             data = data.prefetch(1).unbatch().map(one_step, num_parallel_calls=tf.data.AUTOTUNE)
@@ -272,12 +262,6 @@ def _as_chunk(batch: Batch) -> Batch:
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:
     return values.reshape(shape) if isinstance(values, np.ndarray) else tf.reshape(values, shape)
-
-
-def _with_shapes(values: list[tf.Tensor], shapes: list[tuple[int | None, ...]]) -> tuple[tf.Tensor, ...]:
-    for value, shape in zip(values, shapes, strict=True):
-        value.set_shape(shape)
-    return tuple(values)
 
 
 def _spec(tensor: tf.Tensor) -> tf.TensorSpec:

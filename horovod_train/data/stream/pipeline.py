@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import weakref
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
@@ -72,7 +71,6 @@ class StreamPipeline(BatchSource):
             chunk for number in numbers for chunk in self._chunks(number, first_step if number == epoch else 0)
         )
         data = self._dataset(feed, self._num_chunks(first_step, epochs))
-        weakref.finalize(data, feed.stop)  # the thread must not outlive the dataset
         feed.start()
         return data
 
@@ -162,23 +160,16 @@ class StreamPipeline(BatchSource):
         return [*tf.nest.flatten(self._stream.elements[:2]), tf.TensorSpec([], tf.float32)]
 
     def _feed(self, items: Iterator[list[tf.Tensor]]) -> Feed:
-        return Feed(items, [*(leaf.dtype.name for leaf in self._leaves), "int64", "int64"], self._remember)
+        rows = self.batch_size_per_rank
+        specs = [*((leaf.shape, leaf.dtype) for leaf in self._leaves), ([], tf.int64)]
+        of_rows = [tf.TensorSpec([None, rows, *shape], dtype) for shape, dtype in specs]
+        return Feed(items, [*of_rows, tf.TensorSpec([None], tf.int64)], self._remember)
 
     def _remember(self, failure: Exception) -> None:
         self._failure = failure
 
     def _dataset(self, feed: Feed, chunks: int) -> tf.data.Dataset:
-        rows, queue = self.batch_size_per_rank, feed.queue
-        shapes = [*([None, rows, *leaf.shape] for leaf in self._leaves), [None, rows], [None]]
-
-        def dequeue(_: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            values = queue.dequeue()
-            for value, shape in zip(values, shapes, strict=True):
-                value.set_shape(shape)
-            return tuple(values)
-
-        data = tf.data.Dataset.range(2**62).map(tf.autograph.experimental.do_not_convert(dequeue))
-        data = data.map(tf.autograph.experimental.do_not_convert(self._as_batch)).take(chunks)
+        data = feed.dataset(chunks).map(tf.autograph.experimental.do_not_convert(self._as_batch))
         ahead = -(-(self._prefetch or 1) // self._steps_per_chunk)
         return prefetch_to(data.prefetch(ahead), self._stream.ranks.device)
 
