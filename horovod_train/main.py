@@ -25,7 +25,7 @@ from importlib import metadata
 from horovod_train import __version__
 from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
 from horovod_train.config.loader import dump, load
-from horovod_train.config.registry import nearest
+from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words and words[0] in COMMANDS:
             return _run_command(words[0], words[1:])
         if words and words[0].isidentifier():
-            near = nearest(words[0], list(COMMANDS))
-            raise UserError(f"there is no command {words[0]!r}; near it: {near}. To train: --config YAML.")
+            known = suggest(words[0], list(COMMANDS))
+            raise UserError(f"there is no command {words[0]!r}; {known} To train: --config FILE, no command.")
         return _train(words)
     except AlreadySaid as error:
         return error.exit_code
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "horovod":
             raise
-        to_stderr("error: Horovod is not installed here, and pip cannot compile it: horovod-train build-horovod.")
+        to_stderr("error: Horovod is not installed. Run: horovod-train build-horovod")
         return UserError.exit_code
 
 

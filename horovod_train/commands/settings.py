@@ -12,7 +12,7 @@ import sys
 
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.reference import entries, json_schema, markdown
-from horovod_train.config.registry import nearest
+from horovod_train.config.registry import suggest
 from horovod_train.errors import UserError
 
 
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(prefix: str) -> None:
     chosen = [entry for entry in entries() if f"{entry.key}.".startswith(f"{prefix}.") or not prefix]
     if not chosen:
-        near = nearest(prefix, [entry.key for entry in entries()])
-        raise UserError(f"settings: there is no setting or section {prefix!r}; near it: {near}.")
+        known = suggest(prefix, [entry.key for entry in entries()])
+        raise UserError(f"settings: there is no setting or section {prefix!r}; {known}")
     rows = [(entry.key, entry.type.replace("`", ""), entry.default, entry.meaning) for entry in chosen]
     titles = ("setting", "type", "default", "meaning")
     open_screen().print(build_table(titles, rows, left=titles))

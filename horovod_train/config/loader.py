@@ -6,7 +6,6 @@ Does not know what the settings mean; see settings.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 import types
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from horovod_train.config.numbers import is_number, seconds_of
+from horovod_train.config.registry import suggest
 from horovod_train.config.remote_paths import remote_problem, takes_remote_paths, unreadable_problem
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
@@ -200,8 +200,7 @@ def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -
     hints = _hints(cls)
     for key in values:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=3, cutoff=0.5) or list(fields)
-            _fail(f"{prefix}{key}", origins, f"unknown key; known here: {', '.join(near)}.")
+            _fail(f"{prefix}{key}", origins, f"unknown key; {suggest(str(key), list(fields))}")
     arguments = {}
     for key, value in values.items():
         path, field = f"{prefix}{key}", fields[key]

@@ -40,9 +40,7 @@ def load_function(name: str, where: str) -> Any:
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {text}{raised_at(error)}."
         ) from error
     if not hasattr(module, attribute):
-        raise UserError(
-            f"{where}: {module_name} has no {attribute!r}; it has {nearest(attribute, public_names(module))}."
-        )
+        raise UserError(f"{where}: {module_name} has no {attribute!r}; {suggest(attribute, public_names(module))}")
     return getattr(module, attribute)
 
 
@@ -84,7 +82,7 @@ def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> 
         return load_function(name, where)
     if name not in choices:
         raise UserError(
-            f"{where}: unknown name {name!r}; known here: {nearest(name, list(choices))}, or package.module:function."
+            f"{where}: unknown name {name!r}; {suggest(name, list(choices))} Your own is package.module:function."
         )
     return choices[name]
 
@@ -105,7 +103,7 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
     found = classes.get(name) or classes.get(fold(name))
     if found is None:
         readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
-        raise UserError(f"{where}: Keras has no {name!r}; near it: {nearest(name, readable)}.")
+        raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, readable)}")
     return found
 
 
@@ -144,8 +142,10 @@ def fold(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """Return the known names most similar to a wrong one, as the end of a sentence; the first if none is similar."""
+def suggest(name: str, known: list[str]) -> str:
+    """Return the end of an error about a wrong name: the known ones that are similar to it, or else the first ones."""
     by_fold = {fold(candidate): candidate for candidate in known}
     near = difflib.get_close_matches(fold(name), by_fold, n=3, cutoff=0.5)
-    return ", ".join(by_fold[fold] for fold in near) or ", ".join(known[:12]) or "nothing"
+    if near:
+        return f"did you mean {' or '.join(by_fold[fold] for fold in near)}?"
+    return f"expected one of {', '.join([*known[:12], *['…'] * (len(known) > 12)])}." if known else "there is none."

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_train.config.registry import nearest
+from horovod_train.config.registry import suggest
 from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.output.graph import PARTS, fold, show_branches
@@ -24,7 +24,7 @@ def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
     known = [*PARTS, model.name, *(layer.name for layer in model.layers)]
     for part, name in names.items():
         if part not in known:
-            raise UserError(f"log.graph_names.{part}: the graph has no such part; near it: {nearest(part, known)}.")
+            raise UserError(f"log.graph_names.{part}: the graph has no such part; {suggest(part, known)}")
         if name is not None and not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9.][\w./-]*", name)):
             raise UserError(
                 f"log.graph_names.{part}: expected a name of letters, digits and _ - . /, or null; received {name!r}."

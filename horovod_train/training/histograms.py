@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from horovod_train.config.registry import nearest
+from horovod_train.config.registry import suggest
 from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
@@ -93,7 +93,7 @@ def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str,
     for shown, name in activations.items():
         if name not in known:
             raise UserError(
-                f"log.activations.{shown}: the model has no layer {name!r}; near it: {nearest(str(name), list(known))}."
+                f"log.activations.{shown}: the model has no layer {name!r}; {suggest(str(name), list(known))}"
             )
     return {shown: known[name] for shown, name in activations.items()}
 

@@ -18,8 +18,8 @@ train: {{max_steps: 2}}
 """
 
 BEFORE_TENSORFLOW = {
-    "unknown key": (["trian.epochs=3"], "command line: trian: unknown key; known here: train"),
-    "unknown key in a section": (["train.epoch=3"], "train.epoch: unknown key; known here: epochs"),
+    "unknown key": (["trian.epochs=3"], "command line: trian: unknown key; did you mean train"),
+    "unknown key in a section": (["train.epoch=3"], "train.epoch: unknown key; did you mean epochs"),
     "wrong type": (["train.epochs=many"], "train.epochs: expected an int; received 'many'"),
     "number for a switch": (["data.shuffle=1"], "data.shuffle: expected true or false; received 1"),
     "too small": (["train.steps_per_call=0"], "train.steps_per_call: must be at least 1; received 0"),
@@ -44,7 +44,7 @@ BEFORE_TENSORFLOW = {
     "not a TFRecord": (["data.train={here}/text/*.tfrecord"], "text/a.tfrecord"),
     "truncated TFRecord": (["data.train={here}/cut"], "cut/"),
     "source of a known kind": (["data.source=hdf5"], "data.source: expected package.module:Class; received 'hdf5'"),
-    "no such source": (["data.source=user_sources:Item"], "data.source: user_sources has no 'Item'; it has Items"),
+    "no such source": (["data.source=user_sources:Item"], "data.source: user_sources has no 'Item'; did you mean Items"),
     "index of a source": (
         ["data.source=user_sources:Items", "data.index_dir={here}/empty"],
         "data.index_dir: is for files, and has no effect beside data.source",
@@ -58,13 +58,13 @@ BEFORE_TENSORFLOW = {
 }
 
 WITH_TENSORFLOW = {
-    "unknown model": (["model=convent"], "model.name: unknown name 'convent'; known here: convnet"),
+    "unknown model": (["model=convent"], "model.name: unknown name 'convent'; did you mean convnet"),
     "unknown model option": (["model.options.depth=3"], "model.options: user_models:small: got an unexpected"),
     "model does not fit": (["model=mlp"], "data.train: model, loss and metrics do not fit records of"),
     "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
     "unknown layer": (
         ["log.histograms_every_steps=1", "log.activations.y=dens"],
-        "log.activations.y: the model has no layer 'dens'; near it: dense",
+        "log.activations.y: the model has no layer 'dens'; did you mean dense",
     ),
     "unknown metric to stop by": (
         ["early_stopping.metric=acuracy", "early_stopping.patience=2"],
@@ -76,7 +76,7 @@ WITH_TENSORFLOW = {
     ),
     "unknown part of the graph": (
         ["log.graph=true", "log.graph_names.inputs=data"],
-        "log.graph_names.inputs: the graph has no such part; near it: input_data",
+        "log.graph_names.inputs: the graph has no such part; did you mean input_data",
     ),
     "hook of another signature": (
         ["hooks=user_hooks:takes_too_little"],
@@ -165,4 +165,5 @@ def test_fewer_records_than_ranks_in_a_batch(here: Path) -> None:
 def test_a_command_that_is_none_is_answered_with_one_that_is() -> None:
     finished = train(["evalute", "runs/x"])
     assert finished.returncode == 2
-    assert finished.stderr == "error: there is no command 'evalute'; near it: evaluate. To train: --config YAML.\n"
+    said = "there is no command 'evalute'; did you mean evaluate? To train: --config FILE, no command."
+    assert finished.stderr == f"error: {said}\n"

@@ -214,7 +214,7 @@ WRONG = {
     ),
     "no such metric": (
         ["data.weight=importance", "weighted_metrics=acuracy"],
-        "Keras has no 'acuracy'; near it: Accuracy",
+        "Keras has no 'acuracy'; did you mean Accuracy",
     ),
     "the same name": (
         [

@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"restore_best_weights": True},
         "options.restore_best_weights: a resume would lose them; use che",
     ),
-    ("EarlyStoping", {}, "callbacks[0]: Keras has no 'EarlyStoping'; near it: EarlyStopping"),
+    ("EarlyStoping", {}, "callbacks[0]: Keras has no 'EarlyStoping'; did you mean EarlyStopping"),
     (
         "EarlyStopping",
         {"patient": 3},

@@ -28,26 +28,29 @@ def decay(name: str, **options: object) -> object:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "unknown model": (lambda: build_model(Spec("convent")), "model.name: unknown name 'convent'; known here: convnet"),
+    "unknown model": (lambda: build_model(Spec("convent")), "model.name: unknown name 'convent'; did you mean convnet"),
     "unknown option": (lambda: build_model(Spec("mlp", {"depth": 3})), "model.options: mlp: got an unexpected keyword"),
     "no such module": (lambda: build_model(Spec("nowhere:build")), "model.name: cannot import 'nowhere:build'"),
     "no such function": (
         lambda: build_model(Spec("user_models:smal")),
-        "model.name: user_models has no 'smal'; it has small",
+        "model.name: user_models has no 'smal'; did you mean small",
     ),
     "no model": (lambda: build_model(Spec("user_models:not_a_model")), "must return a keras.Model; it returned int"),
-    "unknown optimizer": (lambda: optimizer("sdg"), "optimizer.name: Keras has no 'sdg'; near it: SGD"),
+    "unknown optimizer": (lambda: optimizer("sdg"), "optimizer.name: Keras has no 'sdg'; did you mean SGD"),
     "optimizer option": (lambda: optimizer("sgd", momentums=1), "optimizer: sgd with options {'momentums': 1}"),
     "optimizer value": (lambda: optimizer("sgd", momentum=2.0), "optimizer: sgd with options {'momentum': 2.0}"),
     "rate twice": (lambda: optimizer("sgd", learning_rate=1), "the rate is set by lr_schedule.base_lr"),
-    "unknown decay": (lambda: decay("cosin"), "lr_schedule.decay.name: unknown name 'cosin'; known here: cosine"),
+    "unknown decay": (lambda: decay("cosin"), "lr_schedule.decay.name: unknown name 'cosin'; did you mean cosine"),
     "rate missing": (lambda: decay("exponential"), "lr_schedule.decay.options: exponential: missing a required"),
     "lengths": (
         lambda: decay("piecewise", boundaries_epochs=[1], factors=[0.1, 0.2]),
         "must be of one length; received 1 and 2",
     ),
-    "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; near it:"),
-    "unknown metric": (lambda: build_metrics([Spec("acuracy")]), "metrics: Keras has no 'acuracy'; near it: Accuracy"),
+    "unknown loss": (lambda: build_loss(Spec("crossentropy")), "loss.name: Keras has no 'crossentropy'; did you mean"),
+    "unknown metric": (
+        lambda: build_metrics([Spec("acuracy")]),
+        "metrics: Keras has no 'acuracy'; did you mean Accuracy",
+    ),
     "same name": (
         lambda: Accumulator(
             build_loss(Spec("mean_squared_error")), build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})])

@@ -70,4 +70,4 @@ def test_the_command_shows_a_section_and_refuses_an_unknown_one(capsys: pytest.C
     assert "checkpoint.keep" in shown
     assert "horovod.op" not in shown
     assert main(["settings", "chekpoint"]) == 2
-    assert "near it: checkpoint." in capsys.readouterr().err
+    assert "did you mean checkpoint" in capsys.readouterr().err

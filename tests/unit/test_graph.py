@@ -75,7 +75,7 @@ def test_what_a_condition_would_run_is_shown_below_it() -> None:
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ({"rnak": "r"}, "log.graph_names.rnak: the graph has no such part; near it: rank"),
+        ({"rnak": "r"}, "log.graph_names.rnak: the graph has no such part; did you mean rank"),
         ({"rank": 3}, "log.graph_names.rank: expected a name of letters"),
         ({"rank": "my rank"}, "log.graph_names.rank: expected a name of letters"),
     ],

@@ -39,7 +39,7 @@ def test_a_function_is_due_at_the_given_steps_and_a_hook_of_the_user_at_its_own(
     [
         ("note", "hooks[0]: expected package.module:function; received 'note'"),
         ("no_such_module:note", "hooks[0]: cannot import 'no_such_module:note'"),
-        ("user_hooks:nota", "hooks[0]: user_hooks has no 'nota'; it has note"),
+        ("user_hooks:nota", "hooks[0]: user_hooks has no 'nota'; did you mean note"),
         ("user_hooks:not_a_function", "user_hooks:not_a_function must be a function (run, step); it is int."),
         ("user_hooks:takes_too_little", "must be a function (run, step): too many positional arguments"),
         ("user_hooks:never", "user_hooks:never must be due every 1 or more steps; received 0."),

@@ -63,7 +63,10 @@ def one_number(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
 
 WRONG = {
     "no outputs": (Spec("per_output"), "per_output needs a loss for each output"),
-    "unknown key": (Spec("per_output", {"one": {"nam": "x"}}), "loss.options.one: nam: unknown key; known here: name."),
+    "unknown key": (
+        Spec("per_output", {"one": {"nam": "x"}}),
+        "loss.options.one: nam: unknown key; did you mean",
+    ),
     "no mapping": (
         Spec("per_output", {"one": 3}),
         "loss.options.one: expected a mapping of name, options, class_weight, target, ",

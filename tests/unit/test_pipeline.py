@@ -317,7 +317,7 @@ def test_augmentation_is_for_training_only(images: Path) -> None:
 @pytest.mark.parametrize(
     ("augment", "said"),
     [
-        (Spec("flop"), "data.augment[0].name: unknown name 'flop'; known here: flip"),
+        (Spec("flop"), "data.augment[0].name: unknown name 'flop'; did you mean flip"),
         (Spec("flip", {"direction": "up"}), "direction must be horizontal or vertical; received 'up'"),
         (Spec("random_crop", {"pad": 3}), "it takes: padding"),
         (Spec("random_resized_crop", {"area": [0, 1]}), "area must be [low, high]"),

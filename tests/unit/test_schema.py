@@ -21,7 +21,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {}}, "x: features must name at least one"),
     ({"features": {"a": {"shape": [3]}}}, "x: a: type: is required and missing."),
     ({"features": {"a": {"type": "string"}}}, "x: a: type: expected one of int64, float, bytes; received 'string'"),
-    ({"features": {"a": {"type": "int64", "shap": [3]}}}, "x: a: shap: unknown key; known here: shape"),
+    ({"features": {"a": {"type": "int64", "shap": [3]}}}, "x: a: shap: unknown key; did you mean shape"),
     ({"features": {"a": {"type": "int64", "shape": [3, -1]}}}, "x: a: shape: must be at least 1; received -1"),
     ({"features": {"a": {"type": "int64", "shape": "3"}}}, "x: a: shape: expected an int; received '3'"),
     ({"features": {"a": {"type": "int64", "max_length": 0}}}, "x: a: max_length: must be at least 1; received 0"),
@@ -46,7 +46,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"features": {"a": "int64"}}, "x: inputs must name the features that the model gets, of a"),
     ({"features": {"a": "int64"}, "inputs": ["b"]}, "x: inputs: there is no feature b; there are a"),
     ({"features": {"a": "int64"}, "inputs": "a", "targets": [3]}, "x: targets: expected a string; received 3"),
-    ({"features": {"a": "int64"}, "inputs": "a", "target": "a"}, "x: target: unknown key; known here: targets"),
+    ({"features": {"a": "int64"}, "inputs": "a", "target": "a"}, "x: target: unknown key; did you mean targets"),
 ]
 
 

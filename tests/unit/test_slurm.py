@@ -274,7 +274,7 @@ def test_the_command_line_wins_over_the_site(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("time: 01:00:00\npartion: a", ":2: partion: unknown option; near it: partition"),
+        ("time: 01:00:00\npartion: a", ":2: partion: unknown option; did you mean partition"),
         ("nodes: many", ":1: nodes: expected a whole number of at least 1; received 'many'."),
         ("nodes: [1, 2]", ":1: nodes: expected one value."),
         ("nodes: 1\nnodes: 2", ":2: nodes is given twice."),

@@ -172,7 +172,7 @@ def test_settings_that_do_not_go_with_a_stream_are_refused(words: list[str], sai
 
 
 def test_a_name_or_an_option_that_the_function_has_not_is_named() -> None:
-    with pytest.raises(UserError, match="user_streams has no 'unevn'; it has uneven"):
+    with pytest.raises(UserError, match="user_streams has no 'unevn'; did you mean uneven"):
         stream("unevn")
     with pytest.raises(UserError, match=r"data\.dataset\.options: user_streams:uneven: .*it takes: .*records"):
         stream("uneven", recrods=3)

@@ -270,8 +270,8 @@ def test_a_run_does_not_begin_without_its_tracker_but_continues_without_it(tmp_p
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (Spec("mlfow"), "log.trackers: unknown name 'mlfow'; known here: mlflow"),
-        (Spec("user_trackers:Note"), "log.trackers: user_trackers has no 'Note'; it has"),
+        (Spec("mlfow"), "log.trackers: unknown name 'mlfow'; did you mean mlflow"),
+        (Spec("user_trackers:Note"), "log.trackers: user_trackers has no 'Note'; did you mean"),
         (Spec("user_trackers:Noted", {"sound": 1}), "log.trackers.options: user_trackers:Noted: got an unexpected"),
         (Spec("user_trackers:WithoutFinish"), "log.trackers: user_trackers:WithoutFinish must have start(directory, "),
         (Spec("mlflow"), "log.trackers: needs mlflow (import of mlflow halted"),

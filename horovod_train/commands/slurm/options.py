@@ -18,7 +18,7 @@ import yaml
 
 from horovod_train.commands.arguments import Parser
 from horovod_train.config.numbers import parse_clock
-from horovod_train.config.registry import nearest
+from horovod_train.config.registry import suggest
 from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError
 
@@ -178,7 +178,7 @@ def _read(file: Path) -> dict[str, Any]:
     for key, value in node.value:
         where, name = f"{file}:{key.start_mark.line + 1}", str(key.value).replace("-", "_")
         if name not in OPTIONS:
-            raise UserError(f"{where}: {key.value}: unknown option; near it: {nearest(name, list(OPTIONS))}.")
+            raise UserError(f"{where}: {key.value}: unknown option; {suggest(name, list(OPTIONS))}")
         if name in found:
             raise UserError(f"{where}: {key.value} is given twice.")
         try:
