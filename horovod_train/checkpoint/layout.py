@@ -128,7 +128,7 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tu
     if own is None and damaged:
         newest = max(damaged)
         raise UserError(
-            f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {folder} is whole; of the "
-            f"newest, step {newest}, {damaged[newest]}. Choose another --output-dir, or remove them to start anew."
+            f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {folder} is undamaged; "
+            f"the newest, step {newest}: {damaged[newest]}. Choose another --output-dir, or remove them to start anew."
         )
     return own, damaged

@@ -119,10 +119,10 @@ class CheckpointStore:
             for other in [other for other in self.checkpoints.steps() if other > step]:
                 place = self.checkpoints.place(other)
                 aside = self.checkpoints.set_aside(other, "abandoned").name
-                log.warning(f"{place} belongs to a run that restarted from step {step}. It is now called {aside}.")
+                log.warning(f"{place} is from before the resume at step {step}. It is now called {aside}.")
         except OSError as error:
             raise UserError(
-                f"{place}: belongs to a run that restarted from step {step}, and cannot be renamed: {reason(error)}. "
+                f"{place}: is from before the resume at step {step}, and cannot be renamed: {reason(error)}. "
                 "Choose another --output-dir."
             ) from error
 

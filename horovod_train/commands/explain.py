@@ -63,6 +63,8 @@ class Explanation:
     followed: list[int]
     silent: list[int]
     slow: list[str]
+    earlier: str
+    """How an earlier start ended the run, if the last start did not get as far as its first step; or ""."""
     last_step: int | None
     checkpoint: Checkpoint | None
     damaged: list[str]
@@ -74,10 +76,10 @@ class Explanation:
         if self.time:
             yield f"when: {self.time}"
         if self.followed:
-            yield f"only followed: {_ranks(self.followed)}"
+            yield f"ended because of another rank: {_ranks(self.followed)}"
         if self.silent:
-            yield f"ended without a reason in their logs: {_ranks(self.silent)}"
-        yield from (f"before that: {sentence}" for sentence in self.slow)
+            yield f"no end in their logs: {_ranks(self.silent)}"
+        yield from (f"before that: {sentence}" for sentence in [*self.slow, *filter(None, [self.earlier])])
         yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
         if self.state != "finished":
             last = "none" if self.checkpoint is None else f"{self.checkpoint.path}, step {self.checkpoint.step}"
@@ -103,7 +105,8 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         found = "a folder without any of these" if run_dir.is_dir() else "no folder"
         raise UserError(f"{run_dir}: expected a run directory, with {', '.join(_LEFT_BY_A_RUN)}; found {found}.")
     stories = read_stories(run_dir)
-    outcome = _judge(stories, read_json(run_dir / "summary.json"), lambda: find_running(run_dir, watch_s))
+    summary = read_json(run_dir / "summary.json")
+    outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))
     checkpoint, damaged = last_good_checkpoint(run_dir)
     steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
@@ -118,6 +121,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
         followed=followed,
         silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
         slow=slow[-3:],
+        earlier=_earlier(outcome, stories, summary),
         last_step=last_step,
         checkpoint=checkpoint,
         damaged=damaged,
@@ -150,7 +154,7 @@ def _judge(
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
     last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
     sign = " ".join([last.kind, *last.text.splitlines()[:1]])
-    what = f"all ranks were ended together, from outside; the last line in the logs: {sign}"
+    what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
 
 
@@ -180,6 +184,13 @@ def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
             # A rank whose log has an end has only lost its connection.
             if gone and not (other and other.end):
                 yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
+
+
+def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
+    end = None if outcome.rank is None else stories[outcome.rank].end
+    if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
+        return ""
+    return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
 
 
 def _followed(story: RankStory) -> bool:

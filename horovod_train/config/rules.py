@@ -78,7 +78,7 @@ def broken_rules(config: Config) -> Iterator[tuple[str, str]]:
     yield from remote_path_problems(config)
     yield from _without_effect(config, config)
     if not (data.train or data.dataset):
-        yield "data.train", "is required: a folder of *.tfrecord files, or a glob."
+        yield "data.train", "is required: a folder, file or glob of records; see docs/data.md."
 
 
 def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
@@ -89,11 +89,11 @@ def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
     if schedule.scaling != "none" and not schedule.base_batch_size:
         yield "lr_schedule.base_batch_size", f"is required with scaling: {schedule.scaling}."
     if not 0 < config.watch.warn_after_s < config.watch.stop_after_s <= config.watch.first_step_after_s:
-        yield "watch.warn_after_s", "must be above 0 and less than stop_after_s, and that at most first_step_after_s."
+        yield "watch.warn_after_s", "must be above 0, less than stop_after_s, which must be at most first_step_after_s."
     if train.synchronization == "local" and train.average_every_steps is None:
         yield "train.average_every_steps", "is required with train.synchronization: local."
     if train.clip_norm == 0:
-        yield "train.clip_norm", "must be above 0; received 0, which would clip nothing. Leave it out."
+        yield "train.clip_norm", "must be above 0; received 0, which would make every gradient 0. Leave it out."
     if train.ema_decay is not None and train.ema_decay >= 1:
         yield "train.ema_decay", f"must be less than 1; received {train.ema_decay}."
     if train.synchronization != "every_step" and config.precision == "mixed_float16":
@@ -101,7 +101,7 @@ def _wrong_training(config: Config) -> Iterator[tuple[str, str]]:
     if train.synchronization == "local" and train.non_finite == "skip":
         yield (
             "train.non_finite",
-            "skip does not go with synchronization: local, where each rank would skip its own.",
+            "skip cannot be combined with synchronization: local, where each rank would skip its own.",
         )
 
 
@@ -216,10 +216,7 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
             found = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
             yield (
                 key,
-                (
-                    f"needs {need}, without which it has no effect; {found}. "
-                    f"Leave it out, or give its default: {_as_yaml(default)}."
-                ),
+                (f"has no effect unless {need}; {found}. Leave it out, or give its default: {_as_yaml(default)}."),
             )
 
 

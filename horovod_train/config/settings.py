@@ -91,7 +91,7 @@ class Mixed:
 @dataclass(frozen=True)
 class DataConfig:
     train: tuple[str | Mixed, ...] = setting((), "training records: folder, file, glob or a list; see docs/data.md")
-    eval: tuple[str, ...] = setting((), "evaluation records, in the same forms; none: no evaluation")
+    eval: tuple[str, ...] = setting((), "evaluation records: folder, file, glob or a list; none: no evaluation")
     dataset: Spec | None = setting(None, "package.module:function that gives a stream, in place of train and eval")
     steps_per_epoch: int | None = setting(None, "steps of a stream's epoch; default: what its epoch 0 has", minimum=1)
     source: Spec | None = setting(None, "package.module:Class, called with each entry of train and eval to read it")
@@ -109,9 +109,13 @@ class DataConfig:
     batch_size_per_rank: int | None = setting(None, "records per update on one rank", minimum=1)
     shuffle: bool = setting(True, "another order every epoch, drawn from (seed, epoch); false: file order")
     shuffle_window: int = setting(10_000, "records over all ranks among which records are mixed", minimum=1)
-    shuffle_mb: int = setting(1024, "most memory for that on one rank; lowers shuffle_window", minimum=1)
-    bucket_by_length: str | None = setting(None, "feature, a list: batches of like lengths, padded to the longest")
-    bucket_steps: int = setting(256, "steps among which records are sorted by it; 1: they are not sorted", minimum=1)
+    shuffle_mb: int = setting(1024, "most memory for the shuffle window on one rank; lowers shuffle_window", minimum=1)
+    bucket_by_length: str | None = setting(
+        None, "feature, a list: batches of records of similar length, padded to the longest"
+    )
+    bucket_steps: int = setting(
+        256, "steps among which records are sorted by length; 1: they are not sorted", minimum=1
+    )
     drop_remainder: bool = setting(False, "leave out the last partial batch of an epoch")
     augment: tuple[Spec, ...] = setting((), "changes to training images, in order; see docs/data.md")
     read_threads: int = setting(32, "blocks of records that a rank reads at the same time", minimum=1)
@@ -145,7 +149,9 @@ class LrScheduleConfig:
     scaling: Literal["none", "linear", "sqrt"] = setting("none", "how the rate grows with the global batch")
     base_batch_size: int | None = setting(None, "global batch that base_lr was chosen for", minimum=1)
     warmup_epochs: float = setting(0.0, "epochs over which the rate rises linearly, step by step", minimum=0)
-    decay: Spec = setting(Spec("constant"), "constant, piecewise, exponential, cosine or polynomial")
+    decay: Spec = setting(
+        Spec("constant"), "constant, piecewise, exponential, cosine, polynomial or package.module:function"
+    )
 
 
 @dataclass(frozen=True)
@@ -156,9 +162,11 @@ class TrainConfig:
     accumulate_steps: int = setting(1, "parts in which a rank's batch is computed, for one update", minimum=1)
     synchronization: Literal["every_step", "local", "stale"] = setting("every_step", "when ranks exchange; see docs")
     average_every_steps: int | None = setting(None, "with synchronization: local, steps between averages", minimum=1)
-    clip_norm: float | None = setting(None, "largest global norm of the averaged gradient", minimum=0)
+    clip_norm: float | None = setting(None, "largest global norm of the averaged gradient, above 0", minimum=0)
     l2: float = setting(0.0, "adds l2 · ½ Σ‖W‖² over weight matrices to the loss", minimum=0)
-    ema_decay: float | None = setting(None, "keeps moving averages of weights, used for evaluation", minimum=0)
+    ema_decay: float | None = setting(
+        None, "keeps moving averages of weights, used for evaluation; less than 1", minimum=0
+    )
     non_finite: Literal["stop", "skip"] = setting("stop", "at a NaN or infinite loss or gradient: end, or skip it")
     max_skips_in_a_row: int = setting(10, "updates to skip in a row; with float16 50 or more", minimum=1)
     max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
@@ -211,7 +219,9 @@ class LogConfig:
     activations: dict[str, Any] = setting({}, "outputs that get histograms too: {name to show: layer}")
     graph: bool = setting(False, "write the graph of one step, folded by namespace")
     graph_names: dict[str, Any] = setting({}, "other names for its parts: {input_data: input}; null unfolds one")
-    profile_at_steps: tuple[int, ...] = setting((), "steps of which the time and memory of every op are written")
+    profile_at_steps: tuple[int, ...] = setting(
+        (), "steps, 2 or later, of which the time and memory of every op are written"
+    )
 
 
 @dataclass(frozen=True)
@@ -228,9 +238,13 @@ class HorovodConfig:
 @dataclass(frozen=True)
 class WatchConfig:
     enabled: bool = setting(True, "name ranks that are waited for or have ended, and end the others")
-    warn_after_s: float = setting(60.0, "seconds without progress after which a line names the slow ranks")
-    stop_after_s: float = setting(600.0, "seconds without progress after which all ranks write their stacks and end")
-    first_step_after_s: float = setting(1800.0, "in place of stop_after_s until the first step has been compiled")
+    warn_after_s: float = setting(60.0, "seconds without progress after which a line names the slow ranks; above 0")
+    stop_after_s: float = setting(
+        600.0, "seconds without progress after which all ranks write their stacks and end; above warn_after_s"
+    )
+    first_step_after_s: float = setting(
+        1800.0, "in place of stop_after_s until the first step has been compiled; at least that"
+    )
 
 
 @dataclass(frozen=True)
@@ -261,7 +275,7 @@ class Config:
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     weighted_metrics: tuple[MetricSpec, ...] = setting((), "metrics that weight records as the loss does")
     optimizer: OptimizerSpec = setting(
-        OptimizerSpec(AUTO), "a Keras optimizer, or package.module:function; auto: a compiled model's, or sgd"
+        OptimizerSpec(AUTO), "a Keras optimizer, lars or package.module:function; auto: a compiled model's, or sgd"
     )
     callbacks: tuple[Spec, ...] = setting((), "Keras callbacks, or package.module:Class, called as fit does; see docs")
     hooks: tuple[str, ...] = setting((), "package.module:function, each called as (run, step) between steps")

@@ -60,8 +60,8 @@ class Pipeline(BatchSource):
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
         self.files = identity.pack(identity.names_of(records.source.parts))
         self.what_orders = (
-            "the training files of then, seed {seed}, data.global_batch_size {batch} and the same data.shuffle… "
-            "settings"
+            "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "
+            "data.shuffle… settings"
         )
         self.num_records = plan.num_records
         self.global_batch_size = plan.global_batch_size

@@ -70,15 +70,19 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
-    found = f"{len(gpus)} GPU, {host_cores} cores for {local_size} ranks of this host"
+    found = f"{_count(len(gpus), 'GPU')}; {_count(host_cores, 'core')} for {_count(local_size, 'rank')} of this host"
     logical = _names("GPU" if mine else "CPU", config.per_rank)
     if not mine:
         as_devices = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
-        return Device(f"CPU{as_devices}, {config.intra_op_threads or threads} threads", found, (), logical)
+        return Device(f"CPU{as_devices}, {_count(config.intra_op_threads or threads, 'thread')}", found, (), logical)
     indices = [gpus.index(gpu) for gpu in mine]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
     return Device(f"GPU {', '.join(map(str, indices))}", found, keys, logical)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def pin_to_cpu(per_rank: int) -> Device:

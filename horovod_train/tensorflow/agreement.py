@@ -95,6 +95,6 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet
             others = [rank for rank, own in zip(members, column, strict=True) if own != column[0]]
             shown = ", ".join(map(str, others[:4])) + (", …" if len(others) > 4 else "")
             raise RanksDisagree(
-                f"ranks hold different weights: {name} on rank {shown} is not that of rank {members[0]}. {advice}; "
-                "hvd.init(check_weights=False) does not check."
+                f"ranks hold different weights: {name} on rank {shown} differs from that on rank {members[0]}. "
+                f"{advice}; hvd.init(check_weights=False) does not check."
             )

@@ -169,11 +169,11 @@ def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: boo
             "records; see docs/models.md."
         )
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
-        yield "data.on_bad_record: skip makes ranks meet in every step, under synchronization: local too."
+        yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
     if config.train.synchronization == "local" and config.data.dataset:
-        yield "the lengths of streams differ, so ranks meet in every step, under synchronization: local too."
+        yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."
     elif config.train.synchronization == "local" and has_weights:
-        yield "weights of records make ranks meet in every step, under synchronization: local too."
+        yield "weights of records require an exchange in every step, under synchronization: local too."
 
 
 def build_accumulator(

@@ -140,9 +140,10 @@ def _deadline(config: Config, started: float) -> float | None:
 
 
 def _introduce(group: WorkerGroup, config: Config) -> None:
+    exchange = f"exchange over {group.exchange}" if group.size > 1 else "no exchange"
     log.info(
-        f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, exchange over "
-        f"{group.exchange}; global batch {config.data.global_batch_size}; output in {config.output_dir}"
+        f"{group.size} rank(s) on {len(set(group.hosts))} host(s), launcher {group.launcher}, {exchange}; "
+        f"global batch {config.data.global_batch_size}; output in {config.output_dir}"
     )
     # A line for each rank, but not in the file of each rank.
     for rank, device in enumerate(group.devices) if group.is_root else ():

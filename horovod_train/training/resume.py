@@ -72,7 +72,7 @@ def check_position(train: BatchSource, found: Checkpoint) -> None:
     if found.facts.records and changed:
         raise UserError(
             f"{found.folder}: stands after record {found.facts.records} of an epoch of other data: data.train now "
-            f"{changed}. Resume with the training files of then, or from a checkpoint at the end of an epoch."
+            f"{changed}. Resume with the training files as they were then, or from a checkpoint at the end of an epoch."
         )
     if found.facts.records and found.facts.data != train.fingerprint:
         raise UserError(
@@ -87,7 +87,7 @@ def check_position(train: BatchSource, found: Checkpoint) -> None:
             f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
             f"data.global_batch_size {train.global_batch_size} of this config an epoch has "
             f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
-            f"data.global_batch_size {batch} and the training files of then."
+            f"data.global_batch_size {batch} and the training files as they were then."
         )
 
 

@@ -155,7 +155,7 @@ def _finish(run: Run, reason: StopReason) -> int:
     with run.group.raise_together():
         run.output.write_summary(summary)
     why = "" if reason == DONE else f" ({reason.text})"
-    again = f"; saved, start it again{_how_to_resume(run.config, reason)} to resume" if reason.restartable else ""
+    again = f"; saved; to resume, start it again{_how_to_resume(run.config, reason)}" if reason.restartable else ""
     log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     at_most_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
     run.output.finish_trackers("stopped" if reason.restartable else "done", at_most_s=at_most_s)

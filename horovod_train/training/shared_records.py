@@ -67,7 +67,7 @@ def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
     more = f"; {len(different) - _SHOWN} more ranks differ" if len(different) > _SHOWN else ""
     same = group.size - len(different)
     return (
-        f"{setting}: ranks see different records: {shown}{more}; {same} of {group.size} ranks see those of rank 0. "
+        f"{setting}: ranks see different records: {shown}{more}; {same} of {group.size} ranks see the same as rank 0. "
         "Give every rank the same files."
     )
 

@@ -99,7 +99,7 @@ def test_a_job_whose_time_runs_out_saves_and_goes_on_to_the_same_weights(
     sha = summary_of(tmp_path / "run")["weights_sha256"]
     table.add(launch, "USR1 before its time is over", gone_s, starts, sha[:12])
     assert starts == 2
-    assert "(SIGUSR1); saved, start it again to resume" in job.said()
+    assert "(SIGUSR1); saved; to resume, start it again" in job.said()
     assert "requeued: exit code 75" in job.said()
     assert sha == undisturbed
 
@@ -119,7 +119,7 @@ def test_a_preempted_job_saves_and_goes_on_to_the_same_weights(
     starts = 1 + wait_for_restart(cluster, job)
     sha = summary_of(tmp_path / "run")["weights_sha256"]
     table.add("srun", "a job of a partition with more priority", gone_s, starts, sha[:12])
-    assert "saved, start it again to resume" in job.said()
+    assert "saved; to resume, start it again" in job.said()
     assert starts == 2
     assert sha == undisturbed
 

@@ -133,8 +133,8 @@ def test_a_cut_link_ends_the_ranks_on_both_sides_of_it(
     finally:
         cluster.mend("n2")
     state, exit_code = job.wait(60)
-    said = "rank 1 (n2) has not been heard of" in job.said()
-    sentence = "rank 1 (n2) has not been heard of" if said else "-"
+    said = "rank 1 (n2) has sent no heartbeat" in job.said()
+    sentence = "rank 1 (n2) has sent no heartbeat" if said else "-"
     killed.add("srun, link of n2 cut", sentence, gone_s, "when mended", f"{state}, exit code {exit_code}")
     assert not left
     assert said, job.said()

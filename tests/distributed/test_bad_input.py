@@ -30,10 +30,13 @@ BEFORE_TENSORFLOW = {
     "scaling without a base": (["lr_schedule.scaling=linear"], "lr_schedule.base_batch_size: is required"),
     "histograms without TensorBoard": (
         ["log.tensorboard=false", "log.histograms_every_steps=10"],
-        "log.histograms_every_steps: needs log.tensorboard: true",
+        "log.histograms_every_steps: has no effect unless log.tensorboard: true",
     ),
-    "activations without histograms": (["log.activations.y=dense"], "log.activations: needs log.histograms_every"),
-    "names without a graph": (["log.graph_names.rank=null"], "log.graph_names: needs log.graph: true"),
+    "activations without histograms": (
+        ["log.activations.y=dense"],
+        "log.activations: has no effect unless log.histograms_every",
+    ),
+    "names without a graph": (["log.graph_names.rank=null"], "log.graph_names: has no effect unless log.graph: true"),
     "profile of the first step": (["log.profile_at_steps=[1]"], "log.profile_at_steps: must be 2 or later"),
     "missing config file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: cannot be read: No such file"),
     "config is a folder": (["--config", "."], "--config .: cannot be read: Is a directory"),
@@ -44,7 +47,10 @@ BEFORE_TENSORFLOW = {
     "not a TFRecord": (["data.train={here}/text/*.tfrecord"], "text/a.tfrecord"),
     "truncated TFRecord": (["data.train={here}/cut"], "cut/"),
     "source of a known kind": (["data.source=hdf5"], "data.source: expected package.module:Class; received 'hdf5'"),
-    "no such source": (["data.source=user_sources:Item"], "data.source: user_sources has no 'Item'; did you mean Items"),
+    "no such source": (
+        ["data.source=user_sources:Item"],
+        "data.source: user_sources has no 'Item'; did you mean Items",
+    ),
     "index of a source": (
         ["data.source=user_sources:Items", "data.index_dir={here}/empty"],
         "data.index_dir: is for files, and has no effect beside data.source",

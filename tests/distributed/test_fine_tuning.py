@@ -149,7 +149,7 @@ def test_unfrozen_weights_train_from_their_epoch_on_and_a_resume_changes_nothing
     words += ["train.epochs=2"]
     histograms = ["log.tensorboard=true", "log.histograms_every_steps=6"]  # before and after; they change nothing
     said = done(start([*words, *histograms], np_=2, out="whole"))
-    assert "after epoch 1: 2 weights more are trained: first/bias, first/kernel" in said
+    assert "after epoch 1: 2 more weights are trained: first/bias, first/kernel" in said
     for rank in (0, 1):
         at_epoch, later = (weights(tmp_path / "whole", rank, STEPS_OF_EPOCH + more) for more in (0, 1))
         assert all(same(before, at_epoch, PROTECTED))
@@ -225,7 +225,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
         ["model.init_from={here}/low.keras", "checkpoint.resume={here}/low-run"],
         "model.init_from: has no effect with checkpoint.resume: PATH",
     ),
-    "exclude without a source": (["model.init_exclude=head"], "model.init_exclude: needs model.init_from"),
+    "exclude without a source": (
+        ["model.init_exclude=head"],
+        "model.init_exclude: has no effect unless model.init_from",
+    ),
     "exclude of nothing": (
         ["model.init_from={here}/low.keras", "model.init_exclude=tail"],
         "model.init_exclude[0]: 'tail' is in none of first/kernel, first/bias",
@@ -237,7 +240,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "freeze of nothing": (["model.freeze=fist"], "model.freeze: 'fist' is in none of first/kernel, first/bias"),
     "no regular expression": (["model.freeze='('"], "model.freeze: '(' is no regular expression"),
     "everything frozen": (["model.freeze=."], "model.freeze: . leaves nothing to train at the start."),
-    "unfreeze without freeze": (["model.unfreeze={1: first}"], "model.unfreeze: needs model.freeze"),
+    "unfreeze without freeze": (["model.unfreeze={1: first}"], "model.unfreeze: has no effect unless model.freeze"),
     "unfreeze after the end": (
         ["model.freeze=first", "model.unfreeze={3: first}"],
         "model.unfreeze.3: has no effect: the run ends after train.epochs, 3.",
@@ -252,7 +255,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "unfreeze with late gradients": (
         ["model.freeze=first", "model.unfreeze={1: first}", "train.synchronization=stale"],
-        "model.unfreeze: needs train.synchronization: every_step",
+        "model.unfreeze: has no effect unless train.synchronization: every_step",
     ),
     "no rank": (["model.lora={first: 0}"], "model.lora.first: expected a rank of 1 or more; received 0."),
     "LoRA of nothing": (["model.lora={norm: 2}"], "model.lora.norm: 'norm' is in none of first, second, head."),

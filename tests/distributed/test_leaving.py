@@ -139,7 +139,7 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
         job.wait_until(moment(job), name)
         random.choice(job.ranks()).send_signal(signal.SIGTERM)
         assert job.wait() == 75, log.read_text()
-        assert "(SIGTERM); saved, start it again to resume" in log.read_text()
+        assert "(SIGTERM); saved; to resume, start it again" in log.read_text()
         assert summary_of(run_dir)["ended"] == "SIGTERM"
     finished = train(["--config", config, "--output-dir", run_dir, *common], launcher="mpirun", np=np)
     assert finished.returncode == 0, finished.text
@@ -298,7 +298,7 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     (tmp_path / "a" / "STOP").touch()
     stopped = train(["--config", config, "--output-dir", tmp_path / "a"])
     assert stopped.returncode == 75, stopped.text
-    assert "(STOP file); saved, start it again without that file to resume" in stopped.stdout
+    assert "(STOP file); saved; to resume, start it again without that file" in stopped.stdout
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
     assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
     often = "checkpoint={every_steps: null, every_epochs: null, every_minutes: 0.02, keep: 1000}"
@@ -413,7 +413,7 @@ def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path
     assert job.wait() == 87, job.log.read_text()
     said = job.log.read_text()
     assert "rank 2 (" in said
-    assert "has not been heard of for" in said
+    assert "has sent no heartbeat for" in said
     assert "2 ranks wait for it" in said
     _, left = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
     assert not left

@@ -117,7 +117,7 @@ DIFFERENT: dict[str, tuple[Rank, Prepare, str]] = {
         Rank(),
         lambda here: shard(here).unlink(),
         "error: data.train: ranks see different records: rank 1 ({host}) lacks 00001-of-00005.tfrecord, which rank 0 "
-        "({host}) has; 1 of 2 ranks see those of rank 0. Give every rank the same files.",
+        "({host}) has; 1 of 2 ranks see the same as rank 0. Give every rank the same files.",
     ),
     "other content": (
         Rank(),

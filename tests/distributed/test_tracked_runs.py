@@ -166,7 +166,7 @@ def test_mlflow_has_one_run_with_every_step_once_of_a_run_resumed_at_another_siz
 ) -> None:
     run_dir, tracker = tmp_path / "run", f"{{name: mlflow, options: {{uri: '{server.uri}', experiment: e}}}}"
     stopped = start(digits, run_dir, tracker, "hooks=user_hooks:stop_at_6", "checkpoint.every_steps=4")
-    assert stopped.returncode == 75 or "saved, start it again to resume" in stopped.stdout, stopped.text
+    assert stopped.returncode == 75 or "saved; to resume, start it again" in stopped.stdout, stopped.text
     (run,) = server.runs("e")
     assert run["info"]["status"] == "KILLED"
     assert [step for step, _ in server.history(run, "train/loss")] == [2, 4, 6]
@@ -262,7 +262,7 @@ def test_wandb_offline_has_one_run_with_every_step_once(digits: Path, tmp_path: 
         pytest.skip("make test-trackers installs W&B, and runs this")
     run_dir, tracker = tmp_path / "run", "{name: wandb, options: {project: p}}"
     stopped = start(digits, run_dir, tracker, "hooks=user_hooks:stop_at_6", WANDB_MODE="offline")
-    assert "saved, start it again to resume" in stopped.stdout, stopped.text
+    assert "saved; to resume, start it again" in stopped.stdout, stopped.text
     resumed = start(digits, run_dir, tracker, np=3, WANDB_MODE="offline")
     assert resumed.returncode == 0, resumed.text
     records = wandb_records(sorted((run_dir / "wandb").glob("offline-run-*/*.wandb")))

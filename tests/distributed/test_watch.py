@@ -22,7 +22,7 @@ from horovod_train.commands.explain import explain
 from horovod_train.output.rank_log_reader import RankStory, read_stories
 
 WARN_S, STOP_S = 3.0, 5.0
-WAITED_FOR = "rank {rank} (HOST) has not been heard of for N s, last in PHASE at step N; {others} wait for it"
+WAITED_FOR = "rank {rank} (HOST) has sent no heartbeat for N s, last seen in PHASE at step N; {others} wait for it"
 
 
 @dataclass

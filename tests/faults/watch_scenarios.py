@@ -236,6 +236,6 @@ WATCH_SCENARIOS = [
     watch_scenario("a rank fails", fail_on(1), NO_LUCK, 1),
     watch_scenario("all fail", fail_on(0, 1, 2), NO_LUCK, 1),
     watch_scenario("a rank stands still", stand_still, "rank 1 (here) has been in input", 87),
-    watch_scenario("a rank is frozen", freeze(1), "rank 1 (here) has not been heard of", 87),
-    watch_scenario("root is frozen", freeze(0), "rank 0 (here) has not been heard of", 87),
+    watch_scenario("a rank is frozen", freeze(1), "rank 1 (here) has sent no heartbeat", 87),
+    watch_scenario("root is frozen", freeze(0), "rank 0 (here) has sent no heartbeat", 87),
 ]

@@ -239,10 +239,13 @@ def test_pools_of_any_size_lose_nothing(records: int, batch: int, steps: int) ->
     ("words", "said"),
     [
         (["data.bucket_by_length=3"], "data.bucket_by_length: expected a string"),
-        (["data.bucket_by_length=words", "data.shuffle=false"], "data.bucket_by_length: needs data.shuffle: true"),
+        (
+            ["data.bucket_by_length=words", "data.shuffle=false"],
+            "data.bucket_by_length: has no effect unless data.shuffle: true",
+        ),
         (["data.bucket_by_length=words", "data.parse=a:b"], "data.bucket_by_length: needs features, whose max_length"),
         (["data.bucket_by_length=words", "jit_compile=true"], "data.bucket_by_length: does not go with jit_compile"),
-        (["data.bucket_steps=8"], "data.bucket_steps: needs data.bucket_by_length, without which it has no"),
+        (["data.bucket_steps=8"], "data.bucket_steps: has no effect unless data.bucket_by_length;"),
         (["data.bucket_by_length=words", "data.bucket_steps=0"], "data.bucket_steps: must be at least 1; received 0"),
         (["data.bucket_by_length=words", "data.bucket_steps=x"], "data.bucket_steps: expected an int"),
         (["data.train=[]", "data.dataset=a:b", "data.bucket_by_length=w"], "data.bucket_by_length: "),

@@ -274,7 +274,7 @@ def test_where_all_are_damaged_the_run_does_not_quietly_start_anew(run: Run) -> 
     run.save(1, 2)
     for step in (1, 2):
         (run.place(step) / "state.index").unlink()
-    with pytest.raises(UserError, match=r"none of the 2 checkpoint\(s\) .* step 2, state.index is missing"):
+    with pytest.raises(UserError, match=r"none of the 2 checkpoint\(s\) .* step 2: state.index is missing"):
         Run(run.directory).store.find("auto")
     assert {"step-000000001", "step-000000002"} <= run.names()
 

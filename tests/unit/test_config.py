@@ -119,7 +119,9 @@ def test_a_rule_broken_by_a_mapping_points_at_it_and_not_at_its_neighbours(least
     earlier, later = tmp_path / "earlier.yaml", tmp_path / "later.yaml"
     earlier.write_text("log: {every_steps: 10}\n")
     later.write_text("log:\n  activations: {y_hidden: hidden1}\n")
-    with pytest.raises(UserError, match=r"later.yaml:2: log.activations: needs log.histograms_every_steps"):
+    with pytest.raises(
+        UserError, match=r"later.yaml:2: log.activations: has no effect unless log.histograms_every_steps"
+    ):
         load([least, str(earlier), str(later)])
 
 
@@ -139,7 +141,7 @@ LOCAL = ["train.synchronization=local", "train.average_every_steps=2"]
 def test_how_gradients_are_exchanged_is_no_setting_where_they_are_not(least: str, setting: str) -> None:
     key = setting.partition("=")[0]
     with pytest.raises(
-        UserError, match=f"^command line: {key}: needs train.synchronization: not local, without which it has no effect"
+        UserError, match=f"^command line: {key}: has no effect unless train.synchronization: not local;"
     ):
         load([least], [*LOCAL, setting])
     load([least], [setting])

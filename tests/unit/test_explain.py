@@ -116,7 +116,7 @@ def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:
 
 def test_a_stall_is_told_with_its_sentence(tmp_path: Path) -> None:
     run = Run(tmp_path, 3, "srun")
-    sentence = "rank 1 (node0) has not been heard of for 31 s, last in compute at step 469; 2 ranks wait for it"
+    sentence = "rank 1 (node0) has sent no heartbeat for 31 s, last seen in compute at step 469; 2 ranks wait for it"
     run.end(0, "stalled", 87, error=sentence)
     run.end(2, "stalled", 87, error=sentence)
     found = explain(tmp_path)
@@ -135,6 +135,18 @@ def test_a_run_that_was_asked_to_stop_can_go_on(tmp_path: Path) -> None:
     assert (found.state, found.what, found.steps_lost) == ("stopped", "stopped at step 470: SIGTERM", 0)
     assert found.next.startswith("resume with: python -m horovod_train.main --config ")
     assert "checkpoint.resume=auto" in found.next
+
+
+def test_a_start_that_is_refused_does_not_hide_that_the_run_had_finished(tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, "mpirun")
+    summary(run, ended="done")
+    run.end(0, "failed", 2, error="checkpoint.resume: never", phase="start", step=None)
+    run.end(1, "followed", 2)
+    found = explain(tmp_path)
+    assert (found.state, found.rank) == ("failed", 0)
+    assert "before that: an earlier start ended after 470 steps: done" in list(found.lines())
+    run.end(0, "failed", 2, error="bad record", phase="train", step=480)
+    assert explain(tmp_path).earlier == ""
 
 
 def test_a_stop_file_that_is_still_there_is_to_be_removed_first(tmp_path: Path) -> None:
@@ -194,7 +206,7 @@ def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-0.end.json").write_text('{"rank"')
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("disappeared", [0])
-    assert found.what.endswith("the last line in the logs: phase train after step 0")
+    assert found.what.endswith("last line in the logs: phase train after step 0")
 
 
 def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_setting_is_refused_without_what_it_needs(key: str, need: str) -> None
         ]
         without = [one._replace(required=required(one)) for one in without]
         said.append(refusal(merged([sample]) | merged(without)))
-    assert any(line and line.startswith(f"{key}: needs {need}, without which it has no effect") for line in said)
+    assert any(line and line.startswith(f"{key}: has no effect unless {need}; ") for line in said)
 
 
 # --- what runs do -----------------------------------------------------------------------------------------------------

@@ -54,12 +54,12 @@ def test_silence_is_named_before_slowness() -> None:
     detector = detector_of("input 7", "exchange 8", "compute 7 reading b", "exchange 8", heard={2: NOW - 31})
     assert detector.silent(NOW) == [2]
     assert detector.sentence(NOW) == (
-        "rank 2 (node2) has not been heard of for 31 s, last in compute at step 7, reading b; 3 ranks wait for it"
+        "rank 2 (node2) has sent no heartbeat for 31 s, last seen in compute at step 7, reading b; 3 ranks wait for it"
     )
     both = detector_of("exchange 8", "compute 7", "compute 7", heard={1: NOW - 40, 2: NOW - 31})
     assert both.sentence(NOW) == (
-        "rank 1 (node1), rank 2 (node2) have not been heard of for 40 s, "
-        "last in compute at step 7; 1 rank waits for them"
+        "rank 1 (node1), rank 2 (node2) have sent no heartbeat for 40 s, "
+        "last seen in compute at step 7; 1 rank waits for them"
     )
 
 

@@ -162,7 +162,7 @@ def test_what_a_generator_raises_is_one_line_with_the_call() -> None:
         (["data.dataset=a:b", "data.shuffle=false"], "data.shuffle: has no effect beside data.dataset"),
         (["data.dataset=a:b", "data.audit=true"], "data.audit: has no effect beside data.dataset"),
         (["data.dataset=a:b", "data.steps_per_epoch=0"], "data.steps_per_epoch: must be at least 1"),
-        (["data.train=here", "data.steps_per_epoch=9"], "data.steps_per_epoch: needs data.dataset"),
+        (["data.train=here", "data.steps_per_epoch=9"], "data.steps_per_epoch: has no effect unless data.dataset"),
     ],
 )
 def test_settings_that_do_not_go_with_a_stream_are_refused(words: list[str], said: str) -> None:

@@ -73,9 +73,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
     except Exception as error:
         # Libraries may raise anything here; doctor reports it as a result.
         text = " ".join(str(error).split())[:300]
-        return [
-            fail("start", f"Horovod does not start: {text}", "See README on installing.")
-        ], launcher.detect().rank == 0
+        return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
     finally:
         alarm.off()
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))

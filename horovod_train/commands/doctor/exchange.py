@@ -41,7 +41,7 @@ def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], ve
     if len(own) == 1:
         return ok("averaging", f"a step under Keras {version} is right; one rank has nothing to average", facts)
     if differ < len(own):
-        text = "nothing was proved: ranks agree without an exchange too"
+        text = "inconclusive: ranks agree without an exchange too"
         return fail("averaging", text, "Report this.", facts)
     text = (
         f"a step under Keras {version} ends at the mean on all ranks, to {error:.0e}; without the exchange it does not"

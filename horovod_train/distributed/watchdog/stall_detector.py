@@ -115,9 +115,9 @@ class StallDetector:
         """Return what follows the names of silent ranks in a message."""
         heard = self._heard[silent[0]]
         have, them = ("has", "it") if len(silent) == 1 else ("have", "them")
-        last = f"last in {heard.beat.phase}{_at_step(heard.beat)}{_detail(heard.beat)}"
+        last = f"last seen in {heard.beat.phase}{_at_step(heard.beat)}{_detail(heard.beat)}"
         others = len(self.names) - len(silent) - (len(self._watched) - len(self._heard))
-        return f"{have} not been heard of for {now - heard.heard_at:.0f} s, {last}{_waiters(others, them)}"
+        return f"{have} sent no heartbeat for {now - heard.heard_at:.0f} s, {last}{_waiters(others, them)}"
 
     def _patience(self, now: float) -> float:
         """Return the factor by which the limits are longer now. A silent rank does not compile: it is frozen."""

@@ -16,4 +16,4 @@ def unfreeze(run: Run, step: int) -> None:
     run.parts.freezing.apply(epoch)
     run.parts.train_step.retrace()
     names = run.parts.freezing.unfrozen_at(epoch)
-    log.info(f"after epoch {epoch}: {len(names)} weights more are trained: {listed(names)}")
+    log.info(f"after epoch {epoch}: {len(names)} more weights are trained: {listed(names)}")

@@ -142,7 +142,7 @@ def _padding(method: str, tried: Tried, pipeline: BatchSource, size: int) -> tup
     fewer = ", ".join(str(count) for count in sorted(counts - {rows}))
     return (
         f"the model's {method} does not use sample_weight: in steps of fewer than {rows} records ({fewer}) the rows "
-        "that fill them up count like records; see docs/models.md.",
+        "that pad them count like records; see docs/models.md.",
     )
 
 
