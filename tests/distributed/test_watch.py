@@ -108,7 +108,7 @@ def watched(
 def plain(line: str) -> str:
     """Without what differs from run to run: host, seconds, steps; and without horovodrun's prefix."""
     line = re.sub(r"^\[\d+\]<stderr>:", "", line)
-    line = re.sub(r"last in \w+ at step \d+(, reading [\w.-]+)?", "last in PHASE at step N", line)
+    line = re.sub(r"last seen in \w+ at step \d+(, reading [\w.-]+)?", "last seen in PHASE at step N", line)
     return re.sub(r"for \d+ s", "for N s", re.sub(r"(rank \d+) \([^)]+\)", r"\1 (HOST)", line))
 
 
