@@ -331,7 +331,8 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
         "optimizer={name: adam, options: {use_ema: true}}",
         "callbacks=[SwapEMAWeights]",
     ]
-    words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), *short, *averaged]
+    best = ["checkpoint.best={metric: loss}", "eval.every_steps=5"]
+    words = ["--config", str(config), "--output-dir", str(tmp_path / "run"), *short, *averaged, *best]
     job = Job("none", 1, [*words, slow.replace("SECONDS", "0.2")], tmp_path / "log")
     job.wait_until(marker.exists, "the evaluation")
     job.process.send_signal(signal.SIGTERM)
@@ -349,6 +350,15 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
         stuck.process.wait(1)
     stuck.process.send_signal(signal.SIGINT)
     assert stuck.wait() == 130  # not 75, which it would be once the evaluation has come to its end
+    assert not (tmp_path / "run" / "checkpoints" / "best").exists()
+    finished = train([*words, slow.replace("SECONDS", "0")])
+    assert finished.returncode == 0, finished.text
+    assert summary_of(tmp_path / "run")["eval"]
+    link = tmp_path / "run" / "checkpoints" / "best"  # the checkpoint of a run that stopped before it was evaluated
+    assert os.readlink(link) == "step-000000005"
+    found = open_checkpoint(str(link), "--checkpoint").facts.best
+    assert found is not None
+    assert found.step == 5
 
 
 def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:

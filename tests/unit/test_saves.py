@@ -113,7 +113,12 @@ def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
         clock=Stopwatch(),
         config=Config(),
         group=Alone(),
-        parts=SimpleNamespace(best=best, callbacks=callbacks, train=SimpleNamespace(fingerprint="", files="")),
+        parts=SimpleNamespace(
+            best=best,
+            callbacks=callbacks,
+            evaluated=tf.Variable(-1),
+            train=SimpleNamespace(fingerprint="", files=""),
+        ),
         state=TrainState(model, keras.optimizers.SGD()),
         stopping=SimpleNamespace(note_save=lambda seconds: None),
         store=store,

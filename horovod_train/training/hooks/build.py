@@ -39,7 +39,11 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         *evaluations,
         *build_callback_hooks(run),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
-        *(every(hook.every_steps, save.if_best) for hook in evaluations if config.checkpoint.best),
+        *(
+            every(hook.every_steps, save.if_best, is_done=is_evaluated)
+            for hook in evaluations
+            if config.checkpoint.best
+        ),
         every(config.train.check_agreement_every_steps, check_agreement),
         every(per_call if minutes is not None else None, SaveByTime(run, minutes or 0.0, save)),
         every(config.checkpoint.every_steps, save),

@@ -16,18 +16,19 @@ from horovod_train.training.stopping import PeriodicSync
 class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
-    first_step: the step at which the run starts or resumes; nothing is saved there. copies: on root, the memory for
-    what is saved.
+    first_step: the step at which the run starts or resumes; nothing is saved there, unless an evaluation is made there.
+    copies: on root, the memory for what is saved.
     """
 
     def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
-        self._last_step, self._audit, self._copies = first_step, audit, copies
+        self._saved = first_step, int(run.parts.evaluated)
+        self._audit, self._copies = audit, copies
         due = run.config.checkpoint
         if run.group.is_root and (due.every_steps or due.every_epochs or due.every_minutes is not None or due.best):
             self._copies.reserve(run.state.variables())
 
     def __call__(self, run: Run, step: int) -> None:
-        if step == self._last_step:
+        if self._saved == (step, int(run.parts.evaluated)):
             return
         started = time.perf_counter()
         with run.clock.stopped(), run.group.heartbeat.phase("save"):
@@ -37,7 +38,7 @@ class Save:
             arrays = settled.snapshot(run.group, self._copies)
             self._audit.flush()
             run.store.save(arrays, _facts(run))
-        self._last_step = step
+        self._saved = step, int(run.parts.evaluated)
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
         run.clock.note_blocked("save_blocked_s", seconds)
