@@ -54,9 +54,11 @@ class TrainState:
         self.followed = dict(followed or {})
         self.averages = averages or MovingAverages(model, None)
         self.synchronization = synchronization or EveryStep(optimizer)
-        self.step, self.epoch, self.records = (
-            tf.Variable(0, dtype=tf.int64, trainable=False, name=name) for name in ("step", "epoch", "records")
-        )
+        # On the host: the watchdog reads them, and a device that is stuck could not be read.
+        with tf.device("CPU:0"):
+            self.step, self.epoch, self.records = (
+                tf.Variable(0, dtype=tf.int64, trainable=False, name=name) for name in ("step", "epoch", "records")
+            )
         self.losses = tuple(losses)
         self.loss_averages = tf.Variable(tf.zeros(len(self.losses)), trainable=False, name="loss_averages")
         """float32 [losses]: moving averages of this rank's parts of the means times the number of ranks."""

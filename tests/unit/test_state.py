@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import PROJECT, run_process
 from keras import layers
 
 from horovod_train.config.settings import TrainConfig
@@ -153,3 +155,24 @@ class Masked(layers.Layer):
 
     def call(self, x: Any) -> Any:
         return x
+
+
+ON_DEVICE = """
+import keras
+import tensorflow as tf
+from conftest import PROJECT, run_process
+from horovod_train.training.state import TrainState
+
+(cpu,) = tf.config.list_physical_devices("CPU")
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.device("CPU:1"):
+    state = TrainState(keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]), keras.optimizers.SGD())
+for variable in (state.model.weights[0].value, state.step, state.epoch, state.records):
+    print(variable.device.rpartition("/")[2])
+"""
+
+
+def test_what_the_watchdog_reads_is_on_the_host() -> None:
+    """A second CPU device stands for a GPU, which could not be read while it is stuck."""
+    finished = run_process([sys.executable, "-c", ON_DEVICE], cwd=PROJECT)
+    assert finished.stdout.split() == ["device:CPU:1", *["device:CPU:0"] * 3], finished.text
