@@ -152,5 +152,11 @@ class _Check:
 
 
 def _digest(record: Any) -> bytes:
-    data = record if isinstance(record, bytes) else b"".join(np.asarray(value).tobytes() for value in record.values())
+    data = record if isinstance(record, bytes) else b"".join(map(_content, record.values()))
     return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def _content(value: Any) -> bytes:
+    array = np.asarray(value)  # of objects for lists of text, whose bytes would be addresses
+    own = repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
+    return f"{array.dtype} {array.shape} ".encode() + own

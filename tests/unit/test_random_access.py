@@ -273,6 +273,16 @@ def test_a_damaged_row_group_is_read_up_to_the_damage(tmp_path: Path, monkeypatc
     assert len(reads) < 20
 
 
+def test_equal_lists_of_text_are_duplicates_and_texts_are_not_run_together(tmp_path: Path) -> None:
+    words = [["one", "two"], ["two", "one"], ["one", "two"]]
+    table = {"words": words, "first": ["ab", "a", "ab"], "second": ["c", "bc", "c"], "y": [0, 0, 0]}
+    pa.parquet.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=1)
+    texts = config(tmp_path / "a.parquet", inputs=("first", "second"), targets=("y",))
+    assert check_split(texts, "train").duplicates == 1
+    lists = config(tmp_path / "a.parquet", inputs=("words",), targets=("y",), features={"words": {"max_length": 2}})
+    assert check_split(lists, "train").duplicates == 1
+
+
 def test_a_null_in_parquet_is_a_bad_record(tmp_path: Path) -> None:
     pa.parquet.write_table(pa.table({"x": [0.5, None, 1.5], "y": [0, 1, 2]}), tmp_path / "a.parquet")
     data = config(tmp_path / "a.parquet", targets=("y",))
