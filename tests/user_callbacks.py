@@ -73,6 +73,25 @@ class StopsRank1(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class Halves(keras.callbacks.Callback):
+    """Changes the weights when training ends."""
+
+    def on_train_end(self, logs: Any = None) -> None:
+        for weight in self.model.trainable_weights:
+            weight.assign(weight / 2)
+
+
+class StopsAfter(keras.callbacks.Callback):
+    """Ends the run after an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.model.stop_training = epoch == self.epoch
+
+
 class KnowsItsRank(keras.callbacks.Callback):
     """Has a state of its own on each rank."""
 

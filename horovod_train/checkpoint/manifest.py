@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod_train.errors import UserError
 
 FORMAT = 1
+_PAUSES_S = (0.5, 2.0)
 MANIFEST = "manifest.json"
+
+
+Found = TypeVar("Found")
 
 
 class Damaged(Exception):
@@ -76,9 +81,21 @@ def reason(error: Exception) -> str:
     return f"{said}: {path}" if path else said
 
 
+def _patiently(read: Callable[[Path], Found], path: Path) -> Found:
+    """Read again where a file system, such as NFS, has failed: it may be for a moment."""
+    for pause_s in _PAUSES_S:
+        try:
+            return read(path)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(pause_s)
+    return read(path)
+
+
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        found = (folder / MANIFEST).read_bytes()
+        found = _patiently(Path.read_bytes, folder / MANIFEST)
         content = json.loads(found)
         content.pop("sha256")
     except FileNotFoundError as error:
@@ -121,5 +138,5 @@ def _check_size(file: Path, expected: int) -> None:
 
 
 def _check_sha256(file: Path, expected: str) -> None:
-    if (found := sha256(file)) != expected:
+    if (found := _patiently(sha256, file)) != expected:
         raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {found[:12]}…")

@@ -18,6 +18,7 @@ from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.averages import Averages
+from horovod_train.training.stopping import StopReason
 
 _INSTEAD = {
     "ModelCheckpoint": "the settings under checkpoint, with best",
@@ -41,6 +42,8 @@ _NEVER_CALLED = (
     *("on_test_batch_begin", "on_test_batch_end"),
     *("on_predict_begin", "on_predict_end", "on_predict_batch_begin", "on_predict_batch_end"),
 )
+_MONITORS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+"""In mode auto they look into the compiled metrics for what is better, but the trainer computes the metrics."""
 _SWAPS = keras.callbacks.SwapEMAWeights
 _SET_THE_RATE = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
 
@@ -112,12 +115,13 @@ class SwapAverages(keras.callbacks.Callback):
 class Callbacks:
     """The callbacks of a run on this rank, in the order of the config.
 
-    told: the step after which on_epoch_end was called last.
+    told: the step after which on_epoch_end was called last; ended_at: on_train_end. have_stopped: whether one has ended
+    the run.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
-        self.told = 0
+        self.told, self.ended_at, self.have_stopped = 0, -1, False
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -153,15 +157,20 @@ class Callbacks:
             monitor = getattr(named.callback, "monitor", None)
             if isinstance(monitor, str) and monitor not in names:
                 raise UserError(f"callbacks: {named.name} monitors {monitor!r}; there are {', '.join(names)}.")
+            is_auto = getattr(named.callback, "mode", None) == "auto" and isinstance(named.callback, _MONITORS)
+            if is_auto and monitor not in ("loss", "val_loss"):
+                raise UserError(f"callbacks: {named.name} monitors {monitor!r}: give its option mode, max or min.")
 
     def state(self) -> dict[str, Any]:
         """Return for a checkpoint what the callbacks must have again; empty if there are none. Raises RunError."""
         states = {named.name: state for named in self.named if (state := named.state()) is not None}
-        return {"told": self.told, "states": states} if self else {}
+        own = {"told": self.told, "ended_at": self.ended_at, "have_stopped": self.have_stopped}
+        return {**own, "states": states} if self else {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what `state` returned when the checkpoint was made; {}: it is of a run without callbacks."""
-        self.told = state.get("told", 0)
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Take what `state` returned at the checkpoint of a step; {}: it is of a run without callbacks."""
+        self.told, self.ended_at = state.get("told", step), state.get("ended_at", -1)
+        self.have_stopped = state.get("have_stopped", False)
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])
@@ -169,7 +178,12 @@ class Callbacks:
     def digests(self) -> dict[str, str]:
         """Return what must be equal on all ranks: a digest of each state, by name. Raises RunError."""
         states = self.state().get("states", {})
-        return {f"the state of callback {name}": digest(json.dumps(own).encode()) for name, own in states.items()}
+        digests = {f"the state of callback {name}": digest(json.dumps(own).encode()) for name, own in states.items()}
+        return digests | {"whether a callback has ended the run": str(self.have_stopped)}
+
+    def ended(self) -> StopReason | None:
+        """Return why the run ends if a callback has ended it, in this start or before."""
+        return StopReason("a callback has set model.stop_training") if self.have_stopped else None
 
 
 def load_callbacks(specs: Sequence[Spec]) -> Callbacks:

@@ -28,10 +28,10 @@ class BestTracker:
         self.step.assign(-1)
         self.evaluations_since.assign(0)
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
+    def update(self, step: int, values: Mapping[str, float], *, min_delta: float | None = None) -> None:
         """Take the values of an evaluation, the same on all ranks. NaN, or no such value, never counts as best."""
         new, old = values.get(self.metric, math.nan), float(self.value)
-        is_better = math.isnan(old) or self.sign * (new - old) > self.min_delta
+        is_better = math.isnan(old) or self.sign * (new - old) > (self.min_delta if min_delta is None else min_delta)
         if math.isnan(new) or not is_better:
             self.evaluations_since.assign_add(1)
         else:
@@ -49,8 +49,10 @@ class EarlyStopping:
 
     def update(self, step: int, values: Mapping[str, float]) -> StopReason | None:
         """Take the values of an evaluation, the same on all ranks; return the stop reason or None."""
-        self.best.update(step, values)
-        return self.reached(values.get(self.config.metric, math.nan)) or self.ended()
+        reached = self.reached(values.get(self.config.metric, math.nan))
+        # A value that reaches the target is kept however little better it is, so that a later start knows of it.
+        self.best.update(step, values, min_delta=0 if reached else None)
+        return reached or self.ended()
 
     def reached(self, value: float) -> StopReason | None:
         """Return a stop reason if `value` reaches the target, else None."""

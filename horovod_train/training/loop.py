@@ -27,7 +27,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     """
     state, parts, stopping = run.state, run.parts, run.stopping
     step, batches = int(state.step), _remaining_batches(run)
-    asked, ended = stopping.vote(), parts.early_stopping.ended()
+    asked, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
     run.group.heartbeat.phase("compile")
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
     if step and not asked and not ended:
@@ -46,7 +46,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(run.group)
     stop = asked or ended
-    at_end = ("always",) if stop and stop.restartable else ("done", "always")
+    at_end = ("stopped" if stop and stop.restartable else "done", "always")
     late = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
     if late and not asked:  # may be an evaluation interrupted by a stop request
         asked = stopping.vote()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from horovod_train.checkpoint.manager import Store
 from horovod_train.checkpoint.tensors import Checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.output.run_dir import Output
 from horovod_train.training.build import Components
@@ -52,5 +54,8 @@ class Run:
 
         phase, detail: what the watchdog reports if the block takes too long.
         """
+        began = time.monotonic()
         with self.clock.stopped(), self.stopping.pace.other_calls(), self.group.heartbeat.phase(phase, detail):
             yield
+        if phase == HOOK:
+            self.stopping.note_hook(time.monotonic() - began)

@@ -115,10 +115,13 @@ class Margin:
     """The longest recent time between two votes."""
     time_to_safe_step_s: float = 0.0
     """How long it may take until a step at which the run can stop and a vote takes place."""
+    hook_s: float = 0.0
+    """The longest call of a user's hook or callback, during which ranks do not vote."""
 
     def seconds(self) -> float:
         saving_s = max(self.first_save_s, 2 * (self.save_s + self.write_s))
-        return saving_s + 2 * (self.time_to_safe_step_s + max(self.between_votes_s, SECONDS_BETWEEN_VOTES))
+        between_votes_s = max(self.between_votes_s, SECONDS_BETWEEN_VOTES)
+        return saving_s + 2 * (self.time_to_safe_step_s + self.hook_s + between_votes_s)
 
 
 class StopCoordinator:
@@ -150,6 +153,10 @@ class StopCoordinator:
     def note_save(self, seconds: float) -> None:
         """Note how long a save blocked training."""
         self.margin.save_s = max(self.margin.save_s, seconds)
+
+    def note_hook(self, seconds: float) -> None:
+        """Note how long a user's hook or callback took."""
+        self.margin.hook_s = max(self.margin.hook_s, seconds)
 
     def note_time_to_safe_step(self, seconds: float) -> None:
         """Note how long it may take from now until a step at which the run can stop and a vote takes place."""

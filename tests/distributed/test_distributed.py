@@ -41,7 +41,7 @@ def test_ranks_share_the_cores_of_their_host_however_they_are_bound(rank_facts: 
     cores = len({core for mine in bound for core in mine})
     assert [rank["bound"] for rank in facts] == bound
     for rank in facts:
-        assert rank["found"] == f"0 GPU, {cores} cores for 2 ranks of this host"
+        assert rank["found"] == f"0 GPUs; {cores} cores for 2 ranks of this host"
         assert rank["threads"] == max(1, cores // 2)
         assert rank["soft_placement"] is False
         assert rank["doctor"] == "ok" or cores == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import random
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import psutil
 import pytest
@@ -359,6 +361,29 @@ def test_a_last_evaluation_that_is_interrupted_is_made_up_for_and_a_second_sigin
     found = open_checkpoint(str(link), "--checkpoint").facts.best
     assert found is not None
     assert found.step == 5
+
+
+def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: Path) -> None:
+    """What on_train_end changes is in the checkpoint, once; and a run that a callback has ended does not train on."""
+    run, stops = tmp_path / "run", "{name: user_callbacks:StopsAfter, options: {epoch: 0}}"
+    words = ["--config", config, "--output-dir", run, "checkpoint.every_epochs=1", "train.ema_decay=null"]
+    summaries = []
+    for _ in range(2):
+        finished = train([*words, f"callbacks=[user_callbacks:Halves, {stops}]"])
+        assert finished.returncode == 0, finished.text
+        summaries.append(summary_of(run))
+    first, again = summaries
+    assert (first["steps"], first["ended"]) == (STEPS_PER_EPOCH, "a callback has set model.stop_training")
+    for name in ("steps", "ended", "weights_sha256"):
+        assert again[name] == first[name]
+    exported = train(["export", run, "--out", tmp_path / "model.keras"])
+    assert exported.returncode == 0, exported.text
+    total = hashlib.sha256()
+    for weight in keras.saving.load_model(tmp_path / "model.keras", compile=False).get_weights():
+        total.update(weight.tobytes())
+    assert total.hexdigest() == first["weights_sha256"]
+    finished = train([*words, "train.max_steps=17", "callbacks=[user_callbacks:Halves]"])
+    assert (summary_of(run)["steps"], finished.returncode) == (17, 0), finished.text
 
 
 def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:

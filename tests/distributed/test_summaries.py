@@ -55,5 +55,5 @@ def test_a_subclassed_model_shows_each_call_of_a_layer_and_the_rows_of_a_sparse_
 
 def test_an_unknown_layer_is_named_with_those_near_it(rank_facts: RankFacts) -> None:
     for facts in rank_facts("summaries", "mpirun", 2):
-        expected = "log.activations.y_hidden: the model has no layer 'hiden'; did you mean hidden."
+        expected = "log.activations.y_hidden: the model has no layer 'hiden'; did you mean hidden?"
         assert facts["unknown_layer"] == expected

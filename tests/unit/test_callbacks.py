@@ -65,10 +65,25 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
     before.named[0].callback.wait, before.named[2].callback.best, before.told = 3, 0.25, 40
     before.named[1].callback.epochs = 7
     assert before.digests() != after.digests()
-    after.restore(before.state())
+    after.restore(before.state(), 0)
     assert before.digests() == after.digests()
     assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.told) == (3, 7, 40)
     assert load_callbacks([]).state() == {}
+
+
+@pytest.mark.parametrize("name", ["EarlyStopping", "ReduceLROnPlateau"])
+def test_what_is_better_must_be_known_before_the_first_epoch_ends(name: str) -> None:
+    there = ["val_loss", "val_accuracy"]
+    with pytest.raises(UserError, match=rf"{name} monitors 'val_accuracy': give its option mode, max or min\."):
+        load_callbacks([Spec(name, {"monitor": "val_accuracy"})]).check_monitors(there)
+    load_callbacks([Spec(name, {"monitor": "val_accuracy", "mode": "max"}), Spec(name)]).check_monitors(there)
+
+
+def test_callbacks_that_a_resumed_run_adds_are_not_told_of_the_epoch_before_it() -> None:
+    callbacks = load_callbacks([Spec("user_callbacks:Recorder")])
+    callbacks.restore({}, 40)
+    assert callbacks.told == 40
+    assert callbacks.ended() is None
 
 
 def test_a_rate_that_follows_a_schedule_cannot_be_set() -> None:

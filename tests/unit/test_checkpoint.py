@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import multiprocessing
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.checkpoint import tensors
+from horovod_train.checkpoint import manifest, tensors
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_store
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
@@ -696,3 +697,21 @@ def test_settings_that_the_version_of_then_had_not_are_todays_defaults(run: Run)
     assert dataclasses.replace(told, config={}).setting("checkpoint.resume") == "auto"
     found = run.store.find(str(run.directory))  # not "auto", so it must have begun elsewhere
     assert found is not None
+
+
+def test_a_file_system_that_fails_for_a_moment_damages_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(1)
+    failures, sha256 = [OSError(errno.ESTALE, "Stale file handle")] * 2, manifest.sha256
+
+    def failing(path: Path) -> str:
+        if failures:
+            raise failures.pop()
+        return sha256(path)
+
+    monkeypatch.setattr(manifest, "sha256", failing)
+    monkeypatch.setattr(manifest, "_PAUSES_S", (0.0, 0.0))
+    assert run.found() == 1
+    assert not failures
+    failures += [OSError(errno.EIO, "Input/output error")] * 3
+    with pytest.raises(UserError, match=r"none of the 1 checkpoint\(s\) .* step 1: Input/output error"):
+        Run(run.directory).store.find("auto")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from horovod_train.checkpoint import manager
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.checkpoint.manager import CheckpointStore, open_store
 from horovod_train.checkpoint.tensors import Facts, verify, write
@@ -100,33 +102,40 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
     def to_root(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
 
-def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
-    """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
+def run_of(store: CheckpointStore) -> Any:
+    """Return what Save needs of a run on one rank."""
     model = keras.Sequential([keras.Input((2000,)), keras.layers.Dense(4000)])
-    callbacks = SimpleNamespace(digests=dict, state=dict)
+    callbacks = SimpleNamespace(digests=dict, state=dict, told=0, ended_at=-1)
     best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
-    run: Any = SimpleNamespace(
+    return SimpleNamespace(
         clock=Stopwatch(),
         config=Config(),
         group=Alone(),
         parts=SimpleNamespace(
             best=best,
             callbacks=callbacks,
-            evaluated=tf.Variable(-1),
             train=SimpleNamespace(fingerprint="", files=""),
+            users_hooks=(),
         ),
         state=TrainState(model, keras.optimizers.SGD()),
         stopping=SimpleNamespace(note_save=lambda seconds: None),
         store=store,
     )
-    copies = CheckedCopies(store)
+
+
+def save_in_a_row(store: CheckpointStore) -> CheckedCopies:
+    """Save four steps, in each of which every weight is the number of the step; each is due while one is written."""
+    run, copies = run_of(store), CheckedCopies(store)
     save = Save(run, 0, NullAudit(), copies)
     for step in range(1, 5):
-        for weight in model.weights:
+        for weight in run.state.model.weights:
             weight.assign(tf.fill(weight.shape, float(step)))
         run.state.step.assign(step)
         save(run, step)
@@ -143,6 +152,32 @@ def test_a_save_that_is_due_while_one_is_written_waits_before_it_copies(tmp_path
         saved = open_checkpoint(str(tmp_path / "checkpoints" / f"step-{step:09}"), "test").read()
         (kernel,) = (array for name, array in saved.items() if name.endswith("kernel"))
         np.testing.assert_array_equal(np.unique(kernel), [step])
+
+
+def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(errno.EDQUOT, "Disk quota exceeded")]
+
+    def failing(*given: Any) -> None:
+        if failures:
+            raise failures.pop()
+        write(*given)
+
+    monkeypatch.setattr(manager, "write", failing)
+    store = open_store(tmp_path, keep=9)
+    assert isinstance(store, CheckpointStore)
+    run = run_of(store)
+    save = Save(run, 0, NullAudit(), Copies())
+    save.at_end(run, 0)
+    assert store.wait() is None
+    assert store.checkpoints.steps() == []  # nothing has been trained
+    run.state.step.assign(1)
+    save(run, 1)
+    assert "Disk quota exceeded" in (store.wait() or "")
+    save(run, 1)
+    assert store.checkpoints.steps() == []
+    save.at_end(run, 1)
+    assert store.wait() is None
+    assert store.checkpoints.steps() == [1]
 
 
 def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path) -> None:

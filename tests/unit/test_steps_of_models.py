@@ -109,7 +109,7 @@ def test_a_step_that_does_not_look_at_sample_weight_is_noted(batches: Pipeline) 
 
     assert train(batches, made()).warnings == ()
     (warning,) = train(batches, made(Careless())).warnings
-    assert "does not use sample_weight: in steps of fewer than 16 records (6) the rows that fill them up" in warning
+    assert "does not use sample_weight: in steps of fewer than 16 records (6) the rows that pad them" in warning
 
 
 def test_a_model_with_a_loss_is_evaluated_by_it_and_else_needs_a_test_step(batches: Pipeline) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from horovod_train.config.settings import EarlyStoppingConfig
+from horovod_train.training.early_stopping import EarlyStopping
 from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, PeriodicSync, seconds_between_votes
 
 
@@ -124,3 +126,21 @@ def test_a_margin_never_falls_below_what_was_kept_before_a_save_was_measured() -
     assert margin.seconds() == before > 60.0
     margin.write_s = 100.0
     assert margin.seconds() > 202.0
+
+
+def test_a_target_that_was_reached_by_little_is_known_after_a_restart() -> None:
+    config = EarlyStoppingConfig(metric="accuracy", mode="max", target=0.9, min_delta=0.05)
+    stopping = EarlyStopping(config)
+    assert stopping.update(10, {"accuracy": 0.88}) is None
+    assert stopping.ended() is None
+    reached = stopping.update(20, {"accuracy": 0.91})
+    assert reached is not None
+    assert stopping.ended() == reached
+    assert int(stopping.best.step) == 20
+
+
+def test_the_time_of_a_hook_is_kept_for_another() -> None:
+    margin = Margin(first_save_s=1)
+    before = margin.seconds()
+    margin.hook_s = 30
+    assert margin.seconds() == before + 60

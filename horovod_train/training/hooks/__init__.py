@@ -22,13 +22,14 @@ HookFunction = Callable[[Any, int], StopReason | None]
 class Hook:
     """Calls `function` after each step that is a multiple of `every_steps` or in `at_steps`, and, if asked, at the end.
 
-    at_end: "done" calls it when training is complete; "always" also when the run stops early, to be restarted.
+    at_end: "done" calls it when training is complete, "stopped" when the run stops early, to be restarted, "always" at
+    both.
     """
 
     function: HookFunction
     every_steps: int | None = None
     at_steps: tuple[int, ...] = ()
-    at_end: Literal["no", "done", "always"] = "no"
+    at_end: Literal["no", "done", "stopped", "always"] = "no"
     is_done: Callable[[Any, int], bool] = lambda run, step: True
     """(run, step) → whether it has been done at `step`; if not, a run that resumes there calls it first."""
 

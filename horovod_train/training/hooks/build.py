@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horovod_train.data.audit import Audit
 from horovod_train.training.copies import Copies
-from horovod_train.training.hooks import Hook, at, every
+from horovod_train.training.hooks import Hook, at, call_callbacks, every
 from horovod_train.training.hooks.call_callbacks import build_callback_hooks
 from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
@@ -47,7 +47,9 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(config.train.check_agreement_every_steps, check_agreement),
         every(per_call if minutes is not None else None, SaveByTime(run, minutes or 0.0, save)),
         every(config.checkpoint.every_steps, save),
-        every(epochs(config.checkpoint.every_epochs), save, at_end="always"),
+        every(epochs(config.checkpoint.every_epochs), save),
+        every(None, save.at_end, at_end="always"),
+        every(None, call_callbacks.end, at_end="stopped"),  # after the save: the run that resumes has not ended
         at([epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs], unfreeze),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
+from typing import Any
 
+from horovod_train.checkpoint.tensors import Checkpoint
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config
 from horovod_train.training.hooks import Hook, StopReason, every
 from horovod_train.training.hooks.evaluate import is_evaluated
 from horovod_train.training.hooks.tell_callbacks import tell
@@ -17,13 +22,20 @@ def begin(run: Run) -> None:
         return
     step, epoch = int(run.state.step), int(run.state.epoch)
     run.state.model.stop_training = False
-    kept = run.group.broadcast_object(dict(run.found.facts.callbacks) if run.found else {})
+    kept = run.group.broadcast_object(_kept(run.found, run.config) if run.found else {})
     tell(run, step, "on_train_begin")
-    callbacks.restore(kept)
+    callbacks.restore(kept, step)
     per_epoch = run.parts.train.steps_per_epoch
     if step < run.parts.last_step and (step % per_epoch or callbacks.told == step):  # else the hook ends an epoch first
         tell(run, step, "on_epoch_begin", epoch)
         tell(run, step, "on_train_batch_begin", step % per_epoch)
+
+
+def _kept(found: Checkpoint, config: Config) -> dict[str, Any]:
+    """Return the state of the callbacks in a checkpoint. That they ended the run counts for the same callbacks only."""
+    now, then = as_dict(config)["callbacks"], found.facts.setting("callbacks")
+    is_same = json.dumps(now, default=str) == json.dumps(then, default=str)
+    return {name: value for name, value in found.facts.callbacks.items() if is_same or name != "have_stopped"}
 
 
 def build_callback_hooks(run: Run) -> list[Hook]:
@@ -34,7 +46,7 @@ def build_callback_hooks(run: Run) -> list[Hook]:
     return [
         *([every(1, _end_batch)] if callbacks.see_batches else []),
         every(per_epoch, _end_epoch, is_done=lambda run, step: run.parts.callbacks.told == step),
-        every(None, _end, at_end="always"),
+        every(None, end, at_end="done"),
     ]
 
 
@@ -79,14 +91,19 @@ def _logs(run: Run, step: int) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _end(run: Run, step: int) -> None:
-    averages = run.state.averages
+def end(run: Run, step: int) -> None:
+    """Tell the callbacks that training ends, unless they were told so at this step in an earlier start."""
+    averages, callbacks = run.state.averages, run.parts.callbacks
+    if callbacks.ended_at == step:
+        return
     # As `fit` does: with use_ema it ends with the averages in the model.
     with averages.in_place() if averages.are_of_optimizer else nullcontext():
         tell(run, step, "on_train_end")
+    callbacks.ended_at = step
 
 
 def _stop(run: Run) -> StopReason | None:
     """Collective: return why to stop, on all ranks, if `stop_training` is set on any."""
     (asking,) = run.group.sum([bool(run.state.model.stop_training)])
-    return StopReason("a callback has set model.stop_training") if asking else None
+    run.parts.callbacks.have_stopped |= bool(asking)
+    return run.parts.callbacks.ended()

@@ -16,19 +16,21 @@ from horovod_train.training.stopping import PeriodicSync
 class Save:
     """Passes a copy of the state to the store, after checking that it is equal on all ranks.
 
-    first_step: the step at which the run starts or resumes; nothing is saved there, unless an evaluation is made there.
-    copies: on root, the memory for what is saved.
+    first_step: the step at which the run starts or resumes; nothing is saved there, unless a hook that the last stop
+    interrupted is called first. copies: on root, the memory for what is saved.
     """
 
     def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
-        self._saved = first_step, int(run.parts.evaluated)
         self._audit, self._copies = audit, copies
+        self._began = _place(run, first_step)
+        self._saved: tuple[int, ...] | None = self._began
         due = run.config.checkpoint
         if run.group.is_root and (due.every_steps or due.every_epochs or due.every_minutes is not None or due.best):
             self._copies.reserve(run.state.variables())
 
     def __call__(self, run: Run, step: int) -> None:
-        if self._saved == (step, int(run.parts.evaluated)):
+        place = _place(run, step)
+        if place == self._saved:
             return
         started = time.perf_counter()
         with run.clock.stopped(), run.group.heartbeat.phase("save"):
@@ -38,10 +40,21 @@ class Save:
             arrays = settled.snapshot(run.group, self._copies)
             self._audit.flush()
             run.store.save(arrays, _facts(run))
-        self._saved = step, int(run.parts.evaluated)
+        self._saved = place
         seconds = time.perf_counter() - started
         run.stopping.note_save(seconds)
         run.clock.note_blocked("save_blocked_s", seconds)
+
+    def at_end(self, run: Run, step: int) -> None:
+        """Save what callbacks and hooks may have changed at the end, and what could not be saved before."""
+        if self._began == _place(run, step):
+            return  # the run had ended before
+        with run.group.heartbeat.phase("save"):
+            has_failed = run.group.broadcast_object(run.store.wait())
+        has_ended = run.parts.callbacks.ended_at == step
+        if has_failed or has_ended or any(hook.at_end != "no" for hook in run.parts.users_hooks):
+            self._saved = None
+        self(run, step)
 
     def if_best(self, run: Run, step: int) -> None:
         """Save if the evaluation at this step was the best so far."""
@@ -64,6 +77,12 @@ class SaveByTime:
         if over:
             self._last = time.monotonic()
             self._save(run, step)
+
+
+def _place(run: Run, step: int) -> tuple[int, int, int]:
+    """Return what moves on with each step, and with a best evaluation or the end of an epoch after it."""
+    best_step = int(run.parts.best.step) if run.config.checkpoint.best else -1
+    return step, best_step, run.parts.callbacks.told
 
 
 def check_agreement(run: Run, step: int) -> None:
