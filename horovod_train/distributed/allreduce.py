@@ -91,8 +91,7 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
         total = tf.reduce_sum(tf.cast(tf.bitcast(words, tf.bfloat16), tf.float32), axis=0)
         return tf.bitcast(tf.cast(total / tf.cast(divisor, tf.float32), tf.bfloat16), tf.uint16)
 
-    words = _by_slices(tf.bitcast(tf.cast(values, tf.bfloat16), tf.uint16), add, name, ranks)
-    return tf.cast(tf.bitcast(words, tf.bfloat16), values.dtype)
+    return tf.cast(_by_slices(tf.cast(values, tf.bfloat16), add, name, ranks, sent_as=tf.uint16), values.dtype)
 
 
 def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -132,15 +131,28 @@ def _add(slices: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(slices, axis=0)
 
 
-def _by_slices(values: tf.Tensor, add: Callable[[tf.Tensor], tf.Tensor], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:
-    """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype."""
+def _by_slices(
+    values: tf.Tensor,
+    add: Callable[[tf.Tensor], tf.Tensor],
+    name: str,
+    ranks: hvd.ProcessSet,
+    *,
+    sent_as: tf.DType | None = None,
+) -> tf.Tensor:
+    """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype.
+
+    sent_as: the dtype as which the bits of the values are sent and added.
+    """
+    words = sent_as or values.dtype
     if is_alone(ranks):
-        return tf.reshape(add(tf.reshape(values, [1, -1])), tf.shape(values))
+        summed = add(tf.bitcast(tf.reshape(values, [1, -1]), words))
+        return tf.reshape(tf.bitcast(summed, values.dtype), tf.shape(values))
     size = number_of_ranks(ranks)
     length = tf.size(values)
     slice_length = -(-length // size)
+    # Padded before the bits are taken: GPUs cannot pad uint16.
     padded = tf.pad(tf.reshape(values, [-1]), [[0, slice_length * size - length]])
-    slices = hvd.alltoall(padded, name=f"{name}.scatter", ignore_name_scope=True, process_set=ranks)
+    slices = hvd.alltoall(tf.bitcast(padded, words), name=f"{name}.scatter", ignore_name_scope=True, process_set=ranks)
     summed = add(tf.reshape(slices, [size, -1]))
     whole = hvd.allgather(summed, name=f"{name}.gather", ignore_name_scope=True, process_set=ranks)
-    return tf.reshape(whole[:length], tf.shape(values))
+    return tf.reshape(tf.bitcast(whole, values.dtype)[:length], tf.shape(values))

@@ -42,7 +42,8 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
         advice = f"Start at most {fits} ranks on a host" if fits else "Lower device.per_rank"
         raise UserError(
             f"{local_size} ranks on this host see {gpu_count} GPUs; expected {each} for each rank. "
-            f"{advice}, or hide the GPUs with CUDA_VISIBLE_DEVICES=."
+            f"{advice}, have the scheduler give each task its own (srun --gpus-per-task={per_rank}), or hide the GPUs "
+            "with CUDA_VISIBLE_DEVICES=."
         )
     return range(local_rank * per_rank, (local_rank + 1) * per_rank)
 

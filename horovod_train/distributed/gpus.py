@@ -5,13 +5,14 @@ Does not choose GPUs; see device.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def host_keys(
-    mine: Sequence[int], seen: int, local_rank: int, visible: str | None, listed: Sequence[str]
+    mine: Sequence[int], seen: int, local_rank: int, visible: str | None, listed: Mapping[int, str]
 ) -> tuple[str, ...]:
     """Return names of the GPUs that this process calls `mine`; ranks of a host that share a GPU get a common name.
 
@@ -28,27 +29,27 @@ def host_keys(
     return tuple(keys)
 
 
-def find_uuid(name: str, listed: Sequence[str]) -> str | None:
+def find_uuid(name: str, listed: Mapping[int, str]) -> str | None:
     """Return the UUID for an index, a UUID or the beginning of one; None if the driver lists no such GPU."""
     if name.isdigit():
-        return listed[int(name)] if int(name) < len(listed) else None
-    full = [uuid for uuid in listed if uuid.startswith(name)]
+        return listed.get(int(name))
+    full = [uuid for uuid in listed.values() if uuid.startswith(name)]
     return full[0] if len(full) == 1 else None
 
 
-def list_gpus() -> list[str]:
-    """Return the UUIDs of the host's GPUs that this process may use, in the driver's order; none without nvidia-smi."""
+def list_gpus() -> dict[int, str]:
+    """Return the UUIDs of the host's GPUs that this process may use, by the driver's index; none without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
-        return []
+        return {}
     command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     try:
         finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return parse_gpus(finished.stdout) if finished.returncode == 0 else []
+        return {}
+    return parse_gpus(finished.stdout) if finished.returncode == 0 else {}
 
 
-def parse_gpus(text: str) -> list[str]:
-    """Parse nvidia-smi's lines `0, GPU-5a…` into UUIDs by index."""
-    rows = [line.split(",") for line in text.splitlines() if line.count(",") == 1]
-    return [uuid.strip() for _, uuid in sorted(rows, key=lambda row: int(row[0]))]
+def parse_gpus(text: str) -> dict[int, str]:
+    """Parse nvidia-smi's lines `0, GPU-5a…` into UUIDs by index; leave out others, such as those of a lost GPU."""
+    rows = re.findall(r"^\s*(\d+)\s*,\s*(GPU-\S+)\s*$", text, re.MULTILINE)
+    return {int(index): uuid for index, uuid in rows}

@@ -20,13 +20,16 @@ import tensorflow as tf
 from horovod_train.distributed import device, objects
 from horovod_train.distributed.allreduce import sum_over_ranks
 from horovod_train.distributed.launch import tuning
+from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
 
-# The last three are the libraries' own errors below Horovod: gloo names its source file.
-_CONNECTION_LOSS = re.compile(r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed")
+# The others are those of the libraries below Horovod: gloo names its source file; NCCL's are found while it is polled.
+_CONNECTION_LOSS = re.compile(
+    r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed|NCCL async error|\bcudaEventQuery failed"
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class WorkerGroup:
         parts = [np.asarray(array, dtype=np.float64) for array in arrays]
         packed = np.concatenate([part.ravel() for part in parts]) if parts else np.zeros(0)
         # At least one element: an empty exchange would not synchronise the ranks.
-        with self.heartbeat.phase("exchange"):
+        with self.heartbeat.phase("exchange"), tf.device(HOST):
             total = self.sum_in_step(tf.constant(np.append(packed, 0.0)), "group.sum").numpy()
         ends = np.cumsum([part.size for part in parts])
         pieces = np.split(total[:-1], ends[:-1]) if parts else []
@@ -99,7 +102,7 @@ class WorkerGroup:
         rows: [n, ...] of any dtype of fixed size, n at least 1; the same dtype and row shape on every rank.
         """
         words = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
-        with self.heartbeat.phase("exchange"):
+        with self.heartbeat.phase("exchange"), tf.device(HOST):
             splits = [len(rows), *[0] * (self.size - 1)]
             found, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
         return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])

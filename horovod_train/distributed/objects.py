@@ -17,23 +17,28 @@ from horovod_train.errors import RunError
 MOST_BYTES = 2**31 - 1
 """Horovod counts the bytes of an exchange in 32 bits."""
 
+HOST = "CPU:0"
+"""Where data of the host are exchanged: by default, a rank whose GPU is not seen would not fit the others."""
+
 
 def broadcast(value: Any, name: str) -> Any:
     """Collective: return root's value on every rank."""
     is_root = hvd.rank() == 0
-    own = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
-    size = int(hvd.broadcast(tf.constant([own.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
-    _check_size(size, name)
-    data = hvd.broadcast(own if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
+    with tf.device(HOST):
+        own = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
+        size = int(hvd.broadcast(tf.constant([own.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
+        _check_size(size, name)
+        data = hvd.broadcast(own if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
     return value if is_root else _load(data.numpy(), 0)
 
 
 def gather(value: Any, name: str) -> list[Any]:
     """Collective: return the values of all ranks, by rank, on every rank."""
-    own = _as_tensor(serialize.dump(value))
-    sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
-    _check_size(int(sizes.sum()), name)
-    packed = hvd.allgather(own, name=f"{name}.bytes").numpy()
+    with tf.device(HOST):
+        own = _as_tensor(serialize.dump(value))
+        sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
+        _check_size(int(sizes.sum()), name)
+        packed = hvd.allgather(own, name=f"{name}.bytes").numpy()
     return [_load(data, rank) for rank, data in enumerate(np.split(packed, np.cumsum(sizes)[:-1]))]
 
 

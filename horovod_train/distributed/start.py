@@ -62,6 +62,9 @@ def start_process(
         return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
 
 
+_SHOWN = 4
+
+
 @contextmanager
 def horovod_alone() -> Iterator[None]:
     """Run Horovod for this process alone inside the block: what is built there may ask for the rank and the size.
@@ -134,7 +137,14 @@ def start(
 
 
 def check_devices(group: WorkerGroup) -> None:
-    """Raise UserError if ranks of one host have a GPU in common."""
+    """Raise UserError if ranks of one host have a GPU in common, or only some ranks have one for NCCL."""
+    without = [group.name(rank) for rank, found in enumerate(group.devices) if not found.gpu_keys]
+    if 0 < len(without) < group.size and hvd.nccl_built():
+        shown = ", ".join(without[:_SHOWN]) + (", …" if len(without) > _SHOWN else "")
+        raise UserError(
+            f"{len(without)} of {group.size} ranks see no GPU, though the others do: {shown}. Look at nvidia-smi "
+            "there, leave those hosts out, or hide all GPUs with CUDA_VISIBLE_DEVICES=."
+        )
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
         for key in found.gpu_keys:

@@ -51,7 +51,6 @@ from horovod.tensorflow import (
     reducescatter,
     remove_process_set,
     rocm_built,
-    shutdown,
     size,
     size_op,
     start_timeline,
@@ -62,7 +61,7 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.tensorflow import elastic
 from horovod_train.tensorflow.broadcasting import broadcast_global_variables, broadcast_model, broadcast_variables
 from horovod_train.tensorflow.compression import Compression
-from horovod_train.tensorflow.lifetime import add_process_set, barrier, init
+from horovod_train.tensorflow.lifetime import add_process_set, barrier, init, shutdown
 from horovod_train.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from horovod_train.tensorflow.sharding import shard
 from horovod_train.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape

@@ -58,7 +58,9 @@ def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -
     count = _counts[variables[0]].assign_add(1)
     if guards().check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
-        tf.cond(tf.equal(count, CHECKED_AT), lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
+        with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do
+            is_due = tf.equal(count, CHECKED_AT)
+        tf.cond(is_due, lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
 
 
 def _compare(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> tf.Tensor:

@@ -90,8 +90,10 @@ class GradientCombiner:
         known = variables or [None] * len(combined)
         local = {i for i, variable in enumerate(known) if variable is not None and self.is_local(variable)}
         shared = [i for i, grad in enumerate(combined) if grad is not None and i not in local]
-        if variables is not None and shared:
-            count_exchange([variables[i] for i in shared], name, self.ranks)
+        # A tape may also differentiate by tensors, such as inputs, which are other ones on each rank.
+        weights = [known[i] for i in shared if known[i] is not None and not isinstance(known[i], tf.Tensor)]
+        if weights:
+            count_exchange(weights, name, self.ranks)
         if self._arguments.scale_local_gradients:
             for i in local:
                 combined[i] = _divided(combined[i], number_of_ranks(self.ranks))
@@ -118,7 +120,15 @@ class GradientCombiner:
             return self._exchange(grad, name)
 
     def _grouped(self, grads: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield indices of gradients that are exchanged together: the dense ones of each group; else each alone."""
+        """Yield indices of gradients that are exchanged together: those of one dtype in each group."""
+        for group in self._groups_of(grads, shared, variables):
+            by_dtype: dict[str, list[int]] = {}
+            for i in group:
+                by_dtype.setdefault(grads[i].dtype.name, []).append(i)
+            yield from by_dtype.values()
+
+    def _groups_of(self, grads: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]) -> Iterator[list[int]]:
+        """Yield the indices of the dense gradients of each group; of the others each alone."""
         dense = [i for i in shared if not isinstance(grads[i], tf.IndexedSlices)]
         yield from ([i] for i in shared if i not in set(dense))
         if self._groups is None:

@@ -1,4 +1,4 @@
-"""init: start Horovod as its launcher wants it, pin this process to its device, switch the guards; and barrier."""
+"""init: start Horovod as its launcher wants it, pin this process to its device, switch the guards; and shutdown."""
 
 from __future__ import annotations
 
@@ -65,8 +65,13 @@ def init(
     environment = stall_environment(limits) if watch_ranks and not is_elastic else None
     started = start_process(environment=environment, process_sets=process_sets)
     device = _pin(started) if pin_device else _AS_IT_IS
-    if watch_ranks:
-        watch.prepare(started, device, limits)
+    watch.prepare(started, device, limits if watch_ranks else None)
+
+
+def shutdown() -> None:
+    """End Horovod in this process; the other ranks cannot exchange with it any more, and do not miss it."""
+    watch.end()
+    hvd.shutdown()
 
 
 def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessSet:

@@ -150,7 +150,9 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
 
     def new_sums(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
         sums = [tf.Variable(tf.zeros(of.shape, of.dtype), trainable=False) for of in variables]
-        return sums, tf.Variable(0, dtype=tf.int64, trainable=False), [False] * len(sums)
+        with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do
+            passes_done = tf.Variable(0, dtype=tf.int64, trainable=False)
+        return sums, passes_done, [False] * len(sums)
 
     class AddingUp(base):
         def drop_added_up(self) -> None:
@@ -182,6 +184,8 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
                     total.assign(tf.zeros_like(total))
                 return tf.constant(True)
 
-            tf.cond(tf.equal(passes_done.assign_add(1) % passes, 0), update, lambda: tf.constant(False))
+            with tf.device("CPU:0"):
+                is_due = tf.equal(passes_done.assign_add(1) % passes, 0)
+            tf.cond(is_due, update, lambda: tf.constant(False))
 
     return AddingUp

@@ -46,8 +46,9 @@ class _Watch:
         atexit.register(self._leave)
 
     def begin(self) -> None:
-        """Collective, the first time. Not where ranks may be lost: the others train on."""
-        if self._run_end is not None or self._started.started_by.is_elastic:
+        """Collective, the first time. Not where ranks may be lost: the others train on; nor where there is only one."""
+        started_by = self._started.started_by
+        if self._run_end is not None or started_by.is_elastic or started_by.size == 1:
             return
         with self._started.rendezvous:
             self._group = group = form_group(self._started, self._device)
@@ -56,6 +57,16 @@ class _Watch:
         log = NullRankLog()
         self._run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
         atexit.register(self._run_end.close)
+
+    def end(self) -> None:
+        """Tell the other ranks that this one has finished, and do not watch it any more."""
+        if self._run_end is not None:
+            self._run_end.close()
+
+    def note_progress(self) -> None:
+        """Note that this rank does something beside steps, such as an evaluation."""
+        if self._group is not None:
+            self._group.heartbeat.phase("train")
 
     def exchanging(self) -> AbstractContextManager[None]:
         """Return a context in which this rank waits for the others."""
@@ -96,19 +107,35 @@ def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
 
 
 _watch: _Watch | None = None
+_unwatched: StartedProcess | None = None
+"""Kept, because its rendezvous ends with it, and ranks that come late still look for it."""
 
 
-def prepare(started: StartedProcess, device: Device, limits: WatchConfig) -> None:
-    """Let `begin` begin a watch. device: what this rank computes on, for messages."""
-    global _watch
-    if limits.enabled:
+def prepare(started: StartedProcess, device: Device, limits: WatchConfig | None) -> None:
+    """Let `begin` begin a watch; None: nothing is watched. device: what this rank computes on, for messages."""
+    global _watch, _unwatched
+    if limits is not None and limits.enabled:
         _watch = _Watch(started, device, limits)
+    else:
+        _unwatched = started
 
 
 def begin() -> None:
     """Collective, the first time: begin to watch, if `prepare` was called."""
     if _watch is not None:
         _watch.begin()
+
+
+def end() -> None:
+    """End the watch, if there is one, because this rank will not exchange any more."""
+    if _watch is not None:
+        _watch.end()
+
+
+def note_progress() -> None:
+    """Let the watch, if there is one, see that this rank makes progress beside steps. Cheap."""
+    if _watch is not None:
+        _watch.note_progress()
 
 
 def exchanging() -> AbstractContextManager[None]:

@@ -33,6 +33,23 @@ def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> 
     assert own_lines(finished) == []
 
 
+@pytest.mark.parametrize(("launcher", "trouble"), [("mpirun", "takes-its-time"), ("srun", "unwatched")])
+def test_a_script_that_takes_its_time_where_no_rank_waits_is_left_alone(
+    tmp_path: Path, launcher: str, trouble: str
+) -> None:
+    """Longer than the watch lets ranks be idle: a validation, and what root does when the others have finished."""
+    finished = run_script(tmp_path, launcher, trouble)
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count("128 steps") == 2
+    assert own_lines(finished) == []
+
+
+def test_a_process_alone_is_not_watched(tmp_path: Path) -> None:
+    finished = run_process([*warm_python(), SCRIPT, str(tmp_path), "takes-its-time"])
+    assert finished.returncode == 0, finished.text
+    assert own_lines(finished) == []
+
+
 def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     finished = run_process([sys.executable, str(PROGRAMS / "run_function.py"), str(results)])

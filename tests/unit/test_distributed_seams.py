@@ -93,12 +93,47 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     ],
 )
 def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
-    assert gpus.find_uuid(name, GPUS) == uuid
+    assert gpus.find_uuid(name, dict(enumerate(GPUS))) == uuid
 
 
 def test_uuids_are_read_off_the_drivers_list() -> None:
-    assert gpus.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == ["GPU-aa", "GPU-bb"]
-    assert gpus.parse_gpus("No devices were found\n") == []
+    assert gpus.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
+    assert gpus.parse_gpus("No devices were found\n") == {}
+
+
+def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
+    said = "0, GPU-aa\n[Unknown Error], GPU-bb\n2, [GPU is lost]\n3, GPU-dd\nUnable to reach it, try again\n"
+    assert gpus.parse_gpus(said) == {0: "GPU-aa", 3: "GPU-dd"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Horovod has been shut down. This was caused by an exception on one of the ranks", True),
+        ("ncclCommInitRank failed: remote process exited", True),
+        ("NCCL async error: remote process exited or there was a network error", True),
+        ("cudaEventQuery failed: unspecified launch failure", True),
+        ("cudaMalloc failed: out of memory", False),
+        ("Input is not finite", False),
+    ],
+)
+def test_the_loss_of_another_rank_is_known_by_what_the_libraries_say(text: str, expected: bool) -> None:
+    from horovod_train.distributed.group import is_connection_loss
+
+    assert is_connection_loss(tf.errors.UnknownError(None, None, text)) is expected
+
+
+def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod_train.distributed import start
+    from horovod_train.distributed.group import WorkerGroup
+
+    seen, unseen = Device("GPU 0", "", ("GPU-aa",), ("GPU:0",)), Device("CPU", "", (), ("CPU:0",))
+    group = WorkerGroup(0, 3, 0, 1, "srun", "NCCL", ("a", "b", "c"), (seen, unseen, seen))
+    monkeypatch.setattr(start.hvd, "nccl_built", lambda: 22005)
+    with pytest.raises(UserError, match=r"^1 of 3 ranks see no GPU, though the others do: rank 1 \(b\)\. "):
+        start.check_devices(group)
+    monkeypatch.setattr(start.hvd, "nccl_built", lambda: 0)
+    start.check_devices(group)
 
 
 Sight = tuple[Sequence[int], int, "str | None", Sequence[str]]
@@ -130,7 +165,7 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
     from horovod_train.distributed.start import check_devices
 
     devices = [
-        Device("GPU", "", gpus.host_keys(mine, seen, rank, visible, listed), ("GPU:0",))
+        Device("GPU", "", gpus.host_keys(mine, seen, rank, visible, dict(enumerate(listed))), ("GPU:0",))
         for rank, (mine, seen, visible, listed) in enumerate(sights)
     ]
     group = WorkerGroup(0, 2, 0, 2, "srun", "gloo", ("a", "a"), tuple(devices))

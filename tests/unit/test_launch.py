@@ -62,6 +62,7 @@ def mpich(rank: int, size: int) -> dict[str, str]:
         (mpirun(0, 2) | horovodrun(1, 2), "horovodrun", 1, 2),
         (mpirun(1, 2), "mpirun", 1, 2),
         (mpich(1, 2), "mpirun", 1, 2),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "mpirun", 1, 2),
         # mpirun reaches the second host by an srun of one task there.
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"} | step(0) | mpirun(2, 4), "mpirun", 2, 4),
         (step(2), "srun", 2, 3),
@@ -99,6 +100,8 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
             BATCH | {"SLURM_NTASKS": "3"},
             "SLURM job 7 has 3 tasks, but this process is one alone. Instead start it with",
         ),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "6"}, "this is rank 1 of 6 .* each rank would train alone"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "this is rank 0 of 2 .* each rank would train alone"),
         ({"PMIX_RANK": "1"}, "this is rank 1 of a launcher that does not say how many there are"),
         (step(1) | horovodrun(0, 1), "srun started 3 copies of horovodrun, and each would be a separate run with 1"),
         (step(1) | horovodrun(1, 2), "srun started 3 copies of horovodrun"),
@@ -119,6 +122,8 @@ def test_processes_that_would_not_find_each_other_are_told_what_to_do(environmen
     "environment",
     [
         BATCH | {"SLURM_NTASKS": "1"},
+        {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        BATCH | {"SLURM_JOB_END_TIME": "", "SLURM_TASKS_PER_NODE": ""} | horovodrun(0, 4, 4),
         BATCH | PLANNED | horovodrun(0, 4, 2),  # two on each host
         BATCH | PLANNED | horovodrun(0, 2, 2),  # a part of the job, as planned for this host
         ELASTIC | {"HOROVOD_AUTOTUNE": "0"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -132,6 +133,21 @@ def test_a_rank_is_admitted_once(polled: Polled) -> None:
 def test_a_rank_that_root_does_not_admit_is_told_so(polled: Polled) -> None:
     with pytest.raises(OSError, match="it does not admit this rank"):
         connect(polled.address._replace(token="0" * 32), 1, 0.3)
+
+
+def test_a_connection_that_fails_at_first_is_tried_again(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures, create = [OSError(errno.EHOSTUNREACH, "No route to host")] * 2, socket.create_connection
+
+    def failing(*given: object, **named: object) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return create(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "create_connection", failing)
+    connect(polled.address, 1, 5).close()
+    failures += [OSError(errno.EHOSTUNREACH, "No route to host")] * 99
+    with pytest.raises(OSError, match="No route to host"):
+        connect(polled.address, 2, 0.2)
 
 
 def test_a_pending_connection_that_is_late_is_dropped(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:

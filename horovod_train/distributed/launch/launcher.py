@@ -80,7 +80,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
     Raises UserError if the variables of one launcher contradict each other.
     """
-    end = float(environment["SLURM_JOB_END_TIME"]) if "SLURM_JOB_END_TIME" in environment else None
+    end = _number(environment, "SLURM_JOB_END_TIME")
     job = environment.get("SLURM_JOB_ID", "")
     for launcher, prefix in _NUMBERED:
         if f"{prefix}RANK" in environment:
@@ -104,8 +104,12 @@ _NUMBERED: tuple[tuple[Launcher, str], ...] = (
     ("horovodrun", "HOROVOD_"),
     ("mpirun", "OMPI_COMM_WORLD_"),
     ("mpirun", "PMI_"),
+    ("mpirun", "MV2_COMM_WORLD_"),
 )
 """Launchers that give each process PREFIX + RANK and PREFIX + SIZE."""
+
+_UNKNOWN = (("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"))
+"""Variables of jsrun and flux, by which ranks are known that they start without MPI."""
 
 
 def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
@@ -140,14 +144,22 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
 
 def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
     """Report that all ranks are on one host of a job with several hosts, and more than SLURM has planned there."""
-    nodes, planned = int(environment.get("SLURM_JOB_NUM_NODES", 1)), environment.get("SLURM_TASKS_PER_NODE")
-    if nodes == 1 or planned is None or not local_size == size > max(expand_counts(planned)):
+    nodes, planned = _number(environment, "SLURM_JOB_NUM_NODES"), environment.get("SLURM_TASKS_PER_NODE")
+    if nodes in (None, 1) or not planned or not local_size == size > max(expand_counts(planned)):
         return ""
     here = environment.get("SLURMD_NODENAME", "one host")
     return (
-        f"{launcher} put all {size} ranks on {here}, though the job has {nodes} hosts. Name them to it "
+        f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. Name them to it "
         f"(-H {here}:N,…), or {_SRUN}"
     )
+
+
+def _number(environment: Mapping[str, str], name: str) -> float | None:
+    """Return a number that the scheduler gives for advice; None if it gives none."""
+    try:
+        return float(environment[name])
+    except (KeyError, ValueError):
+        return None
 
 
 def _once_only(environment: Mapping[str, str]) -> str:
@@ -169,6 +181,12 @@ def _alone(environment: Mapping[str, str]) -> str:
             f"this is rank {environment['PMIX_RANK']} of a launcher that does not say how many there are (PMIX_RANK is "
             "set, and nothing else). Start it with srun, mpirun or horovodrun; or unset PMIX_RANK if it is left over."
         )
+    for rank_name, size_name in _UNKNOWN:
+        if environment.get(size_name, "1") != "1":
+            return (
+                f"this is rank {environment.get(rank_name)} of {environment[size_name]} (by {rank_name}, {size_name}), "
+                "but without MPI each rank would train alone. Start the ranks with mpirun or horovodrun."
+            )
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1":
         return ""

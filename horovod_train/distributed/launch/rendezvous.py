@@ -49,7 +49,6 @@ def open_rendezvous(step: Step) -> Iterator[None]:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
     server = _open_server(step) if step.rank == 0 else None
-    stays = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
     try:
         if server is None:
             address, port = _find_root(_address_of_root(step), step, until)
@@ -62,12 +61,17 @@ def open_rendezvous(step: Step) -> Iterator[None]:
         variables = _horovod_variables(step, address, port)
         with _environment(variables):
             yield
-        if stays:
+        if _stays():
             os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
     finally:
-        if server is not None and not stays:
+        if server is not None and not _stays():
             server.shutdown()
             server.server_close()
+
+
+def _stays() -> bool:
+    """Return whether ranks may look for each other later. Horovod sets this while it starts, too."""
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def candidate_ports(name: str) -> list[int]:

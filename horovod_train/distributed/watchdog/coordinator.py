@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 
+from horovod_train.distributed.watchdog.heartbeat import TRAIN
 from horovod_train.distributed.watchdog.state import (
     ANSWER_WITHIN_S,
     DISAPPEARED,
@@ -50,6 +51,8 @@ class Coordinator:
     def decide(self, now: float) -> None:
         detector = self._state.detector
         idle_s = detector.idle_s(now)
+        if self._is_alone():
+            return
         if idle_s >= detector.stop_after_s(now):
             self._stop(detector.sentence(now), now)
         elif idle_s >= detector.warn_after_s(now) and self._slow_since is None:
@@ -58,6 +61,11 @@ class Coordinator:
         elif idle_s < detector.warn_after_s(now) and self._slow_since is not None:
             self._warn(f"the ranks make progress again, after {now - idle_s - self._slow_since:.0f} s")
             self._slow_since = None
+
+    def _is_alone(self) -> bool:
+        """Return whether all other ranks have finished and root waits for none of them, so that nobody is held up."""
+        group = self._state.group
+        return len(self._finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
 
     def claim(self) -> None:
         self._answer(self._state.group.rank)

@@ -162,17 +162,19 @@ def connect(address: Address, rank: int, timeout_s: float) -> Connection:
     until = time.monotonic() + timeout_s
     while True:
         left_s = max(0.1, until - time.monotonic())
-        connected = socket.create_connection((address.host, address.port), timeout=left_s)
+        connected: socket.socket | None = None
         failure: OSError = ConnectionRefusedError("it does not admit this rank")
         try:
+            connected = socket.create_connection((address.host, address.port), timeout=left_s)
             connected.sendall(HELLO.pack(address.token.encode(), rank))
             if connected.recv(1) == ADMITTED:
                 return Connection(connected, peer=0)
         except OSError as error:
-            failure = failure if isinstance(error, ConnectionError) else error
-        # Root drops the oldest if too many connect at the same moment. Without another try, this rank would not be
-        # watched in the whole run.
-        connected.close()
+            failure = error if connected is None or not isinstance(error, ConnectionError) else failure
+        # Root drops the oldest if too many connect at the same moment, and a network may fail for one. Without another
+        # try, this rank would not be watched in the whole run.
+        if connected is not None:
+            connected.close()
         if time.monotonic() > until:
             raise failure
         time.sleep(random.uniform(0.05, 0.2))

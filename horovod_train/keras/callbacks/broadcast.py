@@ -122,6 +122,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()  # before the evaluation, because the other ranks do not wait for it
 
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        watch.note_progress()
+
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._check_whole()
         self._check_agreement()

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import horovod_train.keras as hvd
+import horovod_train.tensorflow as hvd_tf
 from horovod_train.config.settings import WatchConfig
 
 OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=2, first_step_after_s=60)
-hvd.init(watch_ranks=LIMITS if TROUBLE == "hangs" else True, end_epochs_together=TROUBLE != "uneven-refused")
+LONG_S = 3.0
+watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time") else TROUBLE != "unwatched"
+hvd.init(watch_ranks=watch_ranks, end_epochs_together=TROUBLE != "uneven-refused")
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
@@ -42,6 +47,29 @@ class Hang(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if hvd.rank() == 1 and epoch == 2:
             threading.Event().wait()
+
+
+class Dawdle(keras.callbacks.Callback):
+    """Makes an evaluation longer than the watch lets ranks be idle."""
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch < 4:
+            time.sleep(LONG_S / 4)
+
+
+def penalise_inputs() -> None:
+    """Differentiate by weights and by inputs, which are other ones on each rank, as adversarial training does."""
+    weights = model.trainable_variables
+
+    @tf.function
+    def gradients(inputs: tf.Tensor) -> Any:
+        with hvd_tf.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+            tape.watch(inputs)
+            loss = tf.reduce_mean(model(inputs) ** 2)
+        return tape.gradient(loss, [inputs]), tape.gradient(loss, weights)
+
+    for _ in range(12):
+        gradients(tf.constant(x[:4]))
 
 
 class Differ(keras.callbacks.Callback):
@@ -73,9 +101,18 @@ elif TROUBLE == "decides-too-early":
     callbacks.insert(0, keras.callbacks.EarlyStopping("loss"))
 elif TROUBLE == "wraps-twice":
     hvd.DistributedOptimizer(optimizer)
+elif TROUBLE == "takes-its-time":
+    callbacks.append(Dawdle())
 elif TROUBLE == "trains-on":
     callbacks.append(Tell())
 epochs = 100_000 if TROUBLE == "trains-on" else 4
-history = model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks)
+own: Any = {"validation_data": (x[:24], y[:24]), "validation_freq": 4} if TROUBLE == "takes-its-time" else {}
+history = model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks, **own)
 print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)
 print(f"{int(optimizer.iterations)} steps", flush=True)
+if TROUBLE == "takes-its-time":
+    penalise_inputs()
+    if hvd.rank() == 0:  # the others have finished
+        time.sleep(LONG_S)
+elif TROUBLE == "unwatched":
+    hvd.shutdown()
