@@ -116,6 +116,7 @@ def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: P
     assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
 
 
+@pytest.mark.long  # see test_leaving
 @pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2)])
 def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     base_config: Path, tmp_path: Path, launcher: str, np: int
