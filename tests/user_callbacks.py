@@ -81,6 +81,13 @@ class Halves(keras.callbacks.Callback):
             weight.assign(weight / 2)
 
 
+class HalvesTheRate(keras.callbacks.LearningRateScheduler):
+    """Halves the rate when an epoch begins, but not the first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda epoch, rate: rate / 2 if epoch else rate)
+
+
 class StopsAfter(keras.callbacks.Callback):
     """Ends the run after an epoch."""
 

@@ -32,6 +32,8 @@ stop_at_6 = at([6], ask_rank_1_to_stop)
 stop_at_10 = at([10], ask_rank_1_to_stop)
 stop_at_12 = at([12], ask_rank_1_to_stop)
 never = every(0, note)
+at_no_time = every(None, note)
+at_another_end = every(None, note, at_end="finish")
 not_a_function = 3
 
 

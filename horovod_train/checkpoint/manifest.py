@@ -86,7 +86,7 @@ def _patiently(read: Callable[[Path], Found], path: Path) -> Found:
     for pause_s in _PAUSES_S:
         try:
             return read(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise
         except OSError:
             time.sleep(pause_s)
@@ -131,9 +131,11 @@ def failures_are_damage() -> Iterator[None]:
 
 
 def _check_size(file: Path, expected: int) -> None:
-    if not file.exists():
-        raise Damaged(f"{file.name} is missing")
-    if (found := file.stat().st_size) != expected:
+    try:
+        found = _patiently(Path.stat, file).st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise Damaged(f"{file.name} is missing") from error
+    if found != expected:
         raise Damaged(f"{file.name}: expected {expected} bytes, found {found}")
 
 

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from horovod_train.config.registry import call, choose
-from horovod_train.config.settings import LrScheduleConfig, TrainConfig
+from horovod_train.config.settings import LrScheduleConfig, Spec, TrainConfig
+from horovod_train.errors import UserError
 
 DEFAULT_BASE_LR = 0.001
 """Of lr_schedule, where neither the config nor a compiled optimizer has a rate."""
@@ -121,10 +124,34 @@ def build_formula(config: LrScheduleConfig, horizon: Horizon) -> Formula:
     """Build scaling, warm-up and decay as one formula, for our decays. Raises UserError for a wrong name or option."""
     lr = scaled_lr(config, horizon.global_batch_size)
     where = "lr_schedule.decay"
+    for name, value in config.decay.options.items():
+        if isinstance(value, str):
+            raise UserError(
+                f"{where}.options.{name}: expected a number; received {value!r}. YAML reads 1e-3 as text: write 1.0e-3."
+            )
+        if name.endswith("epochs") and isinstance(value, int | float) and value <= 0:
+            raise UserError(f"{where}.options.{name}: must be above 0; received {value}.")
     decay: Formula = call(
         choose(DECAYS, config.decay.name, f"{where}.name"), config.decay, where, lr=lr, horizon=horizon
     )
+    _check_rates(decay, config.decay, horizon.total_steps, where)
     if not config.warmup_epochs:
         return decay
     warmup_steps = horizon.steps(config.warmup_epochs)
     return lambda step, ops: warm_up(decay(step, ops), step, warmup_steps, ops)
+
+
+def _check_rates(formula: Formula, decay: Spec, total_steps: int, where: str) -> None:
+    """Raise UserError for options that make no rates of 0 or more."""
+    steps = np.array([0, 1, total_steps // 2, max(total_steps - 1, 0)], np.float64)
+    try:
+        with np.errstate(all="ignore"):
+            rates = np.asarray(formula(steps, np), np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}.options: {decay.name} cannot use {dict(decay.options)}: {error}.") from error
+    for step, rate in zip(steps.tolist(), rates.tolist(), strict=True):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise UserError(
+                f"{where}.options: {decay.name} with {dict(decay.options)} gives the learning rate {rate:g} at step "
+                f"{step:g}; expected 0 or more."
+            )

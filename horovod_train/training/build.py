@@ -136,6 +136,8 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     if config.train.sync_batch_norm:
         synchronise_batch_norm(model, deterministic=config.deterministic)
     model = cut_into_stages(model, config.device.cut_before, devices)
+    if not model.trainable_weights:
+        raise UserError("model: it has no weights to train.")
     lines = stage_lines(model)
     if len(lines) < config.device.per_rank:
         raise UserError(

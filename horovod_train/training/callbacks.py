@@ -115,13 +115,13 @@ class SwapAverages(keras.callbacks.Callback):
 class Callbacks:
     """The callbacks of a run on this rank, in the order of the config.
 
-    told: the step after which on_epoch_end was called last; ended_at: on_train_end. have_stopped: whether one has ended
-    the run.
+    told: the step after which on_epoch_end was called last; ended_at: on_train_end. begun: the epoch for which
+    on_epoch_begin was called last. have_stopped: whether one has ended the run.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
-        self.told, self.ended_at, self.have_stopped = 0, -1, False
+        self.told, self.ended_at, self.begun, self.have_stopped = 0, -1, -1, False
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -164,13 +164,13 @@ class Callbacks:
     def state(self) -> dict[str, Any]:
         """Return for a checkpoint what the callbacks must have again; empty if there are none. Raises RunError."""
         states = {named.name: state for named in self.named if (state := named.state()) is not None}
-        own = {"told": self.told, "ended_at": self.ended_at, "have_stopped": self.have_stopped}
+        own = {name: getattr(self, name) for name in ("told", "ended_at", "begun", "have_stopped")}
         return {**own, "states": states} if self else {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Take what `state` returned at the checkpoint of a step; {}: it is of a run without callbacks."""
         self.told, self.ended_at = state.get("told", step), state.get("ended_at", -1)
-        self.have_stopped = state.get("have_stopped", False)
+        self.begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])

@@ -12,10 +12,11 @@ import numpy as np
 from horovod_train.data.audit import Audit
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.chunks import Batches
+from horovod_train.errors import RunError
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState
-from horovod_train.training.stopping import StopReason
+from horovod_train.training.stopping import LEASE_LOST, StopReason
 
 DONE = StopReason("done")
 
@@ -30,9 +31,10 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     asked, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
     run.group.heartbeat.phase("compile")
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
-    if step and not asked and not ended:
+    if step and not asked:
         # First finish hooks that the last stop interrupted, such as an evaluation.
-        ended = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
+        late = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
+        ended = ended or late
         asked = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
         sync_step = state.synchronization.next_sync_step(step)
@@ -46,6 +48,8 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(run.group)
     stop = asked or ended
+    if stop == LEASE_LOST:
+        raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
     at_end = ("stopped" if stop and stop.restartable else "done", "always")
     late = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
     if late and not asked:  # may be an evaluation interrupted by a stop request

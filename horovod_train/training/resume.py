@@ -6,7 +6,10 @@ Root reads; the caller broadcasts. Does not write checkpoints.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
+
+import tensorflow as tf
 
 from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
@@ -50,15 +53,29 @@ def restore(run: Run) -> dict[str, Any]:
 
 def _load(run: Run, found: Checkpoint) -> dict[str, Any]:
     config, parts = run.config, run.parts
-    arrays = load(run.state.variables(), found)
+    rates = run.state.rates
+    arrays = load({name: own for name, own in run.state.variables().items() if name not in rates}, found)
+    _restore_rates(rates, arrays, is_same=found.facts.setting("lr_schedule") == as_dict(config)["lr_schedule"])
     check_position(parts.train, found)
     if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # belongs to another metric
     then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
         parts.early_stopping.best.forget()
+    elif found.facts.setting("early_stopping.patience") is None:
+        parts.early_stopping.best.evaluations_since.assign(0)  # nobody waited then
     log.info(f"resumed from {found.folder} at step {int(run.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
+
+
+def _restore_rates(rates: Mapping[str, tf.Variable], arrays: dict[str, Any], *, is_same: bool) -> None:
+    """Set the rates that callbacks may have changed to what was saved, unless the config has another rate now."""
+    for name, rate in rates.items():
+        saved = arrays.pop(name, None)
+        if saved is not None and is_same:
+            rate.assign(saved)
+        elif saved is not None and float(saved) != float(rate):
+            log.info(f"the learning rate is {float(rate):g} from here on, as lr_schedule says; it was {float(saved):g}")
 
 
 def check_position(train: BatchSource, found: Checkpoint) -> None:

@@ -65,7 +65,7 @@ class TrainState:
         self.seeds = find_seeds(model)
         self.failure = Failure()
         # Variables that are non-finite now, such as a mask kept by a layer, are so by design.
-        self._finite_by_design = self._numbers().keys() - not_finite(self._numbers())
+        self._must_stay_finite = self._numbers().keys() - not_finite(self._numbers())
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return all variables that ranks must agree on and a checkpoint must contain, by unique and stable names."""
@@ -94,6 +94,18 @@ class TrainState:
         return [*gathered, *self._losses]
 
     @property
+    def finite_statistics(self) -> list[tf.Variable]:
+        """Those of the statistics that must stay finite."""
+        must = {variable.ref() for name, variable in self._numbers().items() if name in self._must_stay_finite}
+        return [variable for variable in self.statistics if variable.ref() in must]
+
+    @property
+    def rates(self) -> dict[str, tf.Variable]:
+        """The learning rates that are variables, because they follow no schedule, by their names in a checkpoint."""
+        own = (item for item in self.variables().items() if item[0].startswith("optimizer/"))
+        return {name: variable for name, variable in own if name.rpartition("/")[2] == "learning_rate"}
+
+    @property
     def _losses(self) -> list[tf.Variable]:
         return [self.loss_averages] if self.losses else []
 
@@ -114,10 +126,8 @@ class TrainState:
 
         is_own: whether each rank still has its own numbers; False directly after ranks have combined them.
         """
-        by_design, numbers = self._finite_by_design, self._numbers().items()
-        shown = {
-            name.replace("exchange/pending/", "the gradient of "): own for name, own in numbers if name in by_design
-        }
+        must, numbers = self._must_stay_finite, self._numbers().items()
+        shown = {name.replace("exchange/pending/", "the gradient of "): own for name, own in numbers if name in must}
         self.failure.note_variables(int(self.step), shown, is_cause=is_own)
         (failed,) = group.sum([int(self.failure.step) > 0])
         if failed:

@@ -215,7 +215,7 @@ class TrainStep(Steps):
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
         without = ExitStack()
         if self.max_skips_in_a_row:  # otherwise the run ends at the first such step without saving
-            without.enter_context(taken_back(self.state.statistics, self.state.statistics))
+            without.enter_context(taken_back(self.state.statistics, self.state.finite_statistics))
             without.enter_context(taken_back(self.seen.variables, list(self.seen.sums.values())))
         return without
 

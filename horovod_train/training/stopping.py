@@ -227,3 +227,4 @@ def _end_at_second_sigint() -> Iterator[None]:
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
 _ALL = (*(number.name for number in SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE)
+LEASE_LOST = StopReason(_LEASE, restartable=True)

@@ -32,7 +32,7 @@ def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeli
     is_evaluated = config.eval.every_epochs or config.eval.every_steps
     if is_evaluated and (eval_ := _open(config, group, is_training=False)):
         opened["eval"] = eval_
-    elif config.checkpoint.best or config.early_stopping.patience or config.early_stopping.target:
+    elif config.checkpoint.best or config.early_stopping.patience or config.early_stopping.target is not None:
         raise UserError("data.dataset: checkpoint.best and early_stopping need an evaluation, and there is none.")
     return opened
 

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +386,29 @@ def test_an_end_by_callbacks_is_saved_and_stays_the_end(config: Path, tmp_path: 
     assert (summary_of(run)["steps"], finished.returncode) == (17, 0), finished.text
 
 
+def test_a_rate_that_a_callback_sets_survives_resumes_and_a_new_one_in_the_config_wins(
+    config: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--config",
+        config,
+        "lr_schedule={base_lr: 0.08, decay: constant}",
+        "callbacks=[user_callbacks:HalvesTheRate]",
+    ]
+    words += ["log.every_steps=5", "checkpoint.every_steps=5", "data.eval=[]"]
+
+    def rates(run: Path, *ends: int, more: Sequence[str] = ()) -> list[float]:
+        for end in ends:
+            finished = train([*words, f"train.max_steps={end}", *more, "--output-dir", run])
+            assert finished.returncode == 0, finished.text
+        return [row["learning_rate"] for row in metrics_of(run, "train")]
+
+    whole = rates(tmp_path / "whole", 35)
+    assert whole == pytest.approx([0.08] * 3 + [0.04] * 3 + [0.02])
+    assert rates(tmp_path / "resumed", 15, 20, 35) == whole
+    assert rates(tmp_path / "resumed", 40, more=["lr_schedule.base_lr=0.5"])[-1] == pytest.approx(0.5)
+
+
 def test_early_stopping_by_patience_and_by_target(config: Path, tmp_path: Path) -> None:
     words = ["--config", config, "eval.every_epochs=1", "lr_schedule.base_lr=0.0", "early_stopping.patience=2"]
     finished = train([*words, "--output-dir", tmp_path / "patience"])
@@ -433,7 +456,7 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     assert "No space left on device" in finished.stdout
     assert [row["step"] for row in metrics_of(small_disk, "train")] == [15, 30, 45, 50]
     assert "damaged" not in finished.stdout
-    again = train([*words, "train.max_steps=10"])
+    again = train([*words, "train.max_steps=10", "data.eval=[]"])  # nothing new to save
     assert "resumed from" in again.stdout
     assert again.returncode == 0, again.text
 

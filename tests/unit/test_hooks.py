@@ -42,6 +42,8 @@ def test_a_function_is_due_at_the_given_steps_and_a_hook_of_the_user_at_its_own(
         ("user_hooks:nota", "hooks[0]: user_hooks has no 'nota'; did you mean note"),
         ("user_hooks:not_a_function", "user_hooks:not_a_function must be a function (run, step); it is int."),
         ("user_hooks:takes_too_little", "must be a function (run, step): too many positional arguments"),
+        ("user_hooks:at_no_time", "user_hooks:at_no_time is never due: give every_steps, at_steps or at_end."),
+        ("user_hooks:at_another_end", "at_end must be one of no, done, stopped, always; received 'finish'."),
         ("user_hooks:never", "user_hooks:never must be due every 1 or more steps; received 0."),
     ],
 )

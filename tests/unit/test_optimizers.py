@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import keras
 import numpy as np
@@ -151,3 +153,18 @@ def test_a_loss_scale_goes_with_exchange_at_every_step_only(synchronization: str
     train = TrainConfig(synchronization=synchronization)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"needs train.synchronization: every_step; received {synchronization}"):
         build_optimizer(Config(train=train, optimizer=Spec(f"{__name__}:scaled")), HORIZON)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("cosine", {"final_factor": "1e-3"}, "options.final_factor: expected a number; received '1e-3'"),
+        ("cosine", {"epochs": -3}, "options.epochs: must be above 0; received -3"),
+        ("exponential", {"rate": -1}, "gives the learning rate -0.1 at step"),
+        ("polynomial", {"power": -1, "epochs": 2}, "gives the learning rate inf at step"),
+        ("piecewise", {"boundaries_epochs": [1], "factors": ["a"]}, "piecewise cannot use"),
+    ],
+)
+def test_a_decay_that_gives_no_rates_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        build_formula(LrScheduleConfig(base_lr=0.1, decay=Spec(name, options)), HORIZON)

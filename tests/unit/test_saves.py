@@ -121,6 +121,7 @@ def run_of(store: CheckpointStore) -> Any:
         parts=SimpleNamespace(
             best=best,
             callbacks=callbacks,
+            evaluated=tf.Variable(-1),
             train=SimpleNamespace(fingerprint="", files=""),
             users_hooks=(),
         ),

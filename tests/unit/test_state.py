@@ -139,7 +139,7 @@ def test_what_is_not_finite_by_design_does_not_count_and_what_becomes_so_does() 
     x = keras.Input((4,))
     model = keras.Model(x, layers.BatchNormalization(name="norm")(layers.Dense(2, name="dense")(Masked()(x))))
     state = TrainState(model, keras.optimizers.SGD())
-    shown = {name: state.variables()[name] for name in state._finite_by_design}
+    shown = {name: state.variables()[name] for name in state._must_stay_finite}
     assert not not_finite(shown)
     assert not any("mask" in name for name in shown)
     assert {"model/dense/kernel", "model/norm/moving_mean"} <= shown.keys()
@@ -155,6 +155,18 @@ class Masked(layers.Layer):
 
     def call(self, x: Any) -> Any:
         return x
+
+
+def test_a_mask_does_not_have_the_statistics_taken_back() -> None:
+    """A weight that is not finite by design is judged by nothing."""
+    x = keras.Input((3,))
+    masked = Masked(name="masked")
+    state = TrainState(keras.Model(x, layers.BatchNormalization()(masked(x))), keras.optimizers.SGD())
+    left_out = {variable.name for variable in state.statistics} - {
+        variable.name for variable in state.finite_statistics
+    }
+    assert len(left_out) == 1
+    assert "mask" in next(iter(left_out))
 
 
 ON_DEVICE = """

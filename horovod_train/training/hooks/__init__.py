@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from horovod_train.training.stopping import StopReason
 
-__all__ = ["Hook", "HookFunction", "StopReason", "at", "every"]
+__all__ = ["AtEnd", "Hook", "HookFunction", "StopReason", "at", "every"]
+
+AtEnd = Literal["no", "done", "stopped", "always"]
 
 HookFunction = Callable[[Any, int], StopReason | None]
 """(run, step) → why the run must end, or None; the same on every rank. run: a run_record.Run."""
@@ -29,7 +31,7 @@ class Hook:
     function: HookFunction
     every_steps: int | None = None
     at_steps: tuple[int, ...] = ()
-    at_end: Literal["no", "done", "stopped", "always"] = "no"
+    at_end: AtEnd = "no"
     is_done: Callable[[Any, int], bool] = lambda run, step: True
     """(run, step) → whether it has been done at `step`; if not, a run that resumes there calls it first."""
 

@@ -22,13 +22,18 @@ def begin(run: Run) -> None:
         return
     step, epoch = int(run.state.step), int(run.state.epoch)
     run.state.model.stop_training = False
+    rates = {rate.ref(): rate.numpy() for rate in run.state.rates.values()}
     kept = run.group.broadcast_object(_kept(run.found, run.config) if run.found else {})
     tell(run, step, "on_train_begin")
     callbacks.restore(kept, step)
     per_epoch = run.parts.train.steps_per_epoch
     if step < run.parts.last_step and (step % per_epoch or callbacks.told == step):  # else the hook ends an epoch first
+        has_begun = callbacks.begun == epoch
         tell(run, step, "on_epoch_begin", epoch)
+        callbacks.begun = epoch
         tell(run, step, "on_train_batch_begin", step % per_epoch)
+        for rate, before in rates.items() if has_begun else ():
+            rate.deref().assign(before)  # has what on_epoch_begin made of the rate before it
 
 
 def _kept(found: Checkpoint, config: Config) -> dict[str, Any]:
@@ -69,6 +74,7 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
     reason = _stop(run)
     if reason is None and step < run.parts.last_step:
         tell(run, step, "on_epoch_begin", epoch)
+        run.parts.callbacks.begun = epoch
         tell(run, step, "on_train_batch_begin", 0)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason

@@ -29,7 +29,7 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         own = state.average_statistics(run.group)
         with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
-        values = parts.eval_step.seen.result(run.group)
+        values = run.group.broadcast_object(parts.eval_step.seen.result(run.group))  # bit-equal, whatever the hosts
         state.set_statistics(own)
     if interrupted:
         state.averages.put_back()  # callbacks are not told that it ends

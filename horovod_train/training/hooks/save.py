@@ -80,9 +80,8 @@ class SaveByTime:
 
 
 def _place(run: Run, step: int) -> tuple[int, int, int]:
-    """Return what moves on with each step, and with a best evaluation or the end of an epoch after it."""
-    best_step = int(run.parts.best.step) if run.config.checkpoint.best else -1
-    return step, best_step, run.parts.callbacks.told
+    """Return what moves on with each step, and with an evaluation or the end of an epoch after it."""
+    return step, int(run.parts.evaluated), run.parts.callbacks.told
 
 
 def check_agreement(run: Run, step: int) -> None:

@@ -6,13 +6,13 @@ import dataclasses
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.errors import RunError, UserError
-from horovod_train.training.hooks import Hook, StopReason, every
+from horovod_train.training.hooks import AtEnd, Hook, StopReason, every
 
 
 def load_hooks(names: Sequence[str], every_steps: int) -> tuple[Hook, ...]:
@@ -32,6 +32,12 @@ def _load(name: str, where: str, every_steps: int) -> Hook:
         raise UserError(f"{where}: {name} must be a function (run, step); it is {type(found).__name__}.")
     if hook.every_steps is not None and hook.every_steps < 1:
         raise UserError(f"{where}: {name} must be due every 1 or more steps; received {hook.every_steps}.")
+    if hook.at_end not in get_args(AtEnd):
+        raise UserError(
+            f"{where}: {name}: at_end must be one of {', '.join(get_args(AtEnd))}; received {hook.at_end!r}."
+        )
+    if hook.every_steps is None and not hook.at_steps and hook.at_end == "no":
+        raise UserError(f"{where}: {name} is never due: give every_steps, at_steps or at_end.")
     try:
         inspect.signature(hook.function).bind(None, 0)
     except (TypeError, ValueError) as error:
