@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +107,6 @@ def _story(entries: Sequence[Entry]) -> RankStory | None:
 def _read_end(path: Path) -> Mapping[str, Any] | None:
     try:
         end = json.loads(path.read_text(encoding="utf-8"))
-        datetime.fromisoformat(end["time"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
-    return end if {"ended", "exit_code", "host"} <= end.keys() else None
+    return end if isinstance(end, dict) and {"ended", "exit_code", "time"} <= end.keys() else None
