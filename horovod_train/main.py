@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             return _run_command(words[0], words[1:])
-        if words and words[0].isidentifier():
+        if words and words[0][:1].isalpha() and words[0].replace("-", "_").isidentifier():
             known = suggest(words[0], list(COMMANDS))
             raise UserError(f"there is no command {words[0]!r}; {known} To train: --config FILE, no command.")
         return _train(words)
@@ -163,16 +163,16 @@ def _versions() -> str:
 
 def _load(arguments: argparse.Namespace) -> Config:
     files, overrides = config_words(arguments)
-    if arguments.resume:
-        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume)}")
+    if arguments.resume is not None:
+        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
     config, origins = load(files, overrides)
-    if arguments.output_dir:
+    if arguments.output_dir is not None:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
         origins["output_dir"] = "--output-dir"
     if arguments.print_config:
         print(dump(config, origins), end="")
         return config
-    if config.output_dir is None:
+    if not config.output_dir:
         raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
     _check_paths(config)
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
@@ -51,7 +52,9 @@ class ConfigWords(NamedTuple):
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="files; later ones win, ...")
+    parser.add_argument(
+        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="files; later ones win, ..."
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
 
@@ -66,11 +69,14 @@ def config_words(arguments: argparse.Namespace) -> ConfigWords:
 
 
 def split_words(words: Iterable[str]) -> ConfigWords:
-    """Separate overrides from other words: argparse adds those that follow `--config FILE` to the files."""
+    """Separate overrides from other words: argparse adds those that follow `--config FILE` to the files.
+
+    A word that is a path stays one, even if it has a = in it, as runs/lr=0.1 has.
+    """
     files: list[str] = []
     overrides: list[str] = []
     for word in words:
-        (overrides if "=" in word else files).append(word)
+        (overrides if "=" in word and not os.path.exists(word) else files).append(word)
     return ConfigWords(files, overrides)
 
 

@@ -36,7 +36,9 @@ _SHOWN = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder of records or of splits, or a glob")
-    parser.add_argument("--config", nargs="+", metavar="YAML", help="check what it trains and evaluates on")
+    parser.add_argument(
+        "--config", nargs="+", action="extend", metavar="YAML", help="check what it trains and evaluates on"
+    )
     parser.add_argument("--np", type=int, metavar="N", help="show what each of N ranks would read instead")
     parser.add_argument("--epochs", type=int, default=1, help="in how many epochs, with --np; default %(default)s")
     parser.add_argument("--audit", metavar="RUN_DIR", help="check what the ranks of a run did read instead")

@@ -139,7 +139,10 @@ def _judge(
     if went_wrong:
         return min(went_wrong, key=lambda outcome: datetime.fromisoformat(outcome.time or ""))
     reason = summary.get("ended", "done")
-    if (0 in ends and ends[0]["ended"] == "done") or (summary and not stories):
+    is_finished = bool(summary) and summary.get("finished", reason == "done")
+    if summary and not stories and not is_finished:
+        return Outcome("stopped", f"stopped after {summary.get('steps', '?')} steps: {reason}")
+    if (0 in ends and ends[0]["ended"] == "done") or (is_finished and not stories):
         why = "" if reason == "done" else f" ({reason})"
         return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}")
     if 0 in ends:
@@ -162,7 +165,7 @@ def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     for rank, end in ends.items():
         if end["ended"] == "failed":
             at = "" if end.get("step") is None else f" at step {end['step']}"
-            what = f"rank {rank} ({end['host']}) failed in {end['phase']}{at}: {end['error']}"
+            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{at}: {end.get('error')}"
             yield Outcome("failed", what, rank, end["time"])
 
 

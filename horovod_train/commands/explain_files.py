@@ -59,7 +59,7 @@ def resumes_by_itself(run_dir: Path) -> bool:
     try:
         config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         return bool(config["checkpoint"]["resume"] != "never")
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return True
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,8 +80,8 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
-    steps = save_steps(config, horizon)
-    at_once = min(len(steps), config.checkpoint.keep + (config.checkpoint.best is not None))
+    saves = count_saves(config, horizon)
+    at_once = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
     facts: Facts = {
         "ranks": ranks,
         "records": {
@@ -103,7 +103,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "records_per_rank": _extremes(records_by_rank(plan, ranks)),
         "learning_rate": sizes.rate_of or learning_rates(config, horizon),
         "checkpoints": {
-            "count": len(steps),
+            "count": saves,
             "every_minutes": config.checkpoint.every_minutes,
             "kept": at_once,
             "bytes_each": sizes.checkpoint_bytes,
@@ -143,14 +143,11 @@ def records_by_rank(plan: Plan, ranks: int) -> list[int]:
     return np.diff(np.concatenate([[0], np.cumsum(lengths)])[edges]).tolist()
 
 
-def save_steps(config: Config, horizon: Horizon) -> list[int]:
-    """Return the steps at which a checkpoint is saved, except saves that depend on the clock or on an evaluation."""
-    every = config.checkpoint.every_steps
-    steps = set(range(every, horizon.total_steps + 1, every)) if every else set()
-    if config.checkpoint.every_epochs:
-        by_epoch = config.checkpoint.every_epochs * horizon.steps_per_epoch
-        steps |= set(range(by_epoch, horizon.total_steps + 1, by_epoch))
-    return sorted(steps | {horizon.total_steps})
+def count_saves(config: Config, horizon: Horizon) -> int:
+    """Return how many checkpoints are saved, except saves that depend on the clock or on an evaluation."""
+    by_epoch = (config.checkpoint.every_epochs or 0) * horizon.steps_per_epoch
+    every = [step for step in (config.checkpoint.every_steps, by_epoch) if step]
+    return count_due(every, horizon.total_steps, at_end=True)
 
 
 def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
@@ -228,11 +225,17 @@ def _time(outlook: Outlook, pace: Pace) -> Facts | None:
 
 
 def _evaluations(config: Config, horizon: Horizon) -> int:
-    steps: set[int] = set()
     by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
-    for every in filter(None, (config.eval.every_steps, by_epoch)):
-        steps |= set(range(every, horizon.total_steps + 1, every))
-    return len(steps | ({horizon.total_steps} if by_epoch else set()))
+    every = [step for step in (config.eval.every_steps, by_epoch) if step]
+    return count_due(every, horizon.total_steps, at_end=bool(by_epoch))
+
+
+def count_due(every: Sequence[int], last: int, *, at_end: bool) -> int:
+    """Return how many steps up to the last are a multiple of one of at most two numbers, or, if so, the last."""
+    found = sum(last // step for step in every)
+    if len(every) == 2:
+        found -= last // math.lcm(*every)
+    return found + (at_end and all(last % step for step in every))
 
 
 def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:

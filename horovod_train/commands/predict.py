@@ -23,7 +23,11 @@ SUFFIXES = (".npz", ".csv")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_selection.add_arguments(parser)
     parser.add_argument(
-        "--data", nargs="+", metavar="PATH", help="records, with targets or without; default: data.eval"
+        "--data",
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help="records, with targets or without; default: data.eval",
     )
     parser.add_argument("--out", required=True, metavar="FILE.npz|FILE.csv", help="where to write the outputs")
 

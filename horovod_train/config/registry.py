@@ -109,6 +109,8 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
 
 def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:
     """Call `function(**given, **spec.options)`; an unknown option is reported as the user's error."""
+    if not callable(function):
+        raise UserError(f"{where}: {spec.name} must be a function or a class; it is {type(function).__name__}.")
     try:
         inspect.signature(function).bind(**given, **spec.options)
     except TypeError as error:
@@ -117,7 +119,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> 
         raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
     try:
         return function(**given, **spec.options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         text = " ".join(str(error).split())
         raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
 

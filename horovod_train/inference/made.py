@@ -5,6 +5,8 @@ Recognises our own files by content. Does not write or remove them; see removal.
 
 from __future__ import annotations
 
+import csv
+import json
 import zipfile
 from pathlib import Path
 
@@ -24,6 +26,24 @@ def _begins(path: Path, *heads: bytes) -> bool:
         return file.read(64).startswith(heads)
 
 
+def _is_csv_of_outputs(path: Path) -> bool:
+    """Return whether a table has a column record, and in its first row nothing but numbers."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        head, row = (next(rows, []) for rows in [csv.reader(file)] * 2)
+    try:
+        return head[:1] == ["record"] and (not row or len([float(value) for value in row]) == len(head))
+    except ValueError:
+        return False
+
+
+def _is_figures(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(found, dict) and {"step", "epoch", "records", "ranks", "weights", "checkpoint"} <= found.keys()
+
+
 _SAVED = ("saved_model.pb", "fingerprint.pb", "variables", r"variables/variables\.[^/]+", "assets", "assets/[^/]+")
 
 KERAS_FILE = Made("a Keras file", r".+\.keras", is_ours=lambda path: {"config.json", "metadata.json"} <= _members(path))
@@ -35,11 +55,9 @@ SAVED_MODEL_DRAFT = Made("an unfinished SavedModel", r"\..+\.[0-9a-f]{8}\.partia
 PREDICTIONS = Made(
     "a file that predict wrote",
     r".+\.(npz|csv)",
-    is_ours=lambda path: _begins(path, b"record,", b"record\r") or "record.npy" in _members(path),
+    is_ours=lambda path: _is_csv_of_outputs(path) or "record.npy" in _members(path),
 )
 PREDICTIONS_DRAFT = Made("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
 
-FIGURES = Made(
-    "a file that evaluate wrote", ".+", is_ours=lambda path: b'\n  "checkpoint": ' in path.read_bytes()[-10_000:]
-)
+FIGURES = Made("a file that evaluate wrote", ".+", is_ours=lambda path: _is_figures(path))
 FINDINGS = Made("a file that doctor wrote", ".+", is_ours=lambda path: _begins(path, b'{\n  "checks": '))

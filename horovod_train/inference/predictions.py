@@ -50,6 +50,10 @@ class Outputs:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
             text = " ".join(str(error).split())
             raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
+        if "record" in outputs:
+            raise UserError(
+                "predict: an output of the model is called record, as the numbers of records are; rename it."
+            )
         for name, output in outputs.items():
             if not output.shape.is_fully_defined() or not output.shape.rank or output.shape[0] != rows:
                 raise UserError(f"predict: expected output {name} to be one row a record; it is {output.shape}.")

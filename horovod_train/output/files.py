@@ -166,7 +166,7 @@ class Lines(Appender):
 
     def read(self) -> list[str]:
         """Return the lines in the file. Raises OSError."""
-        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        return self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
 
     def keep(self, is_kept: Callable[[str], bool], made: Made) -> None:
         """Remove the lines that are not kept, from a file that is `made`. Raises OSError."""

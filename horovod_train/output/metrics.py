@@ -5,20 +5,38 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from horovod_train.output.files import Lines, json_text, must_be_writable
 from horovod_train.output.removal import Made, begins
 
-METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
-TIMES = Made("a run's times", r"times\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
-PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=lambda path: begins(path, '{"step": '))
-
-
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
+
+
+def _rows_of(*names: str) -> Callable[[Path], bool]:
+    """Return what tells whether the first row of a file begins with these entries; others begin with a step too."""
+
+    def is_ours(path: Path) -> bool:
+        with path.open("rb") as file:
+            line = file.readline(_MOST_BYTES)
+        if not line.endswith(b"\n"):  # a kill has cut the file short
+            return begins(path, '{"step": ')
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return False
+        return isinstance(row, dict) and tuple(row)[: len(names)] == names
+
+    return is_ours
+
+
+_MOST_BYTES = 1 << 24
+METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=_rows_of(*ABOUT))
+TIMES = Made("a run's times", r"times\.jsonl", is_ours=_rows_of("step", "verdict", "seconds"))
+PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=_rows_of("step", "parameters"))
 
 
 class Aside(NamedTuple):
@@ -89,8 +107,26 @@ class MetricsFile(JsonLines):
         super().rewind(step)
         with must_be_writable(self._lines.path):
             self._lines.path.touch()
-        for row in self.read():
+            lines = self._lines.read()
+        for row in metrics_in(lines):
             self.last[row["split"]] = {name: row[name] for name in row if name not in ABOUT}
+
+
+def metrics_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl. What a kill has cut short, or is something else, is left out."""
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and _is_of_numbers(row):
+            yield row
+
+
+def _is_of_numbers(row: Mapping[str, Any]) -> bool:
+    values = [value for name, value in row.items() if name != "split"]
+    is_placed = isinstance(row.get("step"), int) and isinstance(row.get("split"), str)
+    return is_placed and all(value is None or isinstance(value, int | float) for value in values)
 
 
 def _step_of(line: str) -> float:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +108,7 @@ def _story(entries: Sequence[Entry]) -> RankStory | None:
 def _read_end(path: Path) -> Mapping[str, Any] | None:
     try:
         end = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        datetime.fromisoformat(end["time"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return end if isinstance(end, dict) and {"ended", "exit_code", "time"} <= end.keys() else None
+    return end if {"ended", "exit_code", "host"} <= end.keys() else None

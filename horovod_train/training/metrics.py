@@ -15,6 +15,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import MetricSpec, Spec
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
+from horovod_train.output.metrics import ABOUT
 from horovod_train.training.losses import Loss, Weighed, pick
 
 
@@ -40,6 +41,10 @@ class Accumulator:
         if len({*self.losses, *named}) != len(self.losses) + len(named):
             taken = ", ".join(self.losses)
             raise UserError(f"metrics: names must differ, also from {taken}; received {named}. Give a name in options.")
+        if reserved := set(named) & set(ABOUT):
+            raise UserError(
+                f"metrics: {', '.join(sorted(reserved))} is in each row already. Give another name in options."
+            )
         added = [*loss.terms, *also]
         self.sums, self.weights = (
             {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"{name}{end}") for name in added}

@@ -186,6 +186,7 @@ def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
         "versions": consistency.versions(),
         "config": as_dict(run.config),
         "ended": reason.text,
+        "finished": not reason.restartable,
         **({"at_walltime": at_walltime} if at_walltime else {}),
         **{split: run.output.last_metrics(split) for split in ("train", "eval")},
     }

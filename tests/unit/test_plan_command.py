@@ -20,7 +20,7 @@ from made_records import config as data_config
 from made_records import make_images
 
 from horovod_train.commands import plan, plan_model
-from horovod_train.commands.plan_facts import records_by_rank, rows_by_rank, save_steps
+from horovod_train.commands.plan_facts import count_due, count_saves, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config, TrainConfig
 from horovod_train.data.dataset import open_records
@@ -331,6 +331,16 @@ def test_records_per_rank_are_those_of_check_data(tmp_path: Path) -> None:
 
 def test_saves_are_counted_once_where_they_coincide() -> None:
     config = Config(train=TrainConfig(epochs=3), checkpoint=CheckpointConfig(every_steps=4, every_epochs=1))
-    assert save_steps(config, Horizon(16, 6, 18)) == [4, 6, 8, 12, 16, 18]
+    assert count_saves(config, Horizon(16, 6, 18)) == 6
     config = Config(checkpoint=CheckpointConfig(every_epochs=None))
-    assert save_steps(config, Horizon(16, 6, 17)) == [17]
+    assert count_saves(config, Horizon(16, 6, 17)) == 1
+    config = Config(train=TrainConfig(max_steps=10**12), checkpoint=CheckpointConfig(every_steps=1, every_epochs=1))
+    assert count_saves(config, Horizon(16, 6, 10**12)) == 10**12  # without making a set of them
+
+
+@pytest.mark.parametrize("every", [[], [3], [4, 6], [6, 4], [5, 5]])
+@pytest.mark.parametrize("at_end", [True, False])
+def test_what_is_due_is_counted_as_a_set_would(every: list[int], at_end: bool) -> None:
+    for last in range(1, 40):
+        steps = {step for each in every for step in range(each, last + 1, each)} | ({last} if at_end else set())
+        assert count_due(every, last, at_end=at_end) == len(steps)

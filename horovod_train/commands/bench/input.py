@@ -39,7 +39,7 @@ class Turn(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="a folder of records, or a glob")
-    parser.add_argument("--config", nargs="+", metavar="YAML", help="read what it trains on")
+    parser.add_argument("--config", nargs="+", action="extend", metavar="YAML", help="read what it trains on")
     parser.add_argument("--batch-size", type=int, default=128, help="records a step; default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each; default %(default)s")
     parser.add_argument(

@@ -48,7 +48,9 @@ class Point(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", nargs="+", required=True, metavar="YAML", help="what is trained, as to train it")
+    parser.add_argument(
+        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="what is trained, as to train it"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--np", default="1,2", metavar="N,N", help="numbers of ranks; default %(default)s")
     parser.add_argument("--steps", type=int, default=200, help="in each run; the first fifth is not timed; %(default)s")

@@ -33,7 +33,9 @@ _NOT_TOGETHER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", nargs="+", metavar="YAML", help="with this run's horovod, device and output_dir")
+    parser.add_argument(
+        "--config", nargs="+", action="extend", metavar="YAML", help="with this run's horovod, device and output_dir"
+    )
     parser.add_argument("--dir", metavar="DIR", help="folder that all ranks should see; default: output_dir, or here")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from horovod_train.commands.explain import Explanation, explain
 from horovod_train.commands.explain_files import read_json
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
-from horovod_train.output.metrics import ABOUT
+from horovod_train.output.metrics import ABOUT, metrics_in
 from horovod_train.output.profile import Costs, find_profiles, read_profiles
 from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
 
@@ -104,7 +104,16 @@ def read_run(run_dir: Path) -> Run:
     flat = dict(_flat(settings if isinstance(settings, dict) else {}))
     summary = read_json(run_dir / "summary.json")
     profiles = read_profiles(find_profiles(run_dir))
-    return Run(str(run_dir), explanation, flat, summary, starts, rows, _audit(run_dir), profiles)
+    return Run(
+        os.fsencode(run_dir).decode(errors="replace"),
+        explanation,
+        flat,
+        summary,
+        starts,
+        rows,
+        _audit(run_dir),
+        profiles,
+    )
 
 
 def _audit(run_dir: Path) -> str:
@@ -170,12 +179,8 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     if not path.exists():
         return
     begins = [(start.from_step, start.begin) for start in starts] or [(0, 0.0)]
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            step, split, seconds = row["step"], row["split"], row["seconds"]
-        except (ValueError, KeyError, TypeError):
-            continue
+    for row in metrics_in(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+        step, split, seconds = row["step"], row["split"], row.get("seconds") or 0.0
         begin = next((time for from_step, time in reversed(begins) if from_step < step), begins[0][1])
         values = {name: value for name, value in row.items() if name not in ABOUT}
         yield Row(step, split, begin + seconds, values)

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 from horovod_train.errors import UserError
 from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
-from horovod_train.output.metrics import ABOUT
+from horovod_train.output.metrics import ABOUT, metrics_in
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.rank_log_reader import Introduction, read_introduction, read_line
 
 _LEFT_BY_A_RUN = (FOLDER, "metrics.jsonl", LEASE)
 _ENDS_AT = re.compile(r"ends at step (\d+)$")
 _AFTER_STEP = re.compile(r".* after step (\d+)$")
+_LOG = re.compile(r"rank-(\d+)\.log")
 _TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
 """Kinds of lines in a rank's log that tell of trouble."""
 
@@ -151,8 +152,11 @@ class Follower:
         return self._tails.setdefault(path.name, _Tail(path)).new_lines()
 
     def _read_log(self, path: Path) -> None:
+        found = _LOG.fullmatch(path.name)
+        if found is None:
+            return
         _, lines = self._new(path)
-        rank = int(path.stem.removeprefix("rank-"))
+        rank = int(found[1])
         for line in lines:
             entry = read_line(line)
             if entry is None:
@@ -201,10 +205,9 @@ def _after(now: RankNow, kind: str, text: str, at: datetime) -> RankNow:
 
 
 def _rows(lines: Sequence[str]) -> Iterator[Row]:
-    for row in _objects(lines):
-        if row.keys() >= {"step", "epoch", "split"}:
-            values = {name: value for name, value in row.items() if name not in ABOUT}
-            yield Row(row["step"], row["epoch"], row["split"], values)
+    for row in metrics_in(lines):
+        values = {name: value for name, value in row.items() if name not in ABOUT}
+        yield Row(row["step"], row.get("epoch") or 0, row["split"], values)
 
 
 def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
