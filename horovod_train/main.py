@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import dataclasses
 import importlib
 import json
 import os
@@ -23,8 +22,8 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from horovod_train import __version__
-from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
-from horovod_train.config.loader import dump, load
+from horovod_train.commands.arguments import Parser, add_config_arguments, load_config, require_output_dir
+from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -162,23 +161,17 @@ def _versions() -> str:
 
 
 def _load(arguments: argparse.Namespace) -> Config:
-    files, overrides = config_words(arguments)
     if arguments.resume is not None:
-        overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
-    config, origins = load(files, overrides)
-    if arguments.output_dir is not None:
-        config = dataclasses.replace(config, output_dir=arguments.output_dir)
-        origins["output_dir"] = "--output-dir"
+        arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
+    config, origins = load_config(arguments)
     if arguments.print_config:
         print(dump(config, origins), end="")
-        return config
-    if not config.output_dir:
-        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
-    _check_paths(config)
+    else:
+        _check_paths(config, require_output_dir(config))
     return config
 
 
-def _check_paths(config: Config) -> None:
+def _check_paths(config: Config, output_dir: str) -> None:
     """Check what can be checked before TensorFlow is loaded."""
     from horovod_train.data.dataset import look_before_start
 
@@ -187,8 +180,7 @@ def _check_paths(config: Config) -> None:
         if getattr(config.data, split):
             look_before_start(config.data, split, ranks=place.size)
     if place.rank == 0:
-        assert config.output_dir is not None
-        check_writable(config.output_dir)
+        check_writable(output_dir)
 
 
 def _run(config: Config, place: launcher.Launch) -> int:

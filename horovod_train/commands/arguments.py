@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
+from horovod_train.config.loader import Origins, load
+from horovod_train.config.numbers import is_number
 from horovod_train.config.remote_paths import remote_problem
+from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 
 
@@ -19,6 +23,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **options)
         # For every argument without another type, so that no path escapes the check.
         self.register("type", None, _local)
+        self.register("type", float, _finite)
         self._take_options: set[str] = set()
 
     def takes_options(self, name: str) -> None:
@@ -60,12 +65,27 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_words(arguments: argparse.Namespace) -> ConfigWords:
-    """Return what `add_config_arguments` has parsed, without --output-dir. Raises UserError for a stray word."""
+    """Return the files and overrides of `add_config_arguments`. Raises UserError for a stray word."""
     files, overrides = split_words(arguments.config)
     stray, more = split_words(arguments.overrides)
     if stray:
         raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
     return ConfigWords(files, [*overrides, *more])
+
+
+def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
+    """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
+    config, origins = load(*config_words(arguments))
+    if arguments.output_dir is not None:
+        config = dataclasses.replace(config, output_dir=arguments.output_dir)
+        origins["output_dir"] = "--output-dir"
+    return config, origins
+
+
+def require_output_dir(config: Config) -> str:
+    if not config.output_dir:
+        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
+    return config.output_dir
 
 
 def split_words(words: Iterable[str]) -> ConfigWords:
@@ -78,6 +98,12 @@ def split_words(words: Iterable[str]) -> ConfigWords:
     for word in words:
         (overrides if "=" in word and not os.path.exists(word) else files).append(word)
     return ConfigWords(files, overrides)
+
+
+def _finite(text: str) -> float:
+    if not is_number(text):
+        raise argparse.ArgumentTypeError(f"expected a number; received {text!r}")
+    return float(text)
 
 
 def _local(text: str) -> str:

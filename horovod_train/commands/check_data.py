@@ -40,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", nargs="+", action="extend", metavar="YAML", help="check what it trains and evaluates on"
     )
     parser.add_argument("--np", type=int, metavar="N", help="show what each of N ranks would read instead")
-    parser.add_argument("--epochs", type=int, default=1, help="in how many epochs, with --np; default %(default)s")
+    parser.add_argument("--epochs", type=int, help="in how many epochs, with --np; default 1")
     parser.add_argument("--audit", metavar="RUN_DIR", help="check what the ranks of a run did read instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = open_screen()
+    _check_together(arguments)
     if arguments.audit:
         epochs = audit(arguments.audit)
         _show_audit(console, epochs)
@@ -53,8 +54,21 @@ def run(arguments: argparse.Namespace) -> int:
     configs = _configs(arguments)
     if arguments.np is not None:
         trained_on = configs if arguments.paths else configs[:1]
-        return max(_show_shares(console, config, arguments.np, arguments.epochs) for config in trained_on)
+        return max(
+            _show_shares(console, config, arguments.np, 1 if arguments.epochs is None else arguments.epochs)
+            for config in trained_on
+        )
     return _check(console, configs)
+
+
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Raise UserError for arguments that would have no effect beside others."""
+    if arguments.audit:
+        others = {"PATH": arguments.paths, "--config": arguments.config, "--np": arguments.np}
+        if given := [name for name, value in others.items() if value]:
+            raise UserError(f"check-data: --audit takes the data of the run's own config; leave out {given[0]}.")
+    if arguments.epochs is not None and arguments.np is None:
+        raise UserError("check-data: --epochs has no effect without --np N.")
 
 
 def _check(console: Console, configs: Sequence[Config]) -> int:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from horovod_train.commands import run_selection
+from horovod_train.commands.out_files import check_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RunError, UserError
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not config.data.eval:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
-        run_selection.check_out(arguments.out, FIGURES)
+        check_out("--out", arguments.out, FIGURES)
     look_before_start(config.data, "eval", ranks=launcher.detect().size)
     tensorflow_noise.load_tensorflow()
     from horovod_train.inference.run import evaluate

@@ -29,6 +29,7 @@ from horovod_train.commands.explain_files import (
     resumes_by_itself,
 )
 from horovod_train.commands.explain_lease import WATCH_S, find_running
+from horovod_train.commands.run_selection import require_run
 from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
@@ -101,9 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
-    if not any((run_dir / name).exists() for name in _LEFT_BY_A_RUN):
-        found = "a folder without any of these" if run_dir.is_dir() else "no folder"
-        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(_LEFT_BY_A_RUN)}; found {found}.")
+    require_run(run_dir, _LEFT_BY_A_RUN)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
     outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))

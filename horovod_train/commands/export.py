@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from horovod_train.commands import run_selection
+from horovod_train.commands.out_files import check_out
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.made import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, checkpoint = run_selection.choose(arguments)
     out = Path(os.path.abspath(arguments.out))
     made, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
-    run_selection.check_out(str(out), made)
+    check_out("--out", str(out), made)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
     tensorflow_noise.load_tensorflow()

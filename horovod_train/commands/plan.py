@@ -11,7 +11,6 @@ index.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +19,11 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from horovod_train.commands.arguments import add_config_arguments, config_words
+from horovod_train.commands.arguments import add_config_arguments, load_config, require_output_dir
 from horovod_train.commands.plan_facts import Facts, Pace, Sizes, collect, open_outlook
 from horovod_train.commands.plan_resume import Start, find_resume
 from horovod_train.commands.tables import open_screen
-from horovod_train.config.loader import load, parse_seconds
+from horovod_train.config.loader import parse_seconds
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon, build_formula
@@ -48,9 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, _ = load(*config_words(arguments))
-    if arguments.output_dir:
-        config = dataclasses.replace(config, output_dir=arguments.output_dir)
+    config, _ = load_config(arguments)
     if config.data.dataset:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
@@ -72,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | None, list[str], list[str]]:
     """Return the facts, if the records can be read; what may be unintended; and what is wrong."""
-    faults = list(_wrong_paths(config))
+    faults: list[str] = []
+    _attempt(lambda: require_output_dir(config), faults)
+    faults += _wrong_paths(config)
     start, notes = _attempt(lambda: find_resume(config), faults) or (None, [])
     outlook = _attempt(lambda: open_outlook(config, ranks, start), faults)
     if fast:
@@ -108,10 +107,8 @@ def _sizes_of_checkpoint(start: Start | None) -> Sizes:
 
 def _wrong_paths(config: Config) -> Iterator[str]:
     """Yield a sentence for each folder that the run could not write to. Creates nothing there."""
-    if config.output_dir is None:
-        yield "output_dir: is required: the folder that the run writes to. Give --output-dir DIR."
     for where, path in (("output_dir", config.output_dir), ("data.index_dir", config.data.index_dir)):
-        if path is None:
+        if not path:
             continue
         place = Path(path)
         while not place.exists() and place != place.parent:

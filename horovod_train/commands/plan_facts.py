@@ -15,7 +15,8 @@ import numpy as np
 
 from horovod_train.commands.plan_resume import Start
 from horovod_train.config.class_weights import weights_of_outputs
-from horovod_train.config.settings import Config, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
 from horovod_train.data.rank_shares import padding_share
 from horovod_train.data.sampler import Plan

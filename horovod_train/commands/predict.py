@@ -11,6 +11,7 @@ import dataclasses
 import os
 
 from horovod_train.commands import run_selection
+from horovod_train.commands.out_files import check_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("predict: of which records? Give --data PATH, or data.eval.")
     if os.path.splitext(arguments.out)[1] not in SUFFIXES:
         raise UserError(f"--out {arguments.out}: expected a name that ends in {' or '.join(SUFFIXES)}.")
-    run_selection.check_out(arguments.out, PREDICTIONS)
+    check_out("--out", arguments.out, PREDICTIONS)
     if arguments.data:  # data.fold and data.dataset are of training
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
     data = dataclasses.replace(config.data, eval=paths, targets=(), weight=None)

@@ -1,9 +1,9 @@
-"""Arguments that evaluate, predict and export share: which weights, and under which config."""
+"""Which run a command is about; for evaluate, predict and export also which weights, and under which config."""
 
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.output.removal import Made, check
 
 
 class Choice(NamedTuple):
@@ -54,17 +53,11 @@ def choose(arguments: argparse.Namespace) -> Choice:
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
 
 
-def check_out(out: str, made: Made) -> None:
-    """Raise UserError, on root, if `made` cannot be written under this name or would replace something else."""
-    if launcher.detect().rank != 0:
-        return
-    folder = os.path.dirname(out) or "."
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {folder} is not a folder that can be written to. Make it, or choose another.")
-    try:
-        check(Path(os.path.abspath(out)), made)
-    except OSError as error:
-        raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Choose another name.") from error
+def require_run(run_dir: Path, left: Sequence[str]) -> None:
+    """Raise UserError if the directory has none of the files and folders that runs leave."""
+    if not any((run_dir / name).exists() for name in left):
+        found = "a folder without any of these" if run_dir.is_dir() else "no folder"
+        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(left)}; found {found}.")
 
 
 def _checkpoint(asked: str, run_dir: str | None) -> str:

@@ -10,7 +10,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -77,17 +77,19 @@ def dump(config: Config, origins: Origins | None = None) -> str:
     text = yaml.safe_dump(as_dict(config), sort_keys=False, default_flow_style=False, width=1000)
     if origins is None:
         return text
-    lines: list[str] = []
-    path: list[str] = []
-    for line in text.splitlines():
-        key, _, rest = line.lstrip().partition(":")
-        if key.startswith("-"):
-            lines.append(line)
-            continue
-        path = [*path[: (len(line) - len(line.lstrip())) // 2], key]
-        where = _origin(".".join(path), origins) or ("default" if rest else None)
-        lines.append(f"{line:<48}  # {where}" if where else line)
+    lines = text.splitlines()
+    for path, line, is_value in _keys_of(yaml.compose(text, Loader=yaml.SafeLoader)):
+        if where := _origin(path, origins) or ("default" if is_value else None):
+            lines[line] = f"{lines[line]:<48}  # {where}"
     return "\n".join(lines) + "\n"
+
+
+def _keys_of(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int, bool]]:
+    """Yield for each key of a mapping its path, the line for its comment, and whether its value ends there."""
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        path, is_value = f"{prefix}{key.value}", value.start_mark.line == key.start_mark.line
+        yield path, (value.end_mark if is_value else key.start_mark).line, is_value
+        yield from _keys_of(value, f"{path}.")
 
 
 def parse_seconds(text: str, where: str) -> float:
@@ -119,8 +121,6 @@ def _located(node: yaml.Node | None, name: str) -> _Located:
     tree = _Located()
     for key_node, value_node in node.value:
         where, key = f"{name}:{key_node.start_mark.line + 1}", str(key_node.value)
-        if key in tree:
-            raise UserError(f"{where}: {key} is given twice; it was set at {tree[key][1]} already.")
         is_section = isinstance(value_node, yaml.MappingNode)
         tree[key] = (_located(value_node, name) if is_section else plain_value(value_node), where)
     return tree

@@ -1,4 +1,7 @@
-"""Rules between settings that are each valid alone. Looks only at the config."""
+"""Rules between settings that are each valid alone, and what they come to on a number of ranks.
+
+Looks only at the config.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from horovod_train.config.fine_tuning import fine_tuning_problems
 from horovod_train.config.remote_paths import remote_path_problems
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.config.streams import stream_problems
+from horovod_train.errors import UserError
 
 _EVALUATED = "data.eval or data.dataset"
 _EVALUATIONS = (_EVALUATED, "eval.every_epochs or eval.every_steps")
@@ -253,3 +257,26 @@ def _is_given(value: Any) -> bool:
 def _as_yaml(value: Any) -> str:
     """Format a value as one would write it in a config."""
     return json.dumps(value).strip('"')
+
+
+def resolve(config: Config, size: int, batch_before: int | None = None) -> Config:
+    """Return the config as `size` ranks run it: with the global batch size filled in.
+
+    batch_before: the global batch size of a run that resumes; batch_size_per_rank does not change it.
+    Raises UserError where some rank would have nothing to do.
+    """
+    data = config.data
+    batch = data.global_batch_size or batch_before or data.global_batch(size)
+    if batch < size:
+        raise UserError(
+            f"data.global_batch_size must be at least the number of ranks ({size}); received {batch}. "
+            "Start fewer ranks or raise it."
+        )
+    per_rank = -(-batch // size)
+    if per_rank % config.train.accumulate_steps:
+        raise UserError(
+            f"train.accumulate_steps must divide the records of one rank's batch ({per_rank}); "
+            f"received {config.train.accumulate_steps}."
+        )
+    data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)
+    return dataclasses.replace(config, data=data)

@@ -10,8 +10,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, NewType
 
-from horovod_train.errors import UserError
-
 Seconds = NewType("Seconds", float)
 """A duration: in YAML a number of seconds, or a scheduler's string [D-]HH:MM:SS."""
 
@@ -288,26 +286,3 @@ class Config:
     horovod: HorovodConfig = HorovodConfig()
     device: DeviceConfig = DeviceConfig()
     watch: WatchConfig = WatchConfig()
-
-
-def resolve(config: Config, size: int, batch_before: int | None = None) -> Config:
-    """Return the config as `size` ranks run it: with the global batch size filled in.
-
-    batch_before: the global batch size of a run that resumes; batch_size_per_rank does not change it.
-    Raises UserError where some rank would have nothing to do.
-    """
-    data = config.data
-    batch = data.global_batch_size or batch_before or data.global_batch(size)
-    if batch < size:
-        raise UserError(
-            f"data.global_batch_size must be at least the number of ranks ({size}); received {batch}. "
-            "Start fewer ranks or raise it."
-        )
-    per_rank = -(-batch // size)
-    if per_rank % config.train.accumulate_steps:
-        raise UserError(
-            f"train.accumulate_steps must divide the records of one rank's batch ({per_rank}); "
-            f"received {config.train.accumulate_steps}."
-        )
-    data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)
-    return dataclasses.replace(config, data=data)

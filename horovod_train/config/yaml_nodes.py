@@ -52,10 +52,16 @@ def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen
             _check_plain(item, name, (*inside, node), seen)
     if isinstance(node, yaml.MappingNode):
         is_in_list = any(isinstance(outer, yaml.SequenceNode) for outer in inside)
+        places: dict[str, str] = {}
         for key, value in node.value:
+            place = f"{name}:{key.start_mark.line + 1}"
             # Outside lists a key becomes a string, whatever it looks like.
             if not isinstance(key, yaml.ScalarNode) or (is_in_list and not key.tag.endswith((":str", ":merge"))):
-                raise UserError(f"{name}:{key.start_mark.line + 1}: expected a string as key; put it in quotes.")
+                raise UserError(f"{place}: expected a string as key; put it in quotes.")
+            if key.value in places:
+                first = places[key.value]
+                raise UserError(f"{place}: {key.value} is given twice; it was set at {first} already.")
+            places[key.value] = place
             _check_plain(value, name, (*inside, node), seen)
 
 
@@ -64,7 +70,8 @@ def plain_value(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {error.problem}.") from error
+    except (yaml.MarkedYAMLError, ValueError) as error:  # ValueError: 0x_ is an int to YAML, but not to Python
+        problem = getattr(error, "problem", error)
+        raise UserError(f"line {node.start_mark.line + 1}: not a plain value: {problem}.") from error
     finally:
         loader.dispose()

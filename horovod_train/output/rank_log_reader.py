@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from horovod_train.errors import UserError
 from horovod_train.output.rank_log import FOLDER, end_file, log_file
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
@@ -55,7 +56,10 @@ class RankStory:
 
 
 def read_stories(run_dir: Path) -> dict[int, RankStory]:
-    """Return the stories of the last start's ranks, by rank. Lines cut short by a kill are read as far as possible."""
+    """Return the stories of the last start's ranks, by rank. Lines cut short by a kill are read as far as possible.
+
+    Raises UserError for a log that cannot be read.
+    """
     found = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
     stories = {story.rank: story for starts in found for story in starts}
     # An earlier start may have had more ranks.
@@ -64,7 +68,10 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
 
 
 def read_starts_of_root(run_dir: Path) -> list[RankStory]:
-    """Return the stories of rank 0, one for each start of the run; `end` is known of the last one only."""
+    """Return the stories of rank 0, one for each start of the run; `end` is known of the last one only.
+
+    Raises UserError for a log that cannot be read.
+    """
     path = log_file(run_dir / FOLDER, 0)
     return _read_starts(path) if path.exists() else []
 
@@ -86,7 +93,11 @@ def read_introduction(text: str) -> Introduction | None:
 
 def _read_starts(path: Path) -> list[RankStory]:
     starts: list[list[Entry]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    for line in text.splitlines():
         entry = read_line(line)
         if entry and entry.kind == "start":
             starts.append([])

@@ -12,7 +12,8 @@ from pathlib import Path
 from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
-from horovod_train.config.settings import Config, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records, Split
 from horovod_train.distributed import consistency, timeline

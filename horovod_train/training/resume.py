@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
-from horovod_train.config.settings import Config, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
 from horovod_train.data import identity
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.errors import UserError

@@ -126,6 +126,19 @@ def test_what_to_check_must_be_said_once() -> None:
         run(check_data)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--audit", "run", "data"], "--audit takes the data of the run's own config; leave out PATH"),
+        (["--audit", "run", "--np", 2], "leave out --np"),
+        (["data", "--epochs", 2], "--epochs has no effect without --np N"),
+    ],
+)
+def test_an_argument_that_would_have_no_effect_is_refused(words: list[object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(check_data, *words)
+
+
 def test_index_says_what_it_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(index, data) == 0
     assert f"{data}/train: 70 records in 3 files, 3 blocks" in capsys.readouterr().out

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from horovod_train.config.loader import as_dict, dump, load
-from horovod_train.config.settings import Config, LossSpec, MetricSpec, OptimizerSpec, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config, LossSpec, MetricSpec, OptimizerSpec
 from horovod_train.errors import UserError
 
 LEAST = "data: {train: here, global_batch_size: 8}\ntrain: {epochs: 1}\n"
@@ -50,6 +52,20 @@ def test_printed_config_says_where_each_value_came_from(least: str) -> None:
     assert lines["seed: 4"] == "command line"
     assert lines["global_batch_size: 8"] == f"{least}:1"
     assert lines["precision: float32"] == "default"
+
+
+def test_origins_of_keys_in_quotes_and_values_of_several_lines_are_printed(least: str, tmp_path: Path) -> None:
+    config, origins = load([least], ["loss.class_weight={3: 2.5}", "model.freeze=['a: b']", 'output_dir="a\\n b"'])
+    text = dump(config, origins)
+    assert re.search(r"'3': 2\.5 +# command line", text)
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert load([str(again)])[0] == config
+
+
+def test_what_yaml_takes_for_a_number_and_python_does_not_is_one_line(least: str) -> None:
+    with pytest.raises(UserError, match="not a plain value: invalid literal"):
+        load([least], ["seed=0x_"])
 
 
 @pytest.mark.parametrize(
@@ -180,6 +196,7 @@ def test_as_dict_holds_plain_values_only(least: str) -> None:
         ("rate: .nan", r"4: expected a finite number; received \.nan"),
         ("rates:\n  - 1.0\n  - -.inf", r"6: expected a finite number; received -\.inf"),
         ("weights: [{0: 1.0, 10: 2.0}]", "4: expected a string as key"),
+        ("layers:\n  - a: 1\n    a: 2", "6: a is given twice; it was set at .*:5 already"),
         ("a: &a [*a]", "4: expected values; received one that contains itself"),
     ],
 )

@@ -106,3 +106,18 @@ def test_what_others_have_put_into_a_run_does_not_hide_it(tmp_path: Path) -> Non
     assert list(Follower(tmp_path).look().ranks) == [0]
     assert explain(tmp_path).state in ("disappeared", "running")
     assert resumes_by_itself(tmp_path)
+
+
+def test_a_log_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "rank-0.log").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"rank-0\.log: cannot be read: Is a directory\."):
+        explain(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "x", "true"])
+def test_options_take_finite_numbers_only(text: str) -> None:
+    parser = Parser()
+    parser.add_argument("--seconds", type=float)
+    assert parser.parse_args(["--seconds=-1e-3"]).seconds == -1e-3
+    with pytest.raises(UserError, match="argument --seconds: expected a number; received"):
+        parser.parse_args([f"--seconds={text}"])

@@ -167,7 +167,7 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, capsys: pyt
     assert [main(["report", run, "--out", str(out)]) for _ in range(2)] == [0, 0]
     out.write_text("<!doctype html>my own page")
     assert main(["report", run, "--out", str(out)]) == 2
-    assert "is not a report, and would be replaced. Give another name." in capsys.readouterr().err
+    assert "is not a report, and stays as it is. Choose another name." in capsys.readouterr().err
     assert out.read_text() == "<!doctype html>my own page"
 
 
@@ -176,7 +176,10 @@ def test_a_report_replaces_a_report_and_nothing_else(tmp_path: Path, capsys: pyt
     [
         (["no-run"], "no-run: expected a run directory, with config.yaml"),
         (["a", "--out", "a.pdf"], "--out: expected a name that ends in .html; received a.pdf."),
-        (["a", "--out", "missing/r.html"], "cannot be written: No such file or directory."),
+        (
+            ["a", "--out", "missing/r.html"],
+            "missing is not a folder that can be written to. Make it, or choose another.",
+        ),
     ],
 )
 def test_what_cannot_be_reported_is_one_line(

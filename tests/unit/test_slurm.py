@@ -148,6 +148,12 @@ def test_one_rank_for_each_gpu_and_the_choices_are_said(capsys: pytest.CaptureFi
     assert "batch: 64 records over all ranks, 2 on each" in said
 
 
+def test_where_sbatch_writes_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"what ranks print: {Path.cwd()}/slurm-digits_convnet-JOB.out\n" in printed(capsys, *HOUR)[1]
+    words = ["--sbatch=--output=/logs/%x.%j", "--sbatch=--job-name=mine"]
+    assert "what ranks print: /logs/mine.JOB\n" in printed(capsys, *HOUR, *words)[1]
+
+
 def test_a_rank_on_several_gpus_gets_them_and_their_cpus(capsys: pytest.CaptureFixture[str]) -> None:
     script, said = printed(capsys, "--gpus-per-node", "8", "--time", "04:00:00", "device.per_rank=2")
     for line in ("--ntasks-per-node=4", "--gpus-per-node=8", "--cpus-per-task=16"):
@@ -277,7 +283,8 @@ def test_the_command_line_wins_over_the_site(capsys: pytest.CaptureFixture[str],
         ("time: 01:00:00\npartion: a", ":2: partion: unknown option; did you mean partition"),
         ("nodes: many", ":1: nodes: expected a whole number of at least 1; received 'many'."),
         ("nodes: [1, 2]", ":1: nodes: expected one value."),
-        ("nodes: 1\nnodes: 2", ":2: nodes is given twice."),
+        ("nodes: 1\nnodes: 2", ":2: nodes is given twice; it was set at"),
+        ("cpus-per-task: 1\ncpus_per_task: 2", ":2: cpus_per_task is given twice."),
         ("[nodes]", ":1: expected `option: value` lines; received ['nodes']."),
         ("sbatch: --export=ALL", ":1: sbatch: must not set --export, because the script depends on its own."),
         ("nodes: {", ": not valid YAML"),

@@ -27,6 +27,7 @@ import numpy as np
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
 from horovod_train.commands.bench.peer_run import Given, run_apart, run_launched
 from horovod_train.commands.bench.scaling_run import measure, measured_config
+from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.settings import (
     Config,
@@ -109,8 +110,7 @@ def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
     least = arguments.np * SYSTEMS[arguments.system].batch
     if records < least:
         raise UserError(f"bench peers: --records must be at least {least}, a batch for each rank.")
-    if arguments.json and (Path(arguments.json).exists() or not Path(arguments.json).parent.is_dir()):
-        raise UserError(f"bench peers: --json {arguments.json}: expected a new file in a folder that exists.")
+    check_new("--json", arguments.json)
 
 
 def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from horovod_train.commands.arguments import split_words
 from horovod_train.commands.bench.scaling_run import SHARES, Measured, measure, measured_config
+from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.registry import import_extra
@@ -61,16 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    files, overrides = split_words([*arguments.config, *arguments.overrides])
+    words = split_words([*arguments.config, *arguments.overrides])
     numbers = _numbers(arguments.np)
     if arguments.rounds < 1 or arguments.steps < 20:
         raise UserError("bench scaling: --rounds must be at least 1, --steps at least 20.")
     if arguments.png:
         import_extra("matplotlib", "report", "bench scaling --png")
-    for option, name in (("--json", arguments.json), ("--png", arguments.png)):
-        if name and (Path(name).exists() or not Path(name).parent.is_dir()):
-            raise UserError(f"bench scaling: {option} {name}: expected a new file in a folder that exists.")
-    config = measured_config(load(files, overrides)[0], arguments.steps)
+    check_new("--json", arguments.json)
+    check_new("--png", arguments.png)
+    config = measured_config(load(*words)[0], arguments.steps)
     way = arguments.way or best_way()[0]
     points = {ranks: Point(ranks, [], []) for ranks in numbers}
     for number in range(arguments.rounds):

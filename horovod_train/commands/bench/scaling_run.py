@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_train.config.loader import dump
-from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig
 from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError

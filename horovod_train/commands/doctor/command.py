@@ -16,6 +16,7 @@ from rich.text import Text
 
 from horovod_train.commands.arguments import split_words
 from horovod_train.commands.doctor.check_result import CheckResult, fail
+from horovod_train.commands.out_files import check_out
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
@@ -46,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if no check failed, 1 if one did. Collective."""
     config = load(*split_words(arguments.config))[0] if arguments.config else None
+    if arguments.timeout <= 0:
+        raise UserError(f"doctor: --timeout must be above 0; received {arguments.timeout:g}.")
+    if arguments.json not in (None, "-"):
+        check_out("--json", arguments.json, FINDINGS)
     tensorflow_noise.load_tensorflow()
     findings, is_root = _examine(config, arguments)
     if is_root:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from horovod_train.commands.out_files import check_out
 from horovod_train.commands.report.page import HEAD, build_page
 from horovod_train.commands.report.story import read_run
 from horovod_train.errors import UserError
 from horovod_train.output.files import write_whole
-from horovod_train.output.removal import Made, NotOurs, begins, check
+from horovod_train.output.removal import Made, begins
 
 _PAGE = Made("a report", r".+\.html", is_ours=lambda path: begins(path, HEAD))
 
@@ -28,12 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.suffix != ".html":
         raise UserError(f"--out: expected a name that ends in .html; received {out}.")
+    check_out("--out", arguments.out, _PAGE)
+    page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
     try:
-        check(out, _PAGE)
-        page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
         write_whole(out, page, _PAGE)
-    except NotOurs as error:
-        raise UserError(f"--out {out}: {error.strerror}, and would be replaced. Give another name.") from error
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror}.") from error
     print(f"{out}: {len(page) / 1e6:.1f} MB")

@@ -7,12 +7,12 @@ import re
 import sys
 from pathlib import Path
 
-from horovod_train.commands.arguments import Parser, add_config_arguments, config_words
+from horovod_train.commands.arguments import Parser, add_config_arguments, config_words, load_config, require_output_dir
 from horovod_train.commands.slurm.options import CPUS_PER_GPU, add_options, gpus_in, merge_site_options, site_file
 from horovod_train.commands.slurm.script import Job, render
-from horovod_train.config.loader import load
 from horovod_train.config.numbers import parse_clock
-from horovod_train.config.settings import Config, resolve
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 
 NOTICE_S = 300
@@ -29,10 +29,8 @@ def add_arguments(parser: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the script on standard output and the choices on standard error."""
     files, overrides = config_words(arguments)
-    config, _ = load(files, overrides)
-    output_dir = arguments.output_dir or config.output_dir
-    if output_dir is None:
-        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
+    config, _ = load_config(arguments)
+    output_dir = require_output_dir(config)
     of_site = merge_site_options(arguments, site_file())
     job = _choose(arguments, output_dir, config.device.per_rank)
     config = resolve(config, job.nodes * job.tasks_per_node)
@@ -94,6 +92,8 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
 def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
     ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
     assert batch is not None
+    asked = job.options()
+    printed = asked["output"].replace("%x", asked["job-name"]).replace("%j", "JOB")
     own = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
     device = own if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
     return [
@@ -101,7 +101,7 @@ def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",
         f"start: {job.launch}" + (" (neither ssh nor MPI)" if job.launch == "srun" else ""),
         f"time: {job.time}; asked to save {job.notice_s} s before, then requeued",
-        f"output: {output_dir}; what ranks print: slurm-{job.name}-JOB.out in {Path.cwd()}",
+        f"output: {output_dir}; what ranks print: {Path.cwd() / printed}",
     ]
 
 

@@ -29,7 +29,7 @@ LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
 
 GIVE_HERE = {"nodes", "gpus-per-node", "cpus-per-task", "gres", "mem", "time", "partition", "account"}
 """Options of sbatch that are options of this command too."""
-FIXED = {"ntasks", "ntasks-per-node", "export", "signal", "requeue", "no-requeue"}
+FIXED = {"ntasks", "ntasks-per-node", "tasks-per-node", "export", "signal", "requeue", "no-requeue"}
 """Options of sbatch that the script depends on."""
 
 
@@ -179,7 +179,7 @@ def _read(file: Path) -> dict[str, Any]:
         where, name = f"{file}:{key.start_mark.line + 1}", str(key.value).replace("-", "_")
         if name not in OPTIONS:
             raise UserError(f"{where}: {key.value}: unknown option; {suggest(name, list(OPTIONS))}")
-        if name in found:
+        if name in found:  # with - and with _
             raise UserError(f"{where}: {key.value} is given twice.")
         try:
             found[name] = _parse(OPTIONS[name], value)

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_train.errors import UserError
+from horovod_train.commands.run_selection import require_run
 from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import ABOUT, metrics_in
@@ -124,10 +124,7 @@ class Follower:
     """When the lease was refreshed, by the clock of its host; and when that was seen, by ours."""
 
     def __post_init__(self) -> None:
-        if not any((self.run_dir / name).exists() for name in _LEFT_BY_A_RUN):
-            found = "a folder without any of these" if self.run_dir.is_dir() else "no folder"
-            names = ", ".join(_LEFT_BY_A_RUN)
-            raise UserError(f"{self.run_dir}: expected a run directory, with {names}; found {found}.")
+        require_run(self.run_dir, _LEFT_BY_A_RUN)
 
     def look(self) -> Look:
         for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
