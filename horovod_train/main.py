@@ -95,11 +95,15 @@ def _train(words: Sequence[str]) -> int:
     place = launcher.detect()
     with _root_speaks_first():
         arguments = _parser().parse_args(words)
+        if arguments.resume is not None:
+            arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
         if not arguments.print_config:
             place.check()
-        config = _load(arguments)
-    if arguments.print_config:
-        return 0
+        config, origins = load_config(arguments)
+        if arguments.print_config:
+            print(dump(config, origins), end="")
+            return 0
+        _check_paths(config, require_output_dir(config), place)
     return _run(config, place)
 
 
@@ -160,22 +164,10 @@ def _versions() -> str:
     return f"horovod_train {__version__} (Python {platform.python_version()}, {others})"
 
 
-def _load(arguments: argparse.Namespace) -> Config:
-    if arguments.resume is not None:
-        arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
-    config, origins = load_config(arguments)
-    if arguments.print_config:
-        print(dump(config, origins), end="")
-    else:
-        _check_paths(config, require_output_dir(config))
-    return config
-
-
-def _check_paths(config: Config, output_dir: str) -> None:
+def _check_paths(config: Config, output_dir: str, place: launcher.Launch) -> None:
     """Check what can be checked before TensorFlow is loaded."""
     from horovod_train.data.dataset import look_before_start
 
-    place = launcher.detect()
     for split in ("train", "eval"):
         if getattr(config.data, split):
             look_before_start(config.data, split, ranks=place.size)

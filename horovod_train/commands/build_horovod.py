@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not problem:
             return 0
         print(f"that one does not load here ({problem}): compiling it anew", flush=True)
-    _check_tools(environment, mpi)
+    if problem := next(_missing_tools(environment, mpi), ""):
+        raise UserError(f"build-horovod: {problem}")
     _make_room(folder)
     _compile(folder, environment)
     if problem := _install(folder, mpi):
@@ -154,11 +155,6 @@ def _is_installed(name: str) -> bool:
 
 def _wheel_in(folder: Path) -> Path | None:
     return next(iter(sorted(folder.glob("*.whl"))), None)
-
-
-def _check_tools(environment: Mapping[str, str], mpi: str) -> None:
-    for problem in _missing_tools(environment, mpi):
-        raise UserError(f"build-horovod: {problem}")
 
 
 def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from horovod_train.commands import run_selection
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import UserError
 from horovod_train.inference.made import FIGURES
 from horovod_train.output import tensorflow_noise
-from horovod_train.output.files import write_whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,12 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
         if arguments.out:
-            _write(arguments.out, figures)
+            write_out("--out", arguments.out, json.dumps(figures, indent=2) + "\n", FIGURES)
     return 0
-
-
-def _write(out: str, figures: dict[str, float | int | str]) -> None:
-    try:
-        write_whole(Path(out), json.dumps(figures, indent=2) + "\n", FIGURES)
-    except OSError as error:
-        raise RunError(f"--out {out}: cannot be written: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""Checks of the files that a command is asked to write, before it works for them."""
+"""Files that a command is asked to write: checks before it works for them, and writing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
+from horovod_train.output.files import write_whole
 from horovod_train.output.removal import Made, check
 
 
@@ -28,3 +29,11 @@ def check_new(option: str, name: str | None) -> None:
     """Raise UserError if a name is given that is taken, or whose folder is missing."""
     if name and (os.path.lexists(name) or not Path(name).parent.is_dir()):
         raise UserError(f"{option} {name}: expected a new file in a folder that exists.")
+
+
+def write_out(option: str, name: str, text: str, made: Made) -> None:
+    """Write a file that `check_out` has allowed. Raises UserError if that fails."""
+    try:
+        write_whole(Path(name), text, made)
+    except OSError as error:
+        raise UserError(f"{option} {name}: cannot be written: {error.strerror}.") from error

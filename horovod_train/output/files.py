@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
-from horovod_train.output.removal import DRAFT, Made, draft_of, remove, replace
+from horovod_train.output.removal import DRAFT, Made, NotOurs, draft_of, remove, replace
 
 STOP_FILE = "STOP"
 """A file of this name in a run directory asks the run to end."""
@@ -53,9 +53,13 @@ def open_whole(path: Path, made: Made, *, sync: bool = True) -> Iterator[BinaryI
 
 @contextlib.contextmanager
 def must_be_writable(path: Path) -> Iterator[None]:
-    """Run a block that writes this file of a run directory. Raises UserError if it cannot."""
+    """Run a block that writes this file or folder of a run. Raises UserError if it cannot, or would replace others'."""
     try:
         yield
+    except NotOurs as error:
+        raise UserError(
+            f"output_dir: {error.filename} {error.strerror}, and a run would replace it. Choose another: --output-dir."
+        ) from error
     except OSError as error:
         raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
 

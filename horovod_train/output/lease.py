@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Protocol
 
 from horovod_train.errors import UserError
+from horovod_train.output.files import must_be_writable
 from horovod_train.output.lease_holder import UNNAMED, Holder, describe_me, parse
-from horovod_train.output.removal import Made, NotOurs, remove, replace
+from horovod_train.output.removal import Made, remove, replace
 
 NAME = "lease.json"
 _LEASE = Made("a run's lease", re.escape(NAME), is_ours=lambda path: _is_lease(path.read_bytes()))
@@ -121,17 +122,11 @@ def open_lease(
         return NullLease()
     path, mine = directory / NAME, describe_me(job)
     probe = directory / f".{NAME}.{mine.token}"
-    try:
+    with must_be_writable(path):
         try:
             _acquire(path, probe, mine, stale_s, refresh_s)
         finally:
             remove(probe, _PROBE)
-    except NotOurs as error:
-        raise UserError(
-            f"output_dir: {path} {error.strerror}, and a run would replace it. Choose another: --output-dir."
-        ) from error
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write {path}: {error.strerror}. Choose another: --output-dir.") from error
     return FileLease(path, mine, refresh_s)
 
 

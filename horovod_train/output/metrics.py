@@ -76,12 +76,6 @@ class JsonLines:
         with must_be_writable(self._lines.path):
             self._lines.keep(lambda line: _step_of(line) <= step, self._made)
 
-    def read(self, until: float = math.inf) -> list[dict[str, Any]]:
-        """Return the rows, without those after step `until` and one that a kill has cut short. Raises UserError."""
-        with must_be_writable(self._lines.path):
-            lines = self._lines.read()
-        return [json.loads(line) for line in lines if _step_of(line) <= until and _step_of(line) != math.inf]
-
     def close(self) -> None:
         self._lines.close()
 
@@ -95,7 +89,7 @@ class MetricsFile(JsonLines):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "metrics.jsonl", METRICS)
         self._started = time.time()
-        self.last: dict[str, Mapping[str, float]] = {}
+        self.last: dict[str, Mapping[str, float | None]] = {}
         """The last values of each split, also from before a resume."""
 
     def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
@@ -107,19 +101,40 @@ class MetricsFile(JsonLines):
         super().rewind(step)
         with must_be_writable(self._lines.path):
             self._lines.path.touch()
-            lines = self._lines.read()
-        for row in metrics_in(lines):
-            self.last[row["split"]] = {name: row[name] for name in row if name not in ABOUT}
+        self.last |= {row.split: row.values for row in self.rows()}
+
+    def rows(self) -> list[Row]:
+        """Return the rows, without what a kill has cut short. Raises UserError."""
+        with must_be_writable(self._lines.path):
+            return list(metrics_in(self._lines.read()))
 
 
-def metrics_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+class Row(NamedTuple):
+    """A line of metrics.jsonl. seconds: since the start that wrote it. values: None for one that was not finite."""
+
+    step: int
+    epoch: int
+    split: str
+    seconds: float
+    values: Mapping[str, float | None]
+
+
+def metrics_in(lines: Iterable[str]) -> Iterator[Row]:
     """Yield the rows of metrics.jsonl. What a kill has cut short, or is something else, is left out."""
+    for row in objects_in(lines):
+        if _is_of_numbers(row):
+            values = {name: value for name, value in row.items() if name not in ABOUT}
+            yield Row(row["step"], row.get("epoch") or 0, row["split"], row.get("seconds") or 0.0, values)
+
+
+def objects_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects; a line that a kill has cut short is left out."""
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and _is_of_numbers(row):
+        if isinstance(row, dict):
             yield row
 
 

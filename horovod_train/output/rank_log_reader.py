@@ -107,8 +107,9 @@ def _read_starts(path: Path) -> list[RankStory]:
             last = starts[-1].pop()
             starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
     stories = [story for story in map(_story, starts) if story is not None]
-    ends = [_read_end(end_file(path.parent, story.rank)) for story in stories[-1:]]
-    return [*stories[:-1], *(replace(story, end=end) for story, end in zip(stories[-1:], ends, strict=True))]
+    if stories:
+        stories[-1] = replace(stories[-1], end=_read_end(end_file(path.parent, stories[-1].rank)))
+    return stories
 
 
 def _story(entries: Sequence[Entry]) -> RankStory | None:

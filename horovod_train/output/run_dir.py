@@ -35,7 +35,7 @@ from horovod_train.output.metrics import (
     MetricsWriter,
 )
 from horovod_train.output.prometheus import PROM, PrometheusFile
-from horovod_train.output.removal import Made, NotOurs, begins, check
+from horovod_train.output.removal import Made, begins, check
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
 from horovod_train.output.trackers.tracker import Ended
@@ -73,19 +73,16 @@ def check_writable(directory: str) -> Path:
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        for name, made in _FILES.items():
-            check(path / name, made)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except NotOurs as error:
-        raise UserError(
-            f"output_dir: {error.filename} {error.strerror}, and a run would replace it. Choose another: --output-dir."
-        ) from error
     except OSError as error:
         reason = f"{error.strerror}: {error.filename or directory}"
         raise UserError(
             f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
         ) from error
+    for name, made in _FILES.items():
+        with must_be_writable(path / name):
+            check(path / name, made)
     return path
 
 
@@ -127,7 +124,7 @@ class Output(Protocol):
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
         """Add one line on where the time since the last one went: phase → seconds by rank."""
 
-    def last_metrics(self, split: str) -> Mapping[str, float]:
+    def last_metrics(self, split: str) -> Mapping[str, float | None]:
         """Return the last metrics of a split, also from before a resume; empty if there are none."""
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -160,7 +157,7 @@ class NullOutput:
 
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None: ...
 
-    def last_metrics(self, split: str) -> Mapping[str, float]:
+    def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None: ...
@@ -195,7 +192,7 @@ class RunOutput:
         self._task: Any = None
 
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
-        self._trackers.start(step, config, self._metrics.read(until=step), anew=anew)
+        self._trackers.start(step, config, self._metrics.rows(), anew=anew)
 
     def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
         files = [self.directory / name for name in _GIVEN_TO_TRACKERS]
@@ -241,7 +238,7 @@ class RunOutput:
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
         self._times.append({"step": step, "verdict": verdict, "seconds": seconds})
 
-    def last_metrics(self, split: str) -> Mapping[str, float]:
+    def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return self._metrics.last.get(split, {})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_each_epoch_holds_each_record_once(config: Path, tmp_path: Path, np: int
     assert finished.returncode == 0, finished.text
     assert summary_of(tmp_path / "run")["steps"] == 2 * STEPS_PER_EPOCH
     assert_once(consumed(tmp_path / "run"), 2)
-    verified = train(["check-data", "--config", config, "--audit", tmp_path / "run"])
+    verified = train(["check-data", "--audit", tmp_path / "run"])
     assert verified.returncode == 0, verified.text
 
 
@@ -89,7 +89,7 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_still_once(config: Path, 
     other = train(["--config", config, "--output-dir", run_dir, "data.global_batch_size=48", "train.epochs=4"])
     assert other.returncode == 2
     assert "its 45 steps were 3 epochs of 15; with the data and data.global_batch_size 48 of this" in other.stderr
-    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 0, verified.text
 
 
@@ -120,6 +120,6 @@ def test_a_record_used_twice_or_never_is_found(config: Path, tmp_path: Path) -> 
     path.write_text("\n".join([head, json.dumps(entry), *rest]) + "\n")
     with pytest.raises(AssertionError):
         assert_once(consumed(run_dir), 1)
-    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 2
     assert "twice" in verified.stdout + verified.stderr

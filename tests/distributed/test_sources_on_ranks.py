@@ -88,7 +88,7 @@ def test_stopped_and_resumed_at_other_numbers_of_ranks_each_record_once(
         (True, (3,), RECORDS, [], []),
         (True, (3, 1), RECORDS, [], []),
     ]
-    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 0, verified.text
     assert "data.train holds what the run read" in verified.stdout
 
@@ -110,7 +110,7 @@ def test_a_mixture_is_read_as_its_repeats_say(arrays: Arrays, tmp_path: Path) ->
     (epoch,) = audit(str(run_dir))
     assert (epoch.sizes, epoch.missing, epoch.twice) == ((2, 3), [], [])
     assert [(one.repeats, one.records) for one in epoch.data_sets] == [(3, 1200), (1, RECORDS - 400)]
-    verified = train(["check-data", "--config", config, "--audit", run_dir])
+    verified = train(["check-data", "--audit", run_dir])
     assert verified.returncode == 0, verified.text
     assert re.search(r"0 +3 × +1200 +0 +0 +0 +/", verified.stdout), verified.stdout
 

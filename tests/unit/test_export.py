@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.commands.run_selection import check_out
+from horovod_train.commands.out_files import check_out
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.export import write_model
@@ -119,10 +119,10 @@ def test_exported_models_are_known_for_what_they_are_and_other_things_stay(tmp_p
     kinds = {"a.keras": KERAS_FILE, "a": SAVED_MODEL}
     for name, made in kinds.items():
         write_model(model, tmp_path / name)
-        check_out(str(tmp_path / name), made)
+        check_out("--out", str(tmp_path / name), made)
     (tmp_path / "a" / "other-model").mkdir()
     (tmp_path / "b.keras").write_text("a script")
     (tmp_path / "models/one").mkdir(parents=True)
     for name, made in {"a": SAVED_MODEL, "b.keras": KERAS_FILE, "models": SAVED_MODEL, "a.keras": SAVED_MODEL}.items():
         with pytest.raises(UserError, match=rf"^--out .*{name}: (holds|is) .*, and stays as it is"):
-            check_out(str(tmp_path / name), made)
+            check_out("--out", str(tmp_path / name), made)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.commands.run_selection import check_out
+from horovod_train.commands.out_files import check_out
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS
 from horovod_train.inference.predictions import NullPredictions, Specs, open_predictions
@@ -77,7 +77,7 @@ def test_a_place_that_cannot_be_written_is_named() -> None:
 def test_a_file_that_predict_did_not_write_stays(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"^--out .*{name}: is not a file that predict wrote, and stays as it is"):
-        check_out(str(tmp_path / name), PREDICTIONS)
+        check_out("--out", str(tmp_path / name), PREDICTIONS)
     with pytest.raises(RunError, match="is not a file that predict wrote"):
         write(tmp_path / name, [[1, 0]], 2)
     assert (tmp_path / name).read_bytes() == content
@@ -87,6 +87,6 @@ def test_a_file_that_predict_did_not_write_stays(tmp_path: Path, name: str, cont
 @pytest.mark.parametrize("name", ["out.csv", "out.npz"])
 def test_predictions_are_replaced_by_new_ones(tmp_path: Path, name: str) -> None:
     write(tmp_path / name, [[1, 0]], 2)
-    check_out(str(tmp_path / name), PREDICTIONS)
+    check_out("--out", str(tmp_path / name), PREDICTIONS)
     assert write(tmp_path / name, [[1, 0, 2]], 3) == 3
     assert [path.name for path in tmp_path.iterdir()] == [name]

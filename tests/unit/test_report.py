@@ -92,7 +92,7 @@ def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:
 
 def test_each_row_is_of_the_start_that_wrote_it(tmp_path: Path) -> None:
     run = read_run(run_dir(tmp_path / "a"))
-    assert [row.time for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
+    assert [row.seconds for row in run.rows] == [7.5, 8.5, 38.75, 40.0]
 
 
 def test_curves_hold_the_values_of_the_metrics(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from horovod_train.distributed.launch.local import Way, launch_words, start_prog
 from horovod_train.errors import RunError
 
 _AT_MOST_S = 1800.0
-_NOTHING: Mapping[str, str] = {}
 
 
 class Given(NamedTuple):
@@ -33,7 +32,7 @@ def run_launched(
     program: str,
     given: Given,
     options: Sequence[str] = (),
-    environment: Mapping[str, str] = _NOTHING,
+    environment: Mapping[str, str] | None = None,
 ) -> float:
     """Return records per second over all ranks, which one launcher starts. Raises RunError."""
     with tempfile.TemporaryDirectory() as folder:

@@ -110,7 +110,7 @@ def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
     least = arguments.np * SYSTEMS[arguments.system].batch
     if records < least:
         raise UserError(f"bench peers: --records must be at least {least}, a batch for each rank.")
-    check_new("--json", arguments.json)
+    check_new("bench peers: --json", arguments.json)
 
 
 def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:

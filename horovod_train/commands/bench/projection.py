@@ -6,6 +6,7 @@ such as hashing, takes what it takes on this machine; see own_costs. Nothing ove
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,6 @@ VOTE_BYTES = 8 * 8
 DIGEST_BYTES = 80
 """Of one rank's digest in a gather; DEVICE_BYTES: of its host and device."""
 DEVICE_BYTES = 200
-BEAT_BYTES = 160
 
 MOST_SHARE = 0.01
 MOST_RANKS = 1 << 16
@@ -113,11 +113,10 @@ def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
 
 def passes_at(part: Part, network: Network) -> int | None:
     """Return from how many ranks on a part takes more than MOST_SHARE; None if not up to MOST_RANKS."""
-    assert part.share is not None
-    low, high = 1, MOST_RANKS
-    if part.share(high, network) <= MOST_SHARE:
-        return None
-    while high - low > 1:  # shares grow with the ranks
-        middle = (low + high) // 2
-        low, high = (low, middle) if part.share(middle, network) > MOST_SHARE else (middle, high)
-    return high
+    share = part.share
+    assert share is not None
+    ranks = range(2, MOST_RANKS + 1)
+    found = bisect.bisect_right(
+        ranks, MOST_SHARE, key=lambda count: share(count, network)
+    )  # shares grow with the ranks
+    return ranks[found] if found < len(ranks) else None

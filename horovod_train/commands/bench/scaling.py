@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("bench scaling: --rounds must be at least 1, --steps at least 20.")
     if arguments.png:
         import_extra("matplotlib", "report", "bench scaling --png")
-    check_new("--json", arguments.json)
-    check_new("--png", arguments.png)
+    check_new("bench scaling: --json", arguments.json)
+    check_new("bench scaling: --png", arguments.png)
     config = measured_config(load(*words)[0], arguments.steps)
     way = arguments.way or best_way()[0]
     points = {ranks: Point(ranks, [], []) for ranks in numbers}

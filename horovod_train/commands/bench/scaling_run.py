@@ -28,7 +28,6 @@ SHARES = ("input", "compute", "exchange")
 _LINES = 10
 """Lines of metrics in a run; the first fifth of them is not counted."""
 _AT_MOST_S = 3600.0
-_NOTHING: Mapping[str, str] = {}
 
 
 class Measured(NamedTuple):
@@ -102,7 +101,7 @@ def _only_gpu(number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {}
 
 
-def _start(config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str] = _NOTHING) -> _Run:
+def _start(config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> _Run:
     run_dir.mkdir()
     file = run_dir.with_suffix(".yaml")
     with file.open("x", encoding="utf-8") as opened:

@@ -9,14 +9,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from horovod_train.commands.arguments import split_words
 from horovod_train.commands.doctor.check_result import CheckResult, fail
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
@@ -24,7 +26,9 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.inference.made import FINDINGS
 from horovod_train.output import tensorflow_noise
-from horovod_train.output.files import write_whole
+
+if TYPE_CHECKING:
+    from horovod_train.distributed.group import WorkerGroup
 
 COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
 _NOT_TOGETHER = (
@@ -63,14 +67,10 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
     from horovod_train.distributed.watchdog.watchdog import stall_environment
 
     chosen = config or Config()
-    alarm = _Alarm(arguments.timeout)
     try:
-        group = start(
-            chosen.horovod,
-            chosen.device,
-            deterministic=chosen.deterministic,
-            environment=stall_environment(chosen.watch),
-        )
+        environment = stall_environment(chosen.watch)
+        with _must_come_together(arguments.timeout):
+            group = start(chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=environment)
     except AlreadySaid:
         return [fail("start", "another rank could not start; it says why", "")], False
     except RunError as error:
@@ -81,33 +81,30 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         # Libraries may raise anything here; doctor reports it as a result.
         text = " ".join(str(error).split())[:300]
         return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
-    finally:
-        alarm.off()
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
-    findings = [finding for check in _checks(config, _existing(folder)) for finding in check(group)]
+    own = [vars(finding) for finding in _checks(group, config, _existing(folder))]
     # Figures differ between ranks; the exit code must not.
-    findings = [CheckResult(**said) for said in group.broadcast_object([vars(finding) for finding in findings])]
+    findings = [CheckResult(**said) for said in group.broadcast_object(own)]
     group.close()
     return findings, group.is_root
 
 
-def _checks(config: Config | None, folder: Path) -> list[Callable]:
+def _checks(group: WorkerGroup, config: Config | None, folder: Path) -> Iterator[CheckResult]:
+    """Run the checks, in the order in which they are shown. Collective."""
     from horovod_train.commands.doctor import exchange, placement, software, surroundings
 
-    return [
-        lambda group: software.check_versions(group, config),
-        lambda group: [software.check_build(group)],
-        lambda group: [placement.check_launcher(group)],
-        lambda group: [placement.check_hosts(group)],
-        lambda group: [placement.check_devices(group)],
-        lambda group: [placement.check_threads(group)],
-        lambda group: [placement.check_settings(group)],
-        lambda group: [exchange.check_averaging(group)],
-        lambda group: [exchange.check_speed(group)],
-        lambda group: [surroundings.check_network(group)],
-        lambda group: [surroundings.check_file_system(group, folder)],
-        lambda group: [surroundings.check_clocks(group)],
-    ]
+    yield from software.check_versions(group, config)
+    yield software.check_build(group)
+    yield placement.check_launcher(group)
+    yield placement.check_hosts(group)
+    yield placement.check_devices(group)
+    yield placement.check_threads(group)
+    yield placement.check_settings(group)
+    yield exchange.check_averaging(group)
+    yield exchange.check_speed(group)
+    yield surroundings.check_network(group)
+    yield surroundings.check_file_system(group, folder)
+    yield surroundings.check_clocks(group)
 
 
 def _existing(folder: Path) -> Path:
@@ -123,10 +120,7 @@ def _show(findings: Sequence[CheckResult], to: str | None) -> None:
         if to == "-":
             print(text, flush=True)
             return
-        try:
-            write_whole(Path(to), text + "\n", FINDINGS)
-        except OSError as error:
-            raise UserError(f"--json {to}: {error.strerror}. Choose another name.") from error
+        write_out("--json", to, text + "\n", FINDINGS)
     console = open_screen(launched=launcher.detect().launcher != "none")
     for finding in findings:
         # In one write: launchers put a prefix before each part.
@@ -141,20 +135,21 @@ def _advice(finding: CheckResult) -> str:
     return f". {finding.do}" if finding.do else ""
 
 
-class _Alarm:
-    """Ends the process if Horovod waits forever for a rank that does not arrive: no exception can interrupt it."""
+@contextmanager
+def _must_come_together(timeout_s: float) -> Iterator[None]:
+    """End the process if Horovod waits forever for a rank that does not arrive: no exception can interrupt it."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timer = threading.Timer(timeout_s, self._ring, [timeout_s])
-        self._timer.daemon = True
-        self._timer.start()
-        # MPI may wait while it holds Python's lock, and then no Python thread can run.
-        faulthandler.dump_traceback_later(timeout_s + 2, exit=True)
-
-    def off(self) -> None:
-        self._timer.cancel()
-        faulthandler.cancel_dump_traceback_later()
-
-    def _ring(self, timeout_s: float) -> None:
+    def end() -> None:
         print(f"fail    start           {_NOT_TOGETHER.format(timeout_s)}.", file=sys.stderr, flush=True)
         os._exit(1)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    # MPI may wait while it holds Python's lock, and then no Python thread can run.
+    faulthandler.dump_traceback_later(timeout_s + 2, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

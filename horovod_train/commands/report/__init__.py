@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.report.page import HEAD, build_page
 from horovod_train.commands.report.story import read_run
 from horovod_train.errors import UserError
-from horovod_train.output.files import write_whole
 from horovod_train.output.removal import Made, begins
 
 _PAGE = Made("a report", r".+\.html", is_ours=lambda path: begins(path, HEAD))
@@ -31,9 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--out: expected a name that ends in .html; received {out}.")
     check_out("--out", arguments.out, _PAGE)
     page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
-    try:
-        write_whole(out, page, _PAGE)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written: {error.strerror}.") from error
+    write_out("--out", arguments.out, page, _PAGE)
     print(f"{out}: {len(page) / 1e6:.1f} MB")
     return 0

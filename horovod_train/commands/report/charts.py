@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from horovod_train.commands.report.story import Row, Run
+from horovod_train.commands.report.story import Run
+from horovod_train.output.metrics import Row
 
 MOST_POINTS = 1000
 """Of one curve. A longer one is shown by the smallest and the largest value of each of half as many stretches."""
@@ -48,7 +49,7 @@ class Chart(NamedTuple):
 def build_charts(runs: Sequence[Run]) -> list[Chart]:
     """Return a chart by step and one by time for each metric of the model, and one by step for each other value."""
     names = dict.fromkeys(name for run in runs for name in run.metrics)
-    unit, seconds = time_unit(max((row.time for run in runs for row in run.rows), default=0.0))
+    unit, seconds = time_unit(max((row.seconds for run in runs for row in run.rows), default=0.0))
     by_time = f"{unit} since the first start"
     charts = []
     for name in sorted(names, key=lambda name: name in UNITS):  # the model's first; else in their order
@@ -70,7 +71,9 @@ def _curves(runs: Sequence[Run], name: str, time_unit_s: float | None) -> Iterat
     for index, run in enumerate(runs):
         for split in dict.fromkeys(row.split for row in run.rows):
             rows = [row for row in run.rows if row.split == split and name in row.values]
-            points = [(row.step if time_unit_s is None else row.time / time_unit_s, _value(row, name)) for row in rows]
+            points = [
+                (row.step if time_unit_s is None else row.seconds / time_unit_s, _value(row, name)) for row in rows
+            ]
             if points:
                 kept = thin(points, MOST_POINTS)
                 yield Curve(index, split, [x for x, _ in kept], [y for _, y in kept])

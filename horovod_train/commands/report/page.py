@@ -138,7 +138,7 @@ def _start(start: Start) -> list[str]:
 def _last_rows(run: Run) -> str:
     names = run.metrics
     rows = [
-        [str(row.step), row.split, f"{row.time:.1f}", *(_value(row.values.get(name, "")) for name in names)]
+        [str(row.step), row.split, f"{row.seconds:.1f}", *(_value(row.values.get(name, "")) for name in names)]
         for row in run.rows[-_ROWS_SHOWN:]
     ]
     return _table(["step", "split", "s since the first start", *names], rows)

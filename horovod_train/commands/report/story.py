@@ -16,7 +16,7 @@ from horovod_train.commands.explain import Explanation, explain
 from horovod_train.commands.explain_files import read_json
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
-from horovod_train.output.metrics import ABOUT, metrics_in
+from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.profile import Costs, find_profiles, read_profiles
 from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
 
@@ -63,15 +63,6 @@ class Start:
         return max((phase.step for phase in self.phases if phase.step is not None), default=self.from_step)
 
 
-class Row(NamedTuple):
-    """A line of metrics.jsonl. time: seconds since the first start. values: None for one that was not finite."""
-
-    step: int
-    split: str
-    time: float
-    values: Mapping[str, float | None]
-
-
 @dataclass(frozen=True)
 class Run:
     name: str
@@ -81,6 +72,7 @@ class Run:
     summary: Mapping[str, Any]
     starts: Sequence[Start]
     rows: Sequence[Row]
+    """Of metrics.jsonl; seconds: since the first start of the run."""
     audit: str
     """Whether each record was read once an epoch, in a sentence."""
     profiles: Sequence[Costs]
@@ -180,10 +172,8 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
         return
     begins = [(start.from_step, start.begin) for start in starts] or [(0, 0.0)]
     for row in metrics_in(path.read_text(encoding="utf-8", errors="replace").splitlines()):
-        step, split, seconds = row["step"], row["split"], row.get("seconds") or 0.0
-        begin = next((time for from_step, time in reversed(begins) if from_step < step), begins[0][1])
-        values = {name: value for name, value in row.items() if name not in ABOUT}
-        yield Row(step, split, begin + seconds, values)
+        begin = next((time for from_step, time in reversed(begins) if from_step < row.step), begins[0][1])
+        yield row._replace(seconds=begin + row.seconds)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

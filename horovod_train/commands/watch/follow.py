@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from horovod_train.commands.run_selection import require_run
 from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
-from horovod_train.output.metrics import ABOUT, metrics_in
+from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.rank_log_reader import Introduction, read_introduction, read_line
 
@@ -40,15 +38,6 @@ class RankNow:
     """The last that its log names."""
     trouble: str | None = None
     ended: str | None = None
-
-
-class Row(NamedTuple):
-    """A line of metrics.jsonl. values: None for one that was not finite."""
-
-    step: int
-    epoch: int
-    split: str
-    values: Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -171,11 +160,13 @@ class Follower:
         is_other, lines = self._new(self.run_dir / "metrics.jsonl")
         if is_other:
             self._rows.clear()
-        self._rows.extend(_rows(lines))
+        self._rows.extend(metrics_in(lines))
         is_other, lines = self._new(self.run_dir / "times.jsonl")
         if is_other:
             self._verdicts.clear()
-        self._verdicts |= {row["step"]: row["verdict"] for row in _objects(lines) if {"step", "verdict"} <= row.keys()}
+        self._verdicts |= {
+            row["step"]: row["verdict"] for row in objects_in(lines) if {"step", "verdict"} <= row.keys()
+        }
 
     def _silent_s(self) -> float | None:
         """Return for how long the lease of the directory has not been refreshed; infinity if its process has ended."""
@@ -199,20 +190,3 @@ def _after(now: RankNow, kind: str, text: str, at: datetime) -> RankNow:
     if kind in _TROUBLE:
         return replace(now, trouble=text)
     return replace(now, ended=text, since=at) if kind == "end" else now
-
-
-def _rows(lines: Sequence[str]) -> Iterator[Row]:
-    for row in metrics_in(lines):
-        values = {name: value for name, value in row.items() if name not in ABOUT}
-        yield Row(row["step"], row.get("epoch") or 0, row["split"], values)
-
-
-def _objects(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects; a line that a kill has cut short is left out."""
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row

@@ -12,7 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from horovod_train.commands.watch.follow import Look, RankNow, Row
+from horovod_train.commands.watch.follow import Look, RankNow
+from horovod_train.output.metrics import Row
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CELLS = 24

@@ -129,11 +129,11 @@ def run_ranks(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start_program(words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def start_program(words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a program whose output is collected; `environment` is added to this process's."""
     return subprocess.Popen(
         list(words),
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

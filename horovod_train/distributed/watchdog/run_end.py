@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 import traceback
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,9 @@ from horovod_train.output.rank_log import RankLog
 _AROUND_THE_MESSAGE = re.compile(
     r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node'
 )
+
+_READ_WITHIN_S = 0.2
+"""How long launchers may take to pass on what a rank has printed; they read the ranks' outputs in any order."""
 
 
 class RunEnd:
@@ -64,6 +68,7 @@ class RunEnd:
         self._note_end("failed", exit_code, error=text)
         if self._watchdog.claim_to_speak(exit_code):
             _show(error)  # before the others are told, because the user is to read it first
+            time.sleep(_READ_WITHIN_S)
             see = f"; see {self._log.name}" if self._log.name else ""
             self._watchdog.tell(Cause(self._group.rank, f"failed: {text.rstrip('.')}{see}", exit_code))
             return exit_code

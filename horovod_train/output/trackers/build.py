@@ -12,7 +12,7 @@ from typing import Any
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.output.metrics import ABOUT
+from horovod_train.output import metrics
 from horovod_train.output.trackers.csv_table import CsvTables
 from horovod_train.output.trackers.mlflow import MlflowTracker
 from horovod_train.output.trackers.sender import Sender
@@ -34,9 +34,9 @@ class Trackers:
     def __init__(self, senders: Sequence[Sender] = ()) -> None:
         self._senders = senders
 
-    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], *, anew: bool) -> None:
+    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[metrics.Row], *, anew: bool) -> None:
         """rows: of metrics.jsonl; of those until `step` each tracker gets what it lacks. For the rest see Sender."""
-        known = [_row_of(row) for row in rows if row["step"] <= step] if self._senders else []
+        known = [_row_of(row) for row in rows if row.step <= step] if self._senders else []
         for sender in self._senders:
             sender.start(step, config, known, anew=anew)
 
@@ -89,7 +89,7 @@ def _build(made_by: Callable[..., Tracker], spec: Spec) -> Tracker:
     return tracker
 
 
-def _row_of(row: Mapping[str, Any]) -> Row:
+def _row_of(row: metrics.Row) -> Row:
     """Return a line of metrics.jsonl as a Row. When it was written is not known."""
-    values = {name: math.nan if value is None else value for name, value in row.items() if name not in ABOUT}
-    return Row(row["step"], row["epoch"], row["split"], values, time.time())
+    values = {name: math.nan if value is None else value for name, value in row.values.items()}
+    return Row(row.step, row.epoch, row.split, values, time.time())
