@@ -56,7 +56,10 @@ def start_process(
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}
     with ExitStack() as rendezvous:
-        rendezvous.enter_context(initialize.rendezvous_if_needed(started_by))
+        if started_by.step is not None:  # the launcher does not bring the ranks together
+            from horovod_train.distributed.launch.rendezvous import open_rendezvous
+
+            rendezvous.enter_context(open_rendezvous(started_by.step))
         cores = initialize.initialise(started_by, process_sets)
         initialize.check_rank_and_size(started_by)
         return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -19,8 +18,7 @@ from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 
-SumOverRanks = Callable[[tf.Tensor, str], tf.Tensor]
-"""(values, name of the exchange) → their sum over the ranks."""
+T = TypeVar("T")
 _row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)
 
 
@@ -42,7 +40,7 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
     if not layers:
         raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
     for number, layer in enumerate(layers):
-        _synchronise(layer, f"sync_batch_norm.{number}", partial(sum_over_ranks, deterministic=deterministic))
+        _synchronise(layer, f"sync_batch_norm.{number}", deterministic=deterministic)
     return model
 
 
@@ -67,21 +65,20 @@ def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[
         return
     seen.add(id(layer))
     yield layer
-    for value in vars(layer).values():
-        for inner in layers_in(value):
-            yield from layers_inside(inner, seen)
+    for inner in parts_in(vars(layer), keras.Layer):
+        yield from layers_inside(inner, seen)
 
 
-def layers_in(value: Any) -> Iterator[keras.Layer]:
-    """Yield the layers in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
-    if isinstance(value, keras.Layer):
+def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
+    """Yield objects of a kind in an attribute: itself, or in lists, tuples and dictionaries, whatever their keys."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from layers_in(part)
+            yield from parts_in(part, kind)
 
 
-def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_ranks: SumOverRanks) -> None:
+def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, deterministic: bool) -> None:
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
@@ -102,7 +99,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, total_over_r
                 axis,
                 self.epsilon,
                 exchange_name(name),
-                total_over_ranks,
+                deterministic=deterministic,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
                 kept = tf.cast(average, x.dtype) * self.momentum
@@ -133,7 +130,7 @@ def _position_weights(x: tf.Tensor, axis: int, mask: Any, path: str) -> tf.Tenso
 
 
 def _normalise(
-    x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, total_over_ranks: SumOverRanks
+    x: tf.Tensor, weights: tf.Tensor, axis: int, epsilon: float, name: str, *, deterministic: bool
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return (x − mean) / √(variance + epsilon), mean and variance (biased) over all ranks' positions with weight 1.
 
@@ -156,7 +153,7 @@ def _normalise(
         wide_count, wide_mean = tf.cast(own_count, tf.float64), tf.cast(own_mean, tf.float64)
         sums = [wide_count, wide_count * wide_mean, own_squares + wide_count * wide_mean**2]
         packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
-        packed = total_over_ranks(packed, f"{name}.forward")
+        packed = sum_over_ranks(packed, f"{name}.forward", deterministic=deterministic)
         count, first, second = tf.split(packed, [1, channels, channels])
         count = tf.maximum(count[0], 1.0)  # a mask may exclude every position
         wide_mean = first / count
@@ -169,7 +166,8 @@ def _normalise(
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
             """Ignore gradients of the statistics, because they only feed moving averages."""
             sums = tf.stack([total(upstream), total(upstream * normal)])
-            along_mean, along_variance = tf.unstack(total_over_ranks(sums, f"{name}.backward"))
+            along = sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic)
+            along_mean, along_variance = tf.unstack(along)
             return inverse * (upstream - weights / count * (along_mean + normal * along_variance))
 
         return (normal, mean, variance), backward

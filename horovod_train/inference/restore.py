@@ -34,7 +34,8 @@ def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Wei
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
     checkpoint is of another model, or has no moving averages.
     """
-    has_averages = any(name.startswith("ema/") for name in found.names())
+    saved = found.names()
+    has_averages = any(name.startswith("ema/") for name in saved)
     if weights == "ema" and not has_averages:
         raise UserError(
             f"--weights ema: {found.folder} holds no moving averages. Take --weights trained, or train with "
@@ -46,7 +47,7 @@ def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Wei
         return "trained"
     # An optimizer that keeps averages may train a part of the model.
     named = weights_by_name(model.trainable_weights, "ema")
-    averages = {name: variable for name, variable in named.items() if name in found.names()}
+    averages = {name: variable for name, variable in named.items() if name in saved}
     averaged = {variable.ref() for variable in averages.values()}
     load({name: variable for name, variable in wanted.items() if variable.ref() not in averaged} | averages, found)
     return "ema"

@@ -6,7 +6,7 @@ them: forward, backward and update. Activations and their gradients cross betwee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -158,7 +158,7 @@ def _device_of_variable(handle: tf.Tensor) -> str:
     """Return the device of a variable whose handle was captured by the current function or by those around it."""
     graph = handle.graph
     while graph is not None and not hasattr(handle, "numpy"):
-        outside = {id(inner): outer for outer, inner in _captures(graph)}
+        outside = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
         if id(handle) not in outside:
             break
         handle, graph = outside[id(handle)], getattr(graph, "outer_graph", None)
@@ -166,7 +166,3 @@ def _device_of_variable(handle: tf.Tensor) -> str:
         return ""
     name = tf.DeviceSpec.from_string(handle.device)
     return f"/device:{name.device_type}:{name.device_index}"
-
-
-def _captures(graph: Any) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-    yield from getattr(graph, "captures", ())

@@ -34,7 +34,7 @@ class Averages:
     def __init__(self, averaged: Sequence[tuple[Any, tf.Variable]]) -> None:
         """averaged: weights, Keras' or TensorFlow's, each with its average."""
         self._weights = [as_tf_variable(weight) for weight, _ in averaged]
-        self.variables: dict[str, tf.Variable] = dict(by_unique_name((one.path, average) for one, average in averaged))
+        self.variables = by_unique_name((one.path, average) for one, average in averaged)
         self._trained: list[tf.Tensor] = []
 
     def update(self, step: tf.Tensor) -> None:
@@ -109,8 +109,10 @@ class AverageSlots:
         if self.are_kept:
             take_class(averaging, _noting_slots(type(averaging), self._made))
 
-    def averages(self) -> OptimizerAverages:
-        """Return the averages of a built optimizer."""
+    def averages(self) -> OptimizerAverages | None:
+        """Return the averages of a built optimizer; None without `use_ema`."""
+        if not self.are_kept:
+            return None
         # A later version of Keras may name them otherwise.
         assert self._made, f"the optimizer has made no slots by the name {SLOT}"
         return OptimizerAverages(self._made)

@@ -21,7 +21,8 @@ from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
 from horovod_train.optim.schedules import Horizon, build_horizon
 from horovod_train.training.averages import Averages, MovingAverages
-from horovod_train.training.build_steps import Evaluation, Training, build_evaluation, build_training
+from horovod_train.training.build_steps import build_evaluation, build_training
+from horovod_train.training.built import Evaluation, Training
 from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
 from horovod_train.training.fine_tuning import Freezing, enable_lora

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import keras
 import tensorflow as tf
@@ -17,15 +16,13 @@ from horovod_train.data.batch import Batch
 from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.schema import Schema
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.optimizer import CombiningOptimizer, DistributedOptimizer
+from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.models.model_parallel import follow_inputs
-from horovod_train.optim.optimizers import limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.averages import AverageSlots, OptimizerAverages
-from horovod_train.training.compiled import brings, choose_loss, choose_metrics, choose_optimizer, origins
+from horovod_train.training.built import Evaluation, Training
+from horovod_train.training.compiled import choose_loss, choose_metrics, exchange_options, origins, prepare_optimizer
 from horovod_train.training.losses import Loss
-from horovod_train.training.lr_multipliers import multiply_rates
 from horovod_train.training.metrics import Accumulator
 from horovod_train.training.objective import Objective, check_fits
 from horovod_train.training.own_steps.build import (
@@ -34,32 +31,8 @@ from horovod_train.training.own_steps.build import (
     check_loss_is_known,
     refuse_unused_loss,
 )
-from horovod_train.training.own_steps.step import OwnEvalStep, OwnTrainStep
 from horovod_train.training.state import TrainState
 from horovod_train.training.step import EvalStep, TrainStep
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a state is built with, and then a step with the state. The optimizer has its slots."""
-
-    optimizer: CombiningOptimizer
-    losses: list[str]
-    """Those of which the state keeps averages."""
-    make_step: Callable[[TrainState], TrainStep | OwnTrainStep]
-    origins: tuple[str, ...]
-    warnings: tuple[str, ...]
-    averages: OptimizerAverages | None = None
-    """Those that the optimizer keeps, if it does."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The step of an evaluation."""
-
-    step: EvalStep | OwnEvalStep
-    origins: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 def build_training(
@@ -67,7 +40,9 @@ def build_training(
 ) -> Training:
     """Build loss, metrics and optimizer, and try them on the shapes of a batch. Raises UserError."""
     if overridden(model, OWN_TRAINING):
-        return _build_own_training(config, group, model, train, horizon)
+        if not (config.data.eval or config.data.dataset):
+            refuse_unused_loss(config)
+        return build_own_training(config, group, model, horizon, train, _counting(config, group, None))
     loss = choose_loss(config, model)
     if schema is not None:
         loss.check_classes(schema)
@@ -75,19 +50,8 @@ def build_training(
     has_own_losses = check_fits(
         model, loss, seen, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
     )
-    plain = choose_optimizer(config, model, horizon)
-    multiply_rates(plain, model.trainable_variables, config.optimizer.lr_multipliers)
-    slots = AverageSlots(plain)
-    optimizer = DistributedOptimizer(
-        plain,
-        op=config.horovod.op,
-        compression=config.horovod.compression,
-        sparse_as_dense=config.horovod.sparse_as_dense,
-        predivide=config.horovod.predivide,
-        deterministic=config.deterministic,
-    )
-    is_compiled = brings(model, config)["optimizer"]
-    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
+    plain, slots = prepare_optimizer(config, model, horizon)
+    optimizer = DistributedOptimizer(plain, **exchange_options(config))
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
     return Training(
         optimizer,
@@ -95,38 +59,14 @@ def build_training(
         lambda state: _build_train_step(config, group, state, loss, seen, train),
         tuple(origins(model, config)),
         tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
-        slots.averages() if slots.are_kept else None,
+        slots.averages(),
     )
-
-
-def _build_own_training(
-    config: Config, group: WorkerGroup, model: keras.Model, train: BatchSource, horizon: Horizon
-) -> Training:
-    if not (config.data.eval or config.data.dataset):
-        refuse_unused_loss(config)
-    own = build_own_training(config, group, model, horizon, train)
-
-    def make_step(state: TrainState) -> OwnTrainStep:
-        state.failure.knows_loss = False
-        return OwnTrainStep(
-            state,
-            own.optimizers,
-            own.seen,
-            rank=group.rank,
-            seed=config.seed,
-            size=group.size,
-            count_over_ranks=_counting(config, group, None),
-            scaled=train.scaled,
-        )
-
-    return Training(own.as_one, [], make_step, own.origins, own.warnings, own.averages)
 
 
 def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:
     """Build the evaluation of a split, and try it on the shapes of a batch. Raises UserError."""
     if overridden(model, OWN_EVALUATION):
-        own = build_own_evaluation(config, group, model, pipeline)
-        return Evaluation(own.step, own.origins, own.warnings)
+        return build_own_evaluation(config, group, model, pipeline)
     if overridden(model, OWN_TRAINING):
         check_loss_is_known(config, model)
     loss = choose_loss(config, model)

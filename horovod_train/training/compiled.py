@@ -21,9 +21,11 @@ from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.models import overridden
-from horovod_train.optim.optimizers import build_optimizer, build_schedule, in_loss_scale
+from horovod_train.optim.optimizers import build_optimizer, build_schedule, in_loss_scale, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
+from horovod_train.training.averages import AverageSlots
 from horovod_train.training.losses import Loss, Term, build_class_weights, build_loss, per_record, pick
+from horovod_train.training.lr_multipliers import multiply_rates
 from horovod_train.training.metrics import Metric, OfOutput, build_metrics
 
 _SHORT = ("accuracy", "acc", "crossentropy", "ce")
@@ -118,6 +120,24 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
         return in_loss_scale(type(compiled).from_config(settings), config)
     except ValueError as error:
         raise UserError(f"optimizer: the compiled one cannot be used: {' '.join(str(error).split())}") from error
+
+
+def prepare_optimizer(
+    config: Config, model: keras.Model, horizon: Horizon
+) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
+    """Build the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
+    optimizer = choose_optimizer(config, model, horizon)
+    multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
+    slots = AverageSlots(optimizer)
+    is_compiled = brings(model, config)["optimizer"]
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
+    return optimizer, slots
+
+
+def exchange_options(config: Config) -> dict[str, Any]:
+    """Return the fields of a GradientExchange that the config sets."""
+    names = ("op", "compression", "sparse_as_dense", "predivide")
+    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}
 
 
 def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Optimizer) -> LrScheduleConfig:

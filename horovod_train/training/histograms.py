@@ -18,6 +18,7 @@ from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.training.step import TrainStep
+from horovod_train.training.sync.strategy import by_unique_name
 
 
 class Summaries:
@@ -45,7 +46,8 @@ class Summaries:
             self._run = tf.function(self._gradients_and_outputs, autograph=False)
             self._traces = self.train_step.traces
         gradients, outputs = self._run(self._batch)
-        weights = self._weights()
+        named = ((weight.path, as_tf_variable(weight)) for weight in self.train_step.state.model.weights)
+        weights = by_unique_name(named)
         names = {variable.ref(): name for name, variable in weights.items()}
         trained = [as_tf_variable(variable) for variable in self.train_step.state.model.trainable_variables]
         values: dict[str, Any] = {name: variable for name, variable in weights.items() if variable.dtype.is_floating}
@@ -56,10 +58,6 @@ class Summaries:
             for number, output in enumerate(found):
                 values[name if len(found) == 1 else f"{name}/{number}"] = output
         return values
-
-    def _weights(self) -> dict[str, tf.Variable]:
-        named = self.train_step.state.variables().items()
-        return {name.removeprefix("model/"): variable for name, variable in named if name.startswith("model/")}
 
     def _first_part(self, batch: Batch) -> Batch:
         """Collective: take as many rows as one pass computes; the count, or the weights, are of all ranks."""

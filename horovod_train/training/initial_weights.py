@@ -24,7 +24,7 @@ from horovod_train.config.patterns import find
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import ModelSpec
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_in
+from horovod_train.distributed.sync_batch_norm import parts_in
 from horovod_train.errors import UserError
 from horovod_train.training.fine_tuning import is_lora, listed
 
@@ -81,7 +81,12 @@ def match(model: keras.Model, spec: ModelSpec) -> Match:
             f"model has {listed([*weights])}."
         )
     for path in common:
-        _check_shape(spec.init_from, path, found[path].shape, tuple(weights[path].shape))
+        there, here = list(found[path].shape), list(weights[path].shape)
+        if there != here:
+            raise UserError(
+                f"{_WHERE}: {spec.init_from}: {path} has shape {there} there and {here} in the model. Give the layer "
+                "another name, or leave it as it is by model.init_exclude."
+            )
     left = [path for path in found if path not in common]
     return Match({path: found[path] for path in common}, left, [path for path in weights if path not in common])
 
@@ -92,14 +97,6 @@ def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
         if weight.path in taken:
             variable = as_tf_variable(weight)
             variable.assign(tf.cast(taken[weight.path], variable.dtype))
-
-
-def _check_shape(source: str, path: str, there: tuple[int, ...], here: tuple[int, ...]) -> None:
-    if there != here:
-        raise UserError(
-            f"{_WHERE}: {source}: {path} has shape {list(there)} there and {list(here)} in the model. Give the layer "
-            "another name, or leave it as it is by model.init_exclude."
-        )
 
 
 def _read(source: str, model: keras.Model) -> Arrays:
@@ -168,7 +165,7 @@ def _weights_by_layer(
     names: of `layer` and those around it, without the model. seen: ids of layers to leave out.
     """
     seen.add(id(layer))
-    children = [child for value in vars(layer).values() for child in layers_in(value) if id(child) not in seen]
+    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in seen]
     of_children = {id(weight) for child in children for weight in child.weights}
     own = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
     if own:

@@ -97,7 +97,8 @@ def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: A
         ids, at = ids[steps:], at + steps
         if at == pipeline.steps_per_epoch:
             epoch, at = epoch + 1, 0
-    state.move_to(epoch, min(at * pipeline.global_batch_size, pipeline.num_records))
+    state.epoch.assign(epoch)
+    state.records.assign(min(at * pipeline.global_batch_size, pipeline.num_records))
     return records
 
 

@@ -227,8 +227,6 @@ def build_class_weights(given: Mapping[str, Any], target: str | None, where: str
 
 def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
     """Return the class of each record, int64 [batch]. largest: the largest class with a weight."""
-    if isinstance(targets, Mapping):
-        raise ValueError(f"{where}.class_weight needs one target; there are {', '.join(targets) or 'none'}")
     shape = targets.shape
     if shape.rank == 1 or (shape.rank == 2 and shape[1] == 1):
         return tf.cast(tf.round(tf.reshape(targets, [-1])), tf.int64)

@@ -27,9 +27,6 @@ MEASURED_PHASES = ("input", "compute", HOOK, "exchange")
 SLOW_FROM = 0.15
 """A rank is a straggler if the others wait for it during so much of a step, beyond what chance explains."""
 
-_OWN = MEASURED_PHASES[:-1]
-"""What a rank does by itself, without waiting for others."""
-
 
 class PhaseTimes:
     """Measures how long this rank is in each phase of training, by looking at it from a thread.
@@ -93,5 +90,5 @@ def _slower(seconds: np.ndarray, usual: np.ndarray) -> str:
     """Say in which phase a rank is slower than others usually are, and by how much. Both: [MEASURED_PHASES]."""
     phase = int((seconds - usual)[:-1].argmax())
     if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing
-        return f"{seconds[phase] / seconds.sum():.0%} of its time in {_OWN[phase]}".replace("%", " %")
-    return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {_OWN[phase]}".replace("%", " %")
+        return f"{seconds[phase] / seconds.sum():.0%} of its time in {MEASURED_PHASES[phase]}".replace("%", " %")
+    return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {MEASURED_PHASES[phase]}".replace("%", " %")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.copies import Copies, bytes_of, values_on_root
 from horovod_train.training.nonfinite import Failure, not_finite
@@ -79,7 +79,7 @@ class TrainState:
             *((f"progress/{name}", variable) for name, variable in self.followed.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
-        others = dict(by_unique_name((name, as_tf_variable(variable)) for name, variable in named))
+        others = by_unique_name((name, as_tf_variable(variable)) for name, variable in named)
         return weights_by_name(self.model.weights, "model") | others
 
     @property
@@ -185,11 +185,6 @@ class TrainState:
             total.update(bytes_of(as_tf_variable(weight)))
         return total.hexdigest()
 
-    def move_to(self, epoch: int, records: int) -> None:
-        """Note the place in the data; the compiled step counts `step` itself."""
-        self.epoch.assign(epoch)
-        self.records.assign(records)
-
 
 @dataclass(frozen=True)
 class Settled:
@@ -223,27 +218,15 @@ def find_seeds(model: keras.Model) -> list[tf.Variable]:
     """Return the states of the model's random generators, such as dropout's, in its order; each rank sets its own."""
     weights = {id(weight) for weight in model.weights}
     seeds = [variable for variable in model.variables if id(variable) not in weights]
-    states = {
-        id(part.state)
-        for layer in layers_inside(model)
-        for part in _parts_of(vars(layer))
-        if isinstance(part, keras.random.SeedGenerator)
-    }
+    # Whatever the keys of a dictionary are: a compiled model has layers as keys.
+    generators = [one for layer in layers_inside(model) for one in parts_in(vars(layer), keras.random.SeedGenerator)]
+    states = {id(generator.state) for generator in generators}
     # A missed seed would silently draw equal masks on all ranks.
     assert {id(seed) for seed in seeds} <= states, "model.variables has more than weights and seeds"
     assert seeds or not states, "model.variables does not have the seeds"
     return [as_tf_variable(seed) for seed in seeds]
 
 
-def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield what is in lists, tuples and dictionaries, whatever their keys: a compiled model has layers as keys."""
-    if isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _parts_of(part)
-    else:
-        yield value
-
-
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
     """Name weights as in a checkpoint: `model/` and the path, or `ema/` for their moving averages."""
-    return dict(by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights))
+    return by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights)

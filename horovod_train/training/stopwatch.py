@@ -15,25 +15,21 @@ class Stopwatch:
     seconds: float = 0.0
     steps: int = 0
     records: int = 0
+    is_running: bool = False
     _lap: float = field(default=0.0, repr=False)
-    _runs: bool = field(default=False, repr=False)
     _blocked: dict[str, float] = field(default_factory=dict, repr=False)
 
     def count(self, steps: int, records: int) -> None:
         """Add a finished call; the first one only starts the watch."""
-        if self._runs:
+        if self.is_running:
             self.steps += steps
             self.records += records
         else:
-            self._lap, self._runs = time.perf_counter(), True
-
-    @property
-    def is_running(self) -> bool:
-        return self._runs
+            self._lap, self.is_running = time.perf_counter(), True
 
     def read(self) -> tuple[float, int, int]:
         """Return seconds, steps and records so far."""
-        if self._runs:
+        if self.is_running:
             now = time.perf_counter()
             self.seconds, self._lap = self.seconds + now - self._lap, now
         return self.seconds, self.steps, self.records

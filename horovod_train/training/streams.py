@@ -16,6 +16,8 @@ from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import RanksStartApart, UserError
 
+_SHOWN = 8
+
 log = logging.getLogger(__name__)
 
 
@@ -52,7 +54,8 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         with group.heartbeat.phase("index"), group.raise_together():
             own = stream.count()
         lengths = group.gather(own)
-        _check_any(lengths, is_training)
+        if not any(lengths):
+            raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
         shown = ", ".join(f"{length:,}" for length in lengths[:_SHOWN]) + (", …" if len(lengths) > _SHOWN else "")
         log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {shown}")
     data = config.data
@@ -62,14 +65,6 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
         rows = config.eval.batch_size_per_rank or rows
     steps = given or -(-max(lengths or [0]) // rows)
     return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
-
-
-_SHOWN = 8
-
-
-def _check_any(lengths: list[int], is_training: bool) -> None:
-    if not any(lengths):
-        raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
 
 
 def _describe(config: Config, group: WorkerGroup) -> None:

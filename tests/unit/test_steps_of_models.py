@@ -19,7 +19,8 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.build_steps import build_evaluation
-from horovod_train.training.own_steps.build import OwnTraining, build_own_training
+from horovod_train.training.built import Training
+from horovod_train.training.own_steps.build import build_own_training
 from horovod_train.training.own_steps.optimizers import optimizers_in
 
 ALONE = WorkerGroup(
@@ -65,21 +66,21 @@ def made(model: keras.Model | None = None, compiled: bool = True) -> keras.Model
     return model
 
 
-def train(batches: Pipeline, model: keras.Model, **sections: Any) -> OwnTraining:
+def train(batches: Pipeline, model: keras.Model, **sections: Any) -> Training:
     config = build(Config, sections, "")
-    return build_own_training(config, ALONE, model, Horizon(16, 5, 10), batches)
+    return build_own_training(config, ALONE, model, Horizon(16, 5, 10), batches, lambda batch: batch.count)
 
 
 def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> None:
     as_compiled = train(batches, made())
-    rate = as_compiled.optimizers.learning_rates["learning_rate"]
+    rate = as_compiled.optimizer.learning_rates["learning_rate"]
     assert float(rate) == pytest.approx(0.25)
-    assert len(as_compiled.optimizers.variables) == 4  # counter, rate, and momentum of two weights
+    assert len(as_compiled.optimizer.variables) == 4  # counter, rate, and momentum of two weights
     other = train(batches, made(), optimizer="adam", lr_schedule={"base_lr": 0.5})
-    assert float(other.optimizers.learning_rates["learning_rate"]) == pytest.approx(0.5)
-    assert len(other.optimizers.variables) == 6
+    assert float(other.optimizer.learning_rates["learning_rate"]) == pytest.approx(0.5)
+    assert len(other.optimizer.variables) == 6
     built = train(batches, made(compiled=False), optimizer="adam")
-    assert len(built.optimizers.variables) == 6
+    assert len(built.optimizer.variables) == 6
 
 
 def test_averages_are_those_of_the_optimizer_of_compile(batches: Pipeline) -> None:
@@ -184,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
     "no figure": (lambda: made(Own({"a": "b"})), {}, "data.train: train_step must return numbers; a is str."),
     "a vector": (lambda: made(Own({"a": tf.ones(3)})), {}, "must return single numbers; a has shape (3,)."),
     "a taken name": (lambda: made(Own({"step": 1})), {}, "train_step returns a figure named 'step', which is taken"),
+    "one more": (lambda: made(Own({"seconds": 1})), {}, "train_step returns a figure named 'seconds', which is taken"),
     "raises": (lambda: made(Own(before=lambda model: model.nothing)), {}, "train_step does not fit records of ("),
     "draws": (
         lambda: made(Own(before=lambda model: tf.random.normal([]))),

@@ -11,7 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import horovod.tensorflow as hvd
@@ -22,15 +22,6 @@ from horovod_train.errors import FailedElsewhere, UserError
 
 _MOST_CORES = 8192
 """Linux's own limit, NR_CPUS."""
-
-
-def rendezvous_if_needed(started_by: launcher.Launch) -> AbstractContextManager[None]:
-    """Return a context in which the ranks can find each other, if the launcher does not provide one."""
-    if started_by.step is None:
-        return nullcontext()
-    from horovod_train.distributed.launch import rendezvous
-
-    return rendezvous.open_rendezvous(started_by.step)
 
 
 def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSet] | None = None) -> set[int]:

@@ -37,7 +37,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(epochs(1) if run.parts.callbacks else None, log_training),
         *([every(config.log.histograms_every_steps, ShowHistograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
-        *build_callback_hooks(run),
+        *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
         *(
             every(hook.every_steps, save.if_best, is_done=is_evaluated)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,14 +44,20 @@ def _kept(found: Checkpoint, config: Config) -> dict[str, Any]:
     return {name: value for name, value in found.facts.callbacks.items() if is_same or name != "have_stopped"}
 
 
-def build_callback_hooks(run: Run) -> list[Hook]:
-    """Build the hooks that call the callbacks; none without callbacks."""
+def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
+    """Build the hooks that call the callbacks; none without callbacks. evaluations: hooks that come before them."""
     callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
     if not callbacks:
         return []
+
+    def end_epoch(run: Run, step: int) -> StopReason | None:
+        # A stop request may have interrupted an evaluation; then a run that resumes ends the epoch after that.
+        is_over = all(hook.is_done(run, step) for hook in evaluations if hook.is_due(step))
+        return _end_epoch(run, step) if is_over else None
+
     return [
         *([every(1, _end_batch)] if callbacks.see_batches else []),
-        every(per_epoch, _end_epoch, is_done=lambda run, step: run.parts.callbacks.told == step),
+        every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.told == step),
         every(None, end, at_end="done"),
     ]
 
@@ -64,9 +71,6 @@ def _end_batch(run: Run, step: int) -> StopReason | None:
 
 
 def _end_epoch(run: Run, step: int) -> StopReason | None:
-    """End an epoch, unless a stop request has interrupted its evaluation; then a resumed run does, after that."""
-    if _is_evaluated_here(run, step) and not is_evaluated(run, step):
-        return None
     epoch = step // run.parts.train.steps_per_epoch
     logs = run.group.broadcast_object(_logs(run, step))
     tell(run, step, "on_epoch_end", epoch - 1, logs)
@@ -78,14 +82,6 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
         tell(run, step, "on_train_batch_begin", 0)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason
-
-
-def _is_evaluated_here(run: Run, step: int) -> bool:
-    config, per_epoch = run.config.eval, run.parts.train.steps_per_epoch
-    if run.parts.eval is None:
-        return False
-    by_epoch = config.every_epochs is not None and step % (config.every_epochs * per_epoch) == 0
-    return by_epoch or (config.every_steps is not None and step % config.every_steps == 0)
 
 
 def _logs(run: Run, step: int) -> dict[str, float]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from horovod_train.config.registry import raised_at
-from horovod_train.distributed.group import is_connection_loss
 from horovod_train.distributed.watchdog.heartbeat import HOOK
-from horovod_train.errors import RunError
+from horovod_train.training.hooks.users import raised_as
 from horovod_train.training.run_record import Run
 
 
@@ -18,11 +16,5 @@ def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
         with run.outside_training(HOOK, f"calling {named.name}"):
             # Each gets values of its own, which callbacks add to.
             own = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
-            try:
+            with raised_as(f"callbacks: {named.name} failed in {method} after step {step}"):
                 getattr(named.callback, method)(*own)
-            except Exception as error:
-                if isinstance(error, RunError) or is_connection_loss(error):
-                    raise
-                text = " ".join(str(error).split())
-                said = f"{type(error).__name__}: {text}{raised_at(error)}"
-                raise RunError(f"callbacks: {named.name} failed in {method} after step {step}: {said}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -57,19 +58,25 @@ class _OnAllRanks:
             return _first_reason(run.group, self._call(run, step))
 
     def _call(self, run: Any, step: int) -> StopReason | None:
-        try:
+        # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
+        with raised_as(f"hooks: {self.name} failed after step {step}"):
             reason = self.function(run, step)
-        except Exception as error:
-            if isinstance(error, RunError) or is_connection_loss(error):
-                raise
-            text = " ".join(str(error).split())
-            said = f"{type(error).__name__}: {text}{raised_at(error)}"
-            # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them.
-            raise RunError(f"hooks: {self.name} failed after step {step}: {said}") from error
         if reason is None or isinstance(reason, StopReason):
             return reason
         kind = type(reason).__name__
         raise RunError(f"hooks: {self.name} must return a StopReason or None; after step {step} it returned {kind}.")
+
+
+@contextmanager
+def raised_as(failed: str) -> Iterator[None]:
+    """Raise a failure of a user's code in the block as RunError, which begins with `failed`; a rank's loss as it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RunError) or is_connection_loss(error):
+            raise
+        text = " ".join(str(error).split())
+        raise RunError(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
 
 
 def _first_reason(group: WorkerGroup, own: StopReason | None) -> StopReason | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple, cast
+from typing import cast
 
 import keras
+import tensorflow as tf
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
@@ -15,16 +17,15 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import CombiningOptimizer, GradientExchange
 from horovod_train.errors import UserError
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
-from horovod_train.optim.optimizers import limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.averages import AverageSlots, OptimizerAverages
-from horovod_train.training.compiled import brings, choose_optimizer
-from horovod_train.training.lr_multipliers import multiply_rates
+from horovod_train.training.averages import AverageSlots
+from horovod_train.training.built import Evaluation, Training
+from horovod_train.training.compiled import brings, exchange_options, prepare_optimizer
 from horovod_train.training.own_steps.logs import Logs, metrics_in
 from horovod_train.training.own_steps.optimizers import Optimizers, optimizers_in
-from horovod_train.training.own_steps.step import OwnEvalStep
+from horovod_train.training.own_steps.step import OwnEvalStep, OwnTrainStep
 from horovod_train.training.own_steps.trial import Tried, check_variables, try_step
-from horovod_train.training.state import find_seeds
+from horovod_train.training.state import TrainState, find_seeds
 from horovod_train.training.step import Seeds
 
 _BY_OUR_STEP = (
@@ -39,35 +40,14 @@ _BY_OUR_OPTIMIZER = (
 _BY_OUR_EVALUATION = ("loss", "metrics", "weighted_metrics")
 
 
-class OwnTraining(NamedTuple):
-    """What a model's own train_step trains with. Its optimizers have their slots, and exchange."""
-
-    optimizers: Optimizers
-    seen: Logs
-    origins: tuple[str, ...]
-    """For the log: what is the model's own."""
-    warnings: tuple[str, ...]
-    """What a user may not expect."""
-    averages: OptimizerAverages | None
-    """Those that the optimizer of the config or of Keras' own `compile` keeps, if it does."""
-
-    @property
-    def as_one(self) -> CombiningOptimizer:
-        """The optimizers for a TrainState, which looks at their variables only."""
-        return cast(CombiningOptimizer, self.optimizers)
-
-
-class OwnEvaluation(NamedTuple):
-    """An evaluation by a model's own test_step. The rest is as in OwnTraining."""
-
-    step: OwnEvalStep
-    origins: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
 def build_own_training(
-    config: Config, group: WorkerGroup, model: keras.Model, horizon: Horizon, train: BatchSource
-) -> OwnTraining:
+    config: Config,
+    group: WorkerGroup,
+    model: keras.Model,
+    horizon: Horizon,
+    train: BatchSource,
+    count_over_ranks: Callable[[Batch], tf.Tensor],
+) -> Training:
     """Build what a model's own train_step needs, and try it on the shapes of a batch. Raises UserError."""
     why = f"the model trains by its own {_own(model, OWN_TRAINING)}"
     _refuse(config, _BY_OUR_STEP, why)
@@ -82,25 +62,30 @@ def build_own_training(
         raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({held}).")
     if slots is None:
         _check_averages_are_read(optimizers)
-    optimizers.distribute(
-        GradientExchange(
-            op=config.horovod.op,
-            compression=config.horovod.compression,
-            sparse_as_dense=config.horovod.sparse_as_dense,
-            predivide=config.horovod.predivide,
-            deterministic=config.deterministic,
-        )
-    )
+    optimizers.distribute(GradientExchange(**exchange_options(config)))
     origin = f"training step: the model's own {_own(model, OWN_TRAINING)}; it applies {', '.join(optimizers.by_path)}"
     seen = Logs(tried.sources, metrics_in(model))
     warnings = _padding("train_step", tried, train, group.size)
-    averages = slots.averages() if slots and slots.are_kept else None
-    return OwnTraining(optimizers, seen, (origin,), warnings, averages)
+    averages = slots.averages() if slots else None
+
+    def make_step(state: TrainState) -> OwnTrainStep:
+        state.failure.knows_loss = False
+        return OwnTrainStep(
+            state,
+            optimizers,
+            seen,
+            rank=group.rank,
+            seed=config.seed,
+            size=group.size,
+            count_over_ranks=count_over_ranks,
+            scaled=train.scaled,
+        )
+
+    # A TrainState looks at the variables of the optimizers only.
+    return Training(cast(CombiningOptimizer, optimizers), [], make_step, (origin,), warnings, averages)
 
 
-def build_own_evaluation(
-    config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource
-) -> OwnEvaluation:
+def build_own_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:
     """Build the evaluation by a model's own test_step, and try it on the shapes of a batch. Raises UserError."""
     why = f"the model evaluates by its own {_own(model, OWN_EVALUATION)}"
     _refuse(config, _BY_OUR_EVALUATION, why)
@@ -112,7 +97,7 @@ def build_own_evaluation(
     scale = pipeline.batch_size_per_rank * group.size * steps / records
     step = OwnEvalStep(model, seen, seeds, scale, pipeline.scaled)
     origin = f"evaluation step: the model's own {_own(model, OWN_EVALUATION)}"
-    return OwnEvaluation(step, (origin,), _padding("test_step", tried, pipeline, group.size))
+    return Evaluation(step, (origin,), _padding("test_step", tried, pipeline, group.size))
 
 
 def refuse_unused_loss(config: Config) -> None:
@@ -170,11 +155,7 @@ def _choose_optimizers(
     if overridden(model, ["compile"]) or not set(found) <= {"optimizer"}:
         _refuse(config, _BY_OUR_OPTIMIZER, f"{why}, with optimizers that it keeps itself: {', '.join(found) or 'none'}")
         return Optimizers(found), None
-    optimizer = choose_optimizer(config, model, horizon)
-    multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
-    slots = AverageSlots(optimizer)
-    is_compiled = brings(model, config)["optimizer"]
-    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
+    optimizer, slots = prepare_optimizer(config, model, horizon)
     if model.compiled:
         model.optimizer = optimizer
     else:

@@ -12,10 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_inside
-
-RESERVED = ("split", "step", "epoch", "time")
-"""Names of a line of metrics that are not figures."""
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 
 
 class Source(NamedTuple):
@@ -96,16 +93,8 @@ class Logs:
 
 def metrics_in(model: keras.Model) -> list[keras.metrics.Metric]:
     """Return the metrics of a model: those it lists, and those that it and its layers hold."""
-    held = [part for layer in layers_inside(model) for value in vars(layer).values() for part in _metrics(value)]
+    held = [part for layer in layers_inside(model) for part in parts_in(vars(layer), keras.metrics.Metric)]
     return list({id(metric): metric for metric in [*model.metrics, *held]}.values())
-
-
-def _metrics(value: Any) -> Iterator[keras.metrics.Metric]:
-    if isinstance(value, keras.metrics.Metric):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _metrics(part)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class OwnEvalStep:
         self, model: keras.Model, seen: Logs, seeds: Seeds, scale: float, scaled: Callable[[Batch], Batch]
     ) -> None:
         """scale: the rows of all ranks in all steps, padding included, by the number of records."""
-        self.model, self.seen, self._seeds, self._scale, self.scaled = model, seen, seeds, scale, scaled
+        self.model, self.seen, self._scale, self.scaled = model, seen, scale, scaled
         self._run = tf.function(self._run_steps, autograph=False)
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 

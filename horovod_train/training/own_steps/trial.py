@@ -14,7 +14,8 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.batch import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError
-from horovod_train.training.own_steps.logs import RESERVED, Source, metrics_in, noting_results
+from horovod_train.output.metrics import ABOUT
+from horovod_train.training.own_steps.logs import Source, metrics_in, noting_results
 
 Data = tuple[Any, Any, tf.Tensor]
 """What a step gets: inputs, targets (None if there are none), sample_weight float32 [rows]."""
@@ -97,7 +98,7 @@ def _check_logs(logs: Any, method: str, where: str) -> None:
     if not isinstance(logs, dict) or not all(isinstance(name, str) for name in logs):
         raise UserError(f"{where}: {method} must return a dict of figures by name; it returned {type(logs).__name__}.")
     for name, value in logs.items():
-        if name in RESERVED:
+        if name in ABOUT:
             raise UserError(f"{where}: {method} returns a figure named {name!r}, which is taken; give it another name.")
         if not hasattr(value, "shape") and not isinstance(value, int | float):
             raise UserError(f"{where}: {method} must return numbers; {name} is {type(value).__name__}.")

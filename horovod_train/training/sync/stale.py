@@ -27,9 +27,7 @@ class Stale:
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
         self.settled = settled_step()
         self._paths = paths = [weight.path for weight in trained]
-        self.variables = dict(
-            by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
-        )
+        self.variables = by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
         self.variables["settled_step"] = self.settled
         # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
         self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending

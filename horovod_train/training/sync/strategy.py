@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -103,9 +103,11 @@ def settled_step() -> tf.Variable:
     return tf.Variable(0, dtype=tf.int64, trainable=False, name="settled_step")
 
 
-def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> Iterator[tuple[str, tf.Variable]]:
+def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Variable]:
     """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
     seen: Counter[str] = Counter()
+    found = {}
     for name, variable in named:
         seen[name] += 1
-        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), variable
+        found[name if seen[name] == 1 else f"{name}#{seen[name]}"] = variable
+    return found
