@@ -22,6 +22,7 @@ from horovod_train.errors import UserError
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
+_PACKAGE = Path(__file__).parent.parent
 _USERS_OWN = re.compile(r"([\w.]+):\w+")
 
 
@@ -133,10 +134,12 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_library(file: Path) -> bool:
+    if file.is_relative_to(_PACKAGE):
+        return True
     for name in ("site-packages", "dist-packages"):
         if name in file.parts:
             return file.parts[file.parts.index(name) + 1] in _LIBRARIES
-    return not file.is_file() or file.is_relative_to(_STDLIB) or file.is_relative_to(Path(__file__).parent)
+    return not file.is_file() or file.is_relative_to(_STDLIB)
 
 
 def fold(name: str) -> str:

@@ -34,6 +34,8 @@ class BatchSource(ABC):
     """The parts as identity.pack packs them; "" if there are none."""
     what_orders: str
     """The settings on which the order of the records depends, in words."""
+    _failure: Exception | None = None
+    """What ended a Feed early."""
 
     @abstractmethod
     def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
@@ -65,9 +67,12 @@ class BatchSource(ABC):
     def skipped(self) -> int:
         """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
 
-    @abstractmethod
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
+        return self._failure if isinstance(error, tf.errors.OpError) else None
+
+    def _remember(self, failure: Exception) -> None:
+        self._failure = failure
 
     def one_pass(self, most: int) -> Iterator[tuple[Batches, int]]:
         """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""

@@ -15,7 +15,7 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.buckets import Buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
-from horovod_train.data.fold import Fold, fold_records
+from horovod_train.data.fold import fold_records
 from horovod_train.data.identity import digest_of
 from horovod_train.data.lengths import find_buckets
 from horovod_train.data.mixture import DataSet, Entry, mix, split_by_entry
@@ -127,18 +127,11 @@ def scan_records(config: DataConfig, split: Split) -> Records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
     source = records.source
     if config.fold:
-        source = _fold(source, config.fold, split)
+        source = fold_records(source, config.fold, is_left_out=split == "eval")
     data_sets = split_by_entry(source, found.entries)
     if any(entry.repeats > 1 for entry in found.entries):
         source = mix(source, found.entries)
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
-
-
-def _fold(source: RecordSource, text: str, split: Split) -> RecordSource:
-    fold = Fold.parse(text)
-    if source.blocks.num_records < fold.of:
-        raise UserError(f"data.fold: {text} needs at least {fold.of} records; there are {source.blocks.num_records}.")
-    return fold_records(source, fold, is_left_out=split == "eval")
 
 
 def find_records(config: DataConfig, split: Split) -> Found:
@@ -153,49 +146,40 @@ def find_records(config: DataConfig, split: Split) -> Found:
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return Found(list(paths), False, each_alone, _OpenStores(open_users, config, setting))
+        return Found(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
     storage = Storage(config.retry_s)
     of_folders = _kind_of_folders(paths, storage)
     if of_folders:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return Found(list(paths), True, each_alone, _OpenStores(of_folders, config, setting))
+        return Found(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return Found(files, True, entries, _OpenStores(FILES[kind], config, setting))
+        return Found(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
     if config.parse:
         schema = own_schema(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting, storage)
         check_weight(config.weight, schema)
-    return Found(files, True, entries, _OpenSource(SOURCES[kind], schema, config, setting))
+    return Found(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
 
 
-class _OpenSource(NamedTuple):
-    """Opens files whose schema is known."""
-
-    open: OpenSource
-    schema: Schema
-    config: DataConfig
-    setting: str
-
-    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
-        return Records(self.open(files, self.config, allow_damage=allow_damage), self.schema, self.setting)
+def _open_source(
+    opens: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+) -> Records:
+    """Open files whose schema is known."""
+    return Records(opens(files, config, allow_damage=allow_damage), schema, setting)
 
 
-class _OpenStores(NamedTuple):
-    """Opens what says itself what its records hold."""
-
-    open: OpenStore
-    config: DataConfig
-    setting: str
-
-    def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records:
-        source, schema = open_described(files, self.open, self.config, self.setting)
-        check_weight(self.config.weight, schema)
-        return Records(source, schema, self.setting, source.notes)
+def _open_stores(
+    opens: OpenStore, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+) -> Records:
+    """Open what says itself what its records hold."""
+    source, schema = open_described(files, opens, config, setting)
+    check_weight(config.weight, schema)
+    return Records(source, schema, setting, source.notes)
 
 
 def _kind_of_folders(paths: Sequence[str], storage: Storage) -> OpenStore | None:

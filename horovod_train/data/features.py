@@ -52,6 +52,12 @@ class Feature:
         scaled = self.scale is not None or self.offset is not None
         return self.cast or ("float32" if scaled else self.stored_dtype)
 
+    def accepts(self, values: np.ndarray) -> bool:
+        """Return whether stored values are valid classes; those of an image are checked after decoding."""
+        if self.decode == "image" or not self.classes or not values.size:
+            return True
+        return bool(values.min() >= 0 and values.max() < self.classes)
+
 
 def parse_feature(value: Any, where: str) -> Feature:
     """Build a feature from plain values; a string is its type. Raises UserError that begins with `where`."""

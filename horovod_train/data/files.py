@@ -7,11 +7,11 @@ import functools
 import glob
 import itertools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.storage.storage import DEFAULT, Storage, parent, unique
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage, parent, unique
 from horovod_train.errors import UserError
 
 INDEX_NAME = "index.npz"
@@ -57,6 +57,20 @@ def check_named_once(files: Sequence[str], setting: str) -> None:
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)
+
+
+def check_different(entries: Iterable[Stamps]) -> None:
+    """Raise UserError for two names of one file in different entries, whose records would be read twice."""
+    seen: dict[Stamp, str] = {}
+    for stamps in entries:
+        # Size and time too, not the inode alone: some network file systems use an inode number twice.
+        names = {stamp: name for name, stamp in stamps.items() if stamp.inode[1]}
+        for stamp, name in names.items():
+            if stamp in seen:
+                raise UserError(
+                    f"{name}: is the same file as {seen[stamp]}; its records would be read twice. Name it once."
+                )
+        seen.update(names)
 
 
 def record_folders(path: str, patterns: Collection[str], storage: Storage = DEFAULT) -> list[str]:

@@ -7,28 +7,15 @@ within one record, are alike even where files are sorted, and are the same in ev
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
 
 import numpy as np
 
 from horovod_train.data import counter_rng
 from horovod_train.data.selection import Selection
 from horovod_train.data.source import Blocks, RecordSource
+from horovod_train.errors import UserError
 
 _FOLDS = 4  # so that parts are independent of the orders of epochs; see sampler
-
-
-class Fold(NamedTuple):
-    """Part `number` of `of`, from 1."""
-
-    number: int
-    of: int
-
-    @classmethod
-    def parse(cls, text: str) -> Fold:
-        """Parse `k/K`, which config.rules has checked."""
-        number, _, of = text.partition("/")
-        return cls(int(number), int(of))
 
 
 def parts_of_records(records: int, folds: int) -> np.ndarray:
@@ -41,15 +28,21 @@ def parts_of_records(records: int, folds: int) -> np.ndarray:
     return np.argsort(np.argsort(draws, axis=1, kind="stable"), axis=1).ravel()[:records]
 
 
-def fold_records(source: RecordSource, fold: Fold, *, is_left_out: bool) -> Selection:
-    """Return all records but those of a part; is_left_out: that part itself, which training leaves out."""
-    found = parts_of_records(source.blocks.num_records, fold.of) == fold.number - 1
+def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selection:
+    """Return all records but those of a part; is_left_out: that part itself, which training leaves out.
+
+    fold: k/K, part k of K from 1, as config.rules has checked. Raises UserError for fewer than K records.
+    """
+    number, folds = map(int, fold.split("/"))
+    if source.blocks.num_records < folds:
+        raise UserError(f"data.fold: {fold} needs at least {folds} records; there are {source.blocks.num_records}.")
+    found = parts_of_records(source.blocks.num_records, folds) == number - 1
     chosen = found if is_left_out else ~found
     numbers = np.flatnonzero(chosen)
     counts = _count(chosen, source.blocks.first_record)
     block = np.flatnonzero(counts)
     edges = np.concatenate([[0], np.cumsum([part.records for part in source.parts])])
-    which = f"{fold.number}/{fold.of} {'only' if is_left_out else 'left out'}"
+    which = f"{number}/{folds} {'only' if is_left_out else 'left out'}"
     parts = [
         part._replace(records=count, digest=hashlib.sha256(f"{part.digest} {which}".encode()).hexdigest())
         for part, count in zip(source.parts, _count(chosen, edges).tolist(), strict=True)

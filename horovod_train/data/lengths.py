@@ -69,7 +69,6 @@ def _measure(source: RecordSource, lists: dict[str, Feature], config: DataConfig
     firsts = range(0, len(lengths), _CHUNK)
     for first in track(firsts, len(firsts), "reading records once, for their lengths"):
         records = np.arange(first, min(first + _CHUNK, len(lengths)))
-        reader.read_ahead(source.blocks.containing(np.array([records[-1]])).tolist())
         data, faults = reader.read(records)
         arrays, bad = parse_usable(parser, records, data, faults, reader.name_record)
         usable = records[~np.isin(records, list(bad))]

@@ -90,8 +90,6 @@ class Loader:
         self._plan, self._blocks, self._parser, self._ranks = plan, source.blocks, parser, ranks
         self._skip_bad = config.on_bad_record == "skip"
         self._reader = Reader(source, config.read_threads)
-        if ranks.rank == 0:
-            self._reader.log_room_needed()
         uses_cache = config.cache == "memory"
         self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
         self._sequences: dict[tuple[int, str], EpochSequence] = {}

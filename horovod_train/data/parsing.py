@@ -70,7 +70,7 @@ class SchemaParser:
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
-        fits = all(_is_in_range(self._features[name], array) for name, array in arrays.items())
+        fits = all(self._features[name].accepts(array) for name, array in arrays.items())
         return arrays if fits else None
 
     def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
@@ -184,13 +184,6 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
 def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
     # Strings stay in TensorFlow: as Python's they would be copied twice more, under the interpreter's lock.
     return tensor if tensor.dtype == tf.string else tensor.numpy()
-
-
-def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
-    """Return whether the values are valid classes; those of an image are checked after decoding."""
-    if feature.decode == "image":
-        return True
-    return not feature.classes or not array.size or (array.min() >= 0 and array.max() < feature.classes)
 
 
 # --- naming what is wrong ---------------------------------------------------------------------------------------

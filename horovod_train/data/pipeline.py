@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -51,9 +51,8 @@ class Pipeline(BatchSource):
         self._loader = Loader(plan, records.source, self._parser, ranks, config)
         self._device = ranks.device
         self._preprocess = load_preprocess(config.preprocess)
-        self._failure: Exception | None = None
         # Traced once, not for every pass.
-        self._transform = tf.function(self._transform_rows, autograph=False)
+        self._transform = tf.function(self._batch, autograph=False)
         self._cut = tf.function(self._cut_lists, autograph=False)
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
@@ -72,7 +71,6 @@ class Pipeline(BatchSource):
         self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
 
     def count(self, step: int) -> int:
-        """Return the number of records over all ranks in a step of an epoch, counted from 0."""
         return self._plan.count(step)
 
     @property
@@ -98,10 +96,6 @@ class Pipeline(BatchSource):
         return data
 
     def scaled(self, batch: Batch) -> Batch:
-        """Return the batch as the model gets it: cast, scaled and offset.
-
-        Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
-        """
         schema = self._records.schema
         targets = self._transforms.scale(by_name(batch.targets, schema.targets))
         batch = batch._replace(targets=pick(targets, schema.targets))
@@ -111,11 +105,9 @@ class Pipeline(BatchSource):
         return batch._replace(inputs=pick(inputs, schema.inputs))
 
     def explain(self, error: BaseException) -> Exception | None:
-        """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
-        if not isinstance(error, tf.errors.OpError):
-            return None
-        found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", str(error.message), re.DOTALL)
-        return self._name_image(int(found[1])) if found else self._failure
+        text = str(error.message) if isinstance(error, tf.errors.OpError) else ""
+        found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
+        return self._name_image(int(found[1])) if found else super().explain(error)
 
     # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
     # …]; count [steps]; if lists are cut, widths [steps, lists].
@@ -166,9 +158,6 @@ class Pipeline(BatchSource):
     def _feed(self, items: Iterator[list[np.ndarray | tf.Tensor]]) -> Feed:
         return Feed(items, self._specs, self._remember)
 
-    def _remember(self, failure: Exception) -> None:
-        self._failure = failure
-
     def _dataset(self, feed: Feed, chunks: int | None) -> tf.data.Dataset:
         data = feed.dataset(-1 if chunks is None else chunks)
         if self._transforms.by_step or self._preprocess is not None or self._lists:
@@ -182,13 +171,11 @@ class Pipeline(BatchSource):
 
     def _transform_step(self, *values: tf.Tensor) -> Batch:
         """Return a chunk of one step."""
-        made = self._transform(*values)
-        return _as_chunk(self._cut(*made) if self._lists else made)
-
-    def _transform_rows(self, *values: tf.Tensor) -> Batch | tuple[Batch, tf.Tensor]:
         if self._lists:
-            return self._batch(values[:-1]), values[-1]
-        return self._batch(values)
+            batch = self._cut(self._transform(*values[:-1]), values[-1])
+        else:
+            batch = self._transform(*values)
+        return tf.nest.map_structure(lambda values: values[tf.newaxis], batch)
 
     def _cut_lists(self, batch: Batch, widths: tf.Tensor) -> Batch:
         """Leave out the padding that no rank needs in this step."""
@@ -200,7 +187,7 @@ class Pipeline(BatchSource):
 
         return batch._replace(inputs=cut(batch.inputs, schema.inputs), targets=cut(batch.targets, schema.targets))
 
-    def _batch(self, values: Sequence[tf.Tensor]) -> Batch:
+    def _batch(self, *values: tf.Tensor) -> Batch:
         *stored, numbers, weights, ids, count = values
         tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
         for is_decoded in decoded.values():
@@ -254,10 +241,6 @@ def build_pipeline(
 def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
     for name in sorted(used.difference(given)):
         raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
-
-
-def _as_chunk(batch: Batch) -> Batch:
-    return tf.nest.map_structure(lambda values: values[tf.newaxis], batch)
 
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:

@@ -25,10 +25,6 @@ class Reader:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="read-blocks")
         self._in_memory: dict[int, Future[Any]] = {}
 
-    def log_room_needed(self) -> None:
-        """Log the disk space that reading will need, if it needs any."""
-        self._opened.log_room_needed()
-
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Start loading the blocks that are not in memory yet."""
         for block in blocks:

@@ -40,9 +40,6 @@ class SelectedBlocks:
     def __init__(self, opened: BlockReader[Any], selection: Selection) -> None:
         self._opened, self._selection = opened, selection
 
-    def log_room_needed(self) -> None:
-        self._opened.log_room_needed()
-
     def load(self, block: int) -> Any:
         return self._opened.load(int(self._selection.block[block]))
 

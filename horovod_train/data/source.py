@@ -138,9 +138,6 @@ class BlockReader(Protocol[B]):
     def name_record(self, record: int, block: B, problem: str) -> str:
         """Return the sentence that tells where a record of a block is, and what is wrong with it."""
 
-    def log_room_needed(self) -> None:
-        """Log the disk space that reading will need, if it needs any."""
-
 
 class RecordSource(Protocol):
     """The records of one split. Knows where they are; has read none of them. Needs no TensorFlow but in `parser`."""

@@ -81,7 +81,8 @@ def test_records_that_would_be_read_twice_are_refused(tmp_path: Path) -> None:
     assert refusal(DataConfig(train=("a", "a"), source=source)) == f"data.train: a {said}"
     (tmp_path / "link").symlink_to(path)
     linked = refusal(DataConfig(train=(str(path), f"{tmp_path}/link")))
-    assert linked == f"{tmp_path}/link/x.npy: is the same file as {path}/x.npy; its records would be read twice."
+    twice = "its records would be read twice. Name it once."
+    assert linked == f"{tmp_path}/link/x.npy: is the same file as {path}/x.npy; {twice}"
 
 
 def in_folder(**arrays: np.ndarray) -> Callable[[Path], Path]:

@@ -50,8 +50,6 @@ class Serialized:
     def parser(self, features: dict[str, Feature]) -> Parser:
         return SchemaParser(features)
 
-    def log_room_needed(self) -> None: ...
-
     def load(self, block: int) -> Sequence[Row]:
         first, last = self.blocks.first_record[block : block + 2]
         return self.rows[first:last]

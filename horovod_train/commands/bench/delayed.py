@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from horovod_train.data.features import Feature
-from horovod_train.data.source import BlockReader, Blocks, Data, Fault, Parser, Part, RecordSource, Wanted
+from horovod_train.data.source import BlockReader, Data, Fault, Parser, RecordSource, Wanted
 
 
 class DelayedSource:
@@ -20,14 +20,7 @@ class DelayedSource:
 
     def __init__(self, source: RecordSource, delay_s: float) -> None:
         self._source, self._delay_s = source, delay_s
-
-    @property
-    def blocks(self) -> Blocks:
-        return self._source.blocks
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        return self._source.parts
+        self.blocks, self.parts = source.blocks, source.parts
 
     def open(self) -> BlockReader[Any]:
         return _DelayedBlocks(self._source.open(), self._delay_s)
@@ -49,6 +42,3 @@ class _DelayedBlocks:
 
     def name_record(self, record: int, block: Any, problem: str) -> str:
         return self._reader.name_record(record, block, problem)
-
-    def log_room_needed(self) -> None:
-        self._reader.log_room_needed()

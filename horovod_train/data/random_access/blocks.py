@@ -33,27 +33,11 @@ class StoreBlocks:
         self._first_block = np.concatenate([[0], np.cumsum(counts)])
         self._blocks = blocks
 
-    def log_room_needed(self) -> None:
-        """Do nothing: reading makes no copies on disk."""
-
     def load(self, block: int) -> _Block:
         number = int(self._store[block])
         store, inside = self._stores[number], block - int(self._first_block[number])
         first, last = store.blocks.first_record[inside : inside + 2].tolist()
-        try:
-            return _Block(store, first, store.read(first, last), {})
-        except (UserError, MemoryError):
-            raise
-        except UnreadableFrom as error:
-            why, good = describe_error(error), error.record - first
-            rows = one_by_one(store.read(first, error.record)) if good else []
-            return _Block(
-                store, first, rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
-            )
-        except Exception as error:  # a library, or the user's class, may raise anything
-            if last - first == 1:
-                return _Block(store, first, [{}], {0: describe_error(error)})
-            return _load_singly(store, first, last)
+        return _Block(store, first, *_read(store, first, last))
 
     def take(self, records: np.ndarray, wanted: Sequence[Wanted[_Block]]) -> tuple[Data, list[Fault]]:
         arrays = _join(wanted, len(records))
@@ -76,18 +60,22 @@ class StoreBlocks:
         return f"{block.store.path}: record {block.first + place}: {problem}."
 
 
-def _load_singly(store: Store, first: int, last: int) -> _Block:
-    rows: list[Any] = []
-    faults = {}
-    for record in range(first, last):
-        try:
-            rows += one_by_one(store.read(record, record + 1))
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:
-            faults[record - first] = describe_error(error)
-            rows.append({})
-    return _Block(store, first, rows, faults)
+def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
+    """Return the records [first, last), one by one if they cannot be read together; and the faults, as of a _Block."""
+    try:
+        return store.read(first, last), {}
+    except (UserError, MemoryError):
+        raise
+    except UnreadableFrom as error:
+        why, good = describe_error(error), error.record - first
+        rows = one_by_one(store.read(first, error.record)) if good else []
+        return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
+    except Exception as error:  # a library, or the user's class, may raise anything
+        if last - first == 1:
+            return [{}], {0: describe_error(error)}
+    each = [_read(store, record, record + 1) for record in range(first, last)]
+    faults = {place: found[0] for place, (_, found) in enumerate(each) if found}
+    return [row for data, _ in each for row in one_by_one(data)], faults
 
 
 def _join(wanted: Sequence[Wanted[_Block]], records: int) -> Arrays | None:

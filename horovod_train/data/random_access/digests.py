@@ -23,7 +23,7 @@ import google_crc32c
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
+from horovod_train.data.storage.storage import DEFAULT, Stamps, Storage
 from horovod_train.errors import UserError
 from horovod_train.output.files import write_whole
 from horovod_train.output.removal import Made
@@ -31,9 +31,6 @@ from horovod_train.output.removal import Made
 NAME = "digests.json"
 _PIECE = 1 << 22
 _REMOTE_FILES = 8  # read at the same time
-
-Stamps = Mapping[str, Stamp]
-"""By a file's path, in the order of the files."""
 
 _FORMAT = "horovod_train digests 1"
 

@@ -27,7 +27,7 @@ class ArraysParser:
         for name, feature in self._features.items():
             values = self._values(records, name)
             array = None if values is None else _convert(feature, values)
-            if array is None or not _is_in_range(feature, array):
+            if array is None or not feature.accepts(array):
                 return None
             parsed[name] = array
         return parsed
@@ -40,7 +40,7 @@ class ArraysParser:
             array = _convert(feature, values)
             if array is None:
                 return f"feature {name}: expected {_expected(feature)}; the record holds {_kind_of(values)}"
-            if not _is_in_range(feature, array):
+            if not feature.accepts(array):
                 wrong = array[(array < 0) | (array >= feature.classes)][0]
                 return f"feature {name}: expected a value from 0 to {(feature.classes or 0) - 1}; received {wrong}"
         return None
@@ -115,12 +115,6 @@ def _goes_into(dtype: np.dtype, stored: str) -> bool:
     return dtype.kind != "O" and (
         np.can_cast(dtype, stored, "safe") or (dtype.kind, np.dtype(stored).kind) == ("f", "f")
     )
-
-
-def _is_in_range(feature: Feature, array: np.ndarray) -> bool:
-    if feature.decode == "image" or not feature.classes or not array.size:
-        return True
-    return bool(array.min() >= 0 and array.max() < feature.classes)
 
 
 def _expected(feature: Feature) -> str:

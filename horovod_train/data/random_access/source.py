@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,14 +10,15 @@ import numpy as np
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
+from horovod_train.data.files import check_different
 from horovod_train.data.random_access.blocks import StoreBlocks
 from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
-from horovod_train.data.random_access.digests import Stamps, content_digests
+from horovod_train.data.random_access.digests import content_digests
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import Arrays, Blocks, Parser, Part
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, unique
+from horovod_train.data.storage.storage import DEFAULT, Storage, unique
 from horovod_train.errors import UserError
 
 OpenStore = Callable[[str, Request], Store]
@@ -38,25 +39,17 @@ class RandomAccessRecords:
         """Raises UserError if files have to be read to identify them, and cannot be read."""
         self._stores, self._build_parser = stores, build_parser
         columns = [np.concatenate([getattr(store.blocks, name) for store in stores]) for name in ("records", "bytes")]
-        self._blocks = Blocks(*columns)
+        self.blocks = Blocks(*columns)
         identities = {store.path: store.identity() for store in stores}
         self._stamps = [found for found in identities.values() if not isinstance(found, str)]
         files = {path: found.stamps for path, found in identities.items() if not isinstance(found, str)}
         digests = {path: found for path, found in identities.items() if isinstance(found, str)}
         # Of a table that names files only the table: records may share an image.
-        _check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
+        check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
         digests |= content_digests(files, index_dir, storage)
-        self._parts = [
+        self.parts = [
             Part(unique(store.path), store.size, store.blocks.num_records, digests[store.path]) for store in stores
         ]
-
-    @property
-    def blocks(self) -> Blocks:
-        return self._blocks
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        return self._parts
 
     @property
     def notes(self) -> Sequence[str]:
@@ -66,22 +59,10 @@ class RandomAccessRecords:
     def open(self) -> StoreBlocks:
         for stamps in self._stamps:
             stamps.look_again()  # what was read of the files until now was read to describe them
-        return StoreBlocks(self._stores, self._blocks)
+        return StoreBlocks(self._stores, self.blocks)
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self._build_parser(features)
-
-
-def _check_different(entries: Iterable[Stamps]) -> None:
-    """Raise UserError for two names of one file in different entries, whose records would be read twice."""
-    seen: dict[Stamp, str] = {}
-    for stamps in entries:
-        # Size and time too, not the inode alone: some network file systems use an inode number twice.
-        names = {stamp: name for name, stamp in stamps.items() if stamp.inode[1]}
-        for stamp, name in names.items():
-            if stamp in seen:
-                raise UserError(f"{name}: is the same file as {seen[stamp]}; its records would be read twice.")
-        seen.update(names)
 
 
 def open_described(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +16,6 @@ from horovod_train.errors import UserError
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
 _MOST_BLOCKS = 4_000_000
-_PACKAGE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -115,6 +113,21 @@ class FileStamps:
         self._checked.clear()
 
 
+class FileStore:
+    """What stores of files have in common. A Store, once it has `blocks` and `read`."""
+
+    note = ""
+
+    def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
+        """files: those that hold the records. Raises UserError for one that does not exist."""
+        self.path, self.known = path, dict[str, dict[str, Any]]()
+        self._stamps = FileStamps(files, storage)
+        self.size = self._stamps.size
+
+    def identity(self) -> FileStamps:
+        return self._stamps
+
+
 def check_local(path: str, setting: str, what: str) -> None:
     """Raise UserError for a remote path to what a library only reads from a local disk."""
     if is_remote(path):
@@ -168,10 +181,8 @@ def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
 def describe_error(error: BaseException) -> str:
     """Return what was raised in a library or in a user's class, and where in the user's code."""
     error = (error.__cause__ if isinstance(error, UnreadableFrom) else None) or error
-    text, where = " ".join(str(error).split()).rstrip("."), raised_at(error)
-    name = type(error).__name__
-    sentence = f"{name}: {text}" if text else name
-    return sentence if str(_PACKAGE) in where else sentence + where
+    text = " ".join(str(error).split()).rstrip(".")
+    return ": ".join(filter(None, (type(error).__name__, text))) + raised_at(error)
 
 
 def stack(values: Sequence[Any]) -> np.ndarray:

@@ -41,7 +41,7 @@ class Pages:
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes in one request, fewer at the end of the file. Raises UserError."""
         try:
-            return self._storage.read_remote(self.url, offset, max(min(length, self.size - offset), 0))
+            return self._storage.read(self.url, offset, max(min(length, self.size - offset), 0))
         except OSError as error:
             raise UserError(f"{self.url}: cannot be read any more: {error.strerror}.") from error
 

@@ -31,14 +31,6 @@ _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "Last
 """What drivers say of a file that changes when it does, best first. All of them have one of these."""
 
 
-class Facts(NamedTuple):
-    """What a store says of a file."""
-
-    size: int
-    version: int
-    """Another number, of 63 bits, for another content."""
-
-
 class _Place(NamedTuple):
     """A URL: its file system, its path in that, and what comes before the path."""
 
@@ -55,8 +47,12 @@ class RemoteFiles:
         self._retries = Retries(retry_s)
         self._names: dict[str, list[str]] = {}
 
-    def facts(self, url: str) -> Facts:
-        return _facts(self._ask(url, lambda place: place.files.info(place.path)))
+    def facts(self, url: str) -> tuple[int, int]:
+        """Return a file's size, and for its version a number of 63 bits: another one for another content."""
+        info = self._ask(url, lambda place: place.files.info(place.path))
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        digest = hashlib.sha256(version.encode()).digest()
+        return int(info["size"]), int.from_bytes(digest[:8], "little") >> 1
 
     def is_folder(self, url: str) -> bool:
         return bool(self._ask(url, lambda place: place.files.isdir(place.path)))
@@ -113,9 +109,3 @@ def _options(fsspec: Any) -> dict[str, Any]:
     """Return what s3fs is opened with. The user's own settings win."""
     users = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
     return {"config_kwargs": _OF_BOTOCORE | users}
-
-
-def _facts(info: dict[str, Any]) -> Facts:
-    versions = (str(info[key]) for key in _VERSIONS if info.get(key))
-    digest = hashlib.sha256(next(versions, "").encode()).digest()
-    return Facts(int(info["size"]), int.from_bytes(digest[:8], "little") >> 1)

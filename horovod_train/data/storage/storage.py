@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -35,6 +35,10 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, stat: os.stat_result) -> Stamp:
         return cls(stat.st_size, stat.st_mtime_ns, (stat.st_dev, stat.st_ino))
+
+
+Stamps = Mapping[str, Stamp]
+"""By a file's path, in the order of the files."""
 
 
 def parent(folder: str) -> str | None:
@@ -86,9 +90,13 @@ class Storage:
         with open(path, "rb") as file:
             return file.read()
 
-    def read_remote(self, url: str, offset: int, length: int) -> bytes:
-        """Return bytes of a remote file, fewer at its end."""
-        return self._remote.read(url, offset, length)
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file, fewer at its end."""
+        if is_remote(path):
+            return self._remote.read(path, offset, length)
+        # Opened again each time, because there may be more files than a process may have open.
+        with open(path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), length, offset)
 
     @contextmanager
     def opened(self, path: str) -> Iterator[tuple[Stamp, ReadAt]]:

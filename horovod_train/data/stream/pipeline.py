@@ -43,19 +43,12 @@ class StreamPipeline(BatchSource):
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
         self.what_orders = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
-        facts = [
-            stream.call.spec.name,
-            stream.call.spec.options,
-            stream.call.seed,
-            ranks.size,
-            self.global_batch_size,
-            steps_per_epoch,
-        ]
+        spec, seed = stream.call.spec, stream.call.seed
+        facts = [spec.name, spec.options, seed, ranks.size, self.global_batch_size, steps_per_epoch]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
         record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
         self._steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
-        self._failure: Exception | None = None
         self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
         self.scaled_spec = self.element_spec
 
@@ -80,9 +73,6 @@ class StreamPipeline(BatchSource):
     @property
     def skipped(self) -> int:
         return 0
-
-    def explain(self, error: BaseException) -> Exception | None:
-        return self._failure if isinstance(error, tf.errors.OpError) else None
 
     def _chunks(self, epoch: int, first_step: int) -> Iterator[list[tf.Tensor]]:
         """Yield the steps of an epoch from one on, some at a time: leaves, weights, ids, counts, each [steps, …]."""
@@ -164,9 +154,6 @@ class StreamPipeline(BatchSource):
         specs = [*((leaf.shape, leaf.dtype) for leaf in self._leaves), ([], tf.int64)]
         of_rows = [tf.TensorSpec([None, rows, *shape], dtype) for shape, dtype in specs]
         return Feed(items, [*of_rows, tf.TensorSpec([None], tf.int64)], self._remember)
-
-    def _remember(self, failure: Exception) -> None:
-        self._failure = failure
 
     def _dataset(self, feed: Feed, chunks: int) -> tf.data.Dataset:
         data = feed.dataset(chunks).map(tf.autograph.experimental.do_not_convert(self._as_batch))

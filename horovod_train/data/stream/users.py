@@ -6,21 +6,21 @@ Which record is where is the function's own affair. Checks the form of the recor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from horovod_train.config.registry import call as call_with_options
-from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.registry import load_function
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.loader import Ranks
+from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
 
 WHERE = "data.dataset"
 _COUNTED_TOGETHER = 1024
-_PACKAGE = Path(__file__).parent.parent
 
 
 class _Call(NamedTuple):
@@ -48,9 +48,15 @@ class _Call(NamedTuple):
         words = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self.training}"
         return f"{self.spec.name.partition(':')[2]}({words})"
 
-    def explaining(self, epoch: int) -> _Explaining:
-        """Raise UserError in place of what iterating over an epoch raises."""
-        return _Explaining(self.name(epoch))
+    @contextmanager
+    def explaining(self, epoch: int) -> Iterator[None]:
+        """Raise UserError that names the call, in place of what the user's code raises in the block."""
+        try:
+            yield
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise UserError(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
 
 
 def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:
@@ -99,25 +105,10 @@ class Stream:
             return int(data.batch(_COUNTED_TOGETHER).reduce(tf.constant(0, tf.int64), _add_rows))
 
 
-class _Explaining:
-    """A block in which the user's code runs: what it raises becomes a UserError that names the call."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None or isinstance(error, UserError | MemoryError) or not isinstance(error, Exception):
-            return
-        raise UserError(f"{WHERE}: {self._name}: {_describe(error)}.") from error
-
-
 def _describe(error: Exception) -> str:
     """Return what was raised in one line, and where in the user's code if Python knows it."""
     if not isinstance(error, tf.errors.OpError):
-        where = raised_at(error)
-        return f"{type(error).__name__}: {' '.join(str(error).split())}{'' if str(_PACKAGE) in where else where}"
+        return describe_error(error)
     # TensorFlow names its node, and quotes what a generator raised with its traceback.
     text = re.sub(r"\{\{.*?\}\}", "", str(error.message)).strip()
     return text.splitlines()[0].strip().rstrip(".")

@@ -39,9 +39,6 @@ class TFRecordBlocks:
         self._checked: set[str] = set()
         """Remote files that were unchanged when this process first read them."""
 
-    def log_room_needed(self) -> None:
-        self._staged.log_room_needed()
-
     def load(self, block: int) -> _Block:
         data = self._read_bytes(block)
         table = tfrecord_framing.even_table(data, self._header)
@@ -122,7 +119,7 @@ class TFRecordBlocks:
             self._checked.add(file.path)
         if file.packing:
             return self._staged.read_unpacked(file, offset, length)
-        return self._storage.read_remote(file.path, offset, length)
+        return self._storage.read(file.path, offset, length)
 
 
 def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:

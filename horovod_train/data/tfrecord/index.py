@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.files import INDEX_NAME, check_different
 from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage
 from horovod_train.data.tfrecord.index_file import (
     Entries,
     Extents,
@@ -33,13 +33,10 @@ from horovod_train.data.tfrecord.index_file import (
     save_entries,
 )
 from horovod_train.data.tfrecord.scan import scan
-from horovod_train.errors import UserError
 
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
 _REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB in memory
 _REQUESTS = 32
-
-Stamps = Mapping[str, Stamp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +62,7 @@ def open_index(files: Sequence[str], index_dir: str | None = None, storage: Stor
     Raises UserError for a file that cannot be read, or that two of the paths lead to.
     """
     stamps = _stamps(files, storage)
-    _check_different(stamps)
+    check_different({name: stamp} for name, stamp in stamps.items())
     by_folder: dict[str, list[str]] = {}
     for name in files:
         by_folder.setdefault(os.path.dirname(name), []).append(name)
@@ -102,16 +99,6 @@ def _stamp(name: str, storage: Storage) -> Stamp | None:
         return storage.stamp(name)
     except OSError:
         return None  # scanning it says why
-
-
-def _check_different(stamps: Stamps) -> None:
-    """Raise UserError for two names of one file, whose records would be read twice."""
-    seen: dict[Stamp, str] = {}
-    for name, stamp in stamps.items():
-        # Size and time too: some network file systems use an inode number twice.
-        other = seen.setdefault(stamp, name)
-        if other != name and stamp.inode[1]:
-            raise UserError(f"{name}: is the same file as {other}; its records would be read twice. Name it once.")
 
 
 # --- keeping ----------------------------------------------------------------------------------------------------

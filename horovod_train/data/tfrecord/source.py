@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
-from horovod_train.data.source import Blocks, Parser, Part, problems_of
+from horovod_train.data.source import Parser, Part, problems_of
 from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.data.tfrecord.blocks import TFRecordBlocks
 from horovod_train.data.tfrecord.index import Index, open_index
@@ -22,10 +22,7 @@ class TFRecords:
     def __init__(self, index: Index, stage_dir: str | None = None, storage: Storage = DEFAULT) -> None:
         """`stage_dir`: a node-local folder for copies of what is read."""
         self.index, self._stage_dir, self._storage = index, stage_dir, storage
-
-    @property
-    def blocks(self) -> Blocks:
-        return self.index.blocks
+        self.blocks = index.blocks
 
     @cached_property
     def parts(self) -> list[Part]:

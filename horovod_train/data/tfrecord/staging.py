@@ -59,6 +59,7 @@ class StagedFiles:
                 self._flags = os.open(self._folder / f"{_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
                 raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
+        self._unpacked.log_room_needed(folder, "once for all ranks of a node" if folder else "on each rank")
 
     def load(self, file: ScannedFile, block: int, offset: int, length: int) -> bytes | None:
         """Return a block's bytes if this node has them."""
@@ -67,7 +68,8 @@ class StagedFiles:
         try:
             if not file.packing and os.pread(self._flags, 1, block) != b"\1":
                 return None
-            data = _read(self._folder / f"{_name(file)}.{'unpacked' if file.packing else 'blocks'}", offset, length)
+            copy = self._folder / f"{_name(file)}.{'unpacked' if file.packing else 'blocks'}"
+            data = self._storage.read(str(copy), offset, length)
         except OSError:  # removed by a clean-up, or not unpacked yet: the source still serves
             return None
         return data if len(data) == length else None
@@ -95,13 +97,8 @@ class StagedFiles:
             path = self._folder / f"{_name(file)}.unpacked"
             if self._unpack(file, path):
                 with contextlib.suppress(FileNotFoundError):  # removed by a clean-up
-                    return _read(path, offset, length)
+                    return self._storage.read(str(path), offset, length)
         return self._unpacked.read(file, offset, length)
-
-    def log_room_needed(self) -> None:
-        """Log the disk space that packed files will need, if there are any."""
-        each = "on each rank" if self._where is None else "once for all ranks of a node"
-        self._unpacked.log_room_needed(self._where, each)
 
     def _unpack(self, file: ScannedFile, path: Path) -> bool:
         """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
@@ -167,12 +164,3 @@ def _name(*files: ScannedFile) -> str:
     """Return the copy's name: a hash of path, size and mtime of the files."""
     facts = [(real(file.path), file.size, file.mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
-
-
-def _read(path: Path, offset: int, length: int) -> bytes:
-    # Opened again each time, because there may be more files than a process may have open.
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.pread(fd, length, offset)
-    finally:
-        os.close(fd)

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.random_access.source import RandomAccessRecords
-from horovod_train.data.random_access.store import FileStamps, check_local, even_blocks
+from horovod_train.data.random_access.store import FileStore, check_local, even_blocks
 from horovod_train.data.source import Parser
 from horovod_train.errors import UserError
 
 _NO_READAHEAD = "readahead_buffer_size:0"
 
 
-class ArrayRecordFile:
+class ArrayRecordFile(FileStore):
     """The records of an ArrayRecord file. A Store."""
-
-    note = ""
 
     def __init__(self, path: str) -> None:
         """Raises UserError for a file of another format."""
         check_local(path, "data.train", "ArrayRecord files")
         module = import_extra("array_record.python.array_record_module", "array_record", f"data.train: {path}")
-        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path])
+        super().__init__(path, [path])
         try:
             self._reader = module.ArrayRecordReader(path, _NO_READAHEAD)
             records = self._reader.num_records() if self._reader.ok() else None
@@ -33,16 +30,12 @@ class ArrayRecordFile:
             records = None
         if records is None:
             raise UserError(f"{path}: is not an ArrayRecord file, or is not complete.")
-        self.size = self._stamps.size
         self.blocks = even_blocks(records, self.size)
 
     def read(self, first: int, last: int) -> list[bytes]:
         self._stamps.check(self.path)
         found: list[bytes] = self._reader.read(first, last)
         return found
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
 
 def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RandomAccessRecords:

@@ -9,21 +9,19 @@ import numpy as np
 
 from horovod_train.config.registry import import_extra
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.random_access.store import FileStamps, Request, UnreadableFrom, blocks_of, objects
+from horovod_train.data.random_access.store import FileStore, Request, UnreadableFrom, blocks_of, objects
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.errors import UserError
 
 
-class _Batches:
+class _Batches(FileStore):
     """A file whose records are stored in batches: a row group of Parquet, a record batch of Arrow. A Store."""
-
-    note = ""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
         arrow = import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
-        self.path, self.known, self._stamps = path, dict[str, dict[str, Any]](), FileStamps([path], request.storage)
+        super().__init__(path, [path], request.storage)
         self._pages = Pages(request.storage, path) if is_remote(path) else None
         try:
             schema, counts, size = self._open()
@@ -31,7 +29,7 @@ class _Batches:
             raise UserError(f"{path}: cannot be read as {self.form}: {' '.join(str(error).split())}.") from error
         self._names = request.choose(schema.names, path)
         check_types(schema, self._names, path)
-        self.size, self.blocks = self._stamps.size, blocks_of([count for count in counts if count], size)
+        self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]
 
     form = "Arrow"
@@ -49,9 +47,6 @@ class _Batches:
         except Exception as error:  # of pyarrow, and of what it reads through
             readable = self._count_readable(number, last - start)
             raise UnreadableFrom(max(start + readable, first)) from error
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
     def _count_readable(self, number: int, count: int) -> int:
         """Return how many first records of a damaged batch can be read: each is read with all before it."""
@@ -116,9 +111,9 @@ class ArrowFile(_Batches):
         if self._pages is not None:
             return self._open_remote(arrow)
         with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
-            counts = [reader.get_batch(number).num_rows for number in range(reader.num_record_batches)]
-            size = sum(reader.get_batch(number).nbytes for number in range(reader.num_record_batches))
-            return reader.schema, counts, size
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+            found = [(batch.num_rows, batch.nbytes) for batch in batches]
+            return reader.schema, [count for count, _ in found], sum(size for _, size in found)
 
     def _open_remote(self, arrow: Any) -> tuple[Any, Sequence[int], int]:
         """Do as _open, but read only one column of the batches. Takes the file's size for that in memory."""
@@ -128,7 +123,7 @@ class ArrowFile(_Batches):
             return schema, [], 0
         one_column = arrow.ipc.IpcReadOptions(included_fields=[0])
         with arrow.ipc.open_file(self._source, options=one_column) as reader:
-            return schema, [reader.get_batch(number).num_rows for number in batches], self._stamps.size
+            return schema, [reader.get_batch(number).num_rows for number in batches], self.size
 
     def _read_batch(self, number: int, count: int) -> Any:
         arrow = import_extra("pyarrow", "parquet", self.path)

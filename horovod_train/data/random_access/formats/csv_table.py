@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 
 from horovod_train.data.prepare.csv_table import load_table
 from horovod_train.data.random_access.formats.images import read_file
-from horovod_train.data.random_access.store import FileStamps, Request, check_local, even_blocks, objects, single_blocks
+from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
 
-class CSVTable:
+class CSVTable(FileStore):
     """The lines of a CSV file, kept in memory. A Store.
 
     Names of image files are relative to the folder of the CSV file.
     """
 
-    note = ""
-
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is no table, and for a line whose image does not exist."""
-        self.path, self.known = path, dict[str, dict[str, Any]]()
         table = load_table(path, request.storage)
         self._columns = {name: table[name] for name in request.choose(list(table), path)}
         self._images = [name for name in self._columns if name in request.images]
-        stamps = FileStamps([path], request.storage)
-        self.size, records = stamps.size, len(next(iter(table.values())))
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
-            self._columns[name] = self._find(name)
+            self._columns[name] = _find(path, name, self._columns[name])
         files = [file for name in self._images for file in self._columns[name]]
-        self._stamps = FileStamps([path, *files], request.storage)
+        super().__init__(path, [path, *files], request.storage)
+        records = len(next(iter(table.values())))
         if self._images:
-            self.size = self._stamps.size
             self.blocks = single_blocks(records, self.size / records)
         else:
             self.blocks = even_blocks(records, sum(column.nbytes for column in self._columns.values()))
@@ -45,21 +39,17 @@ class CSVTable:
     def read(self, first: int, last: int) -> Arrays:
         return {name: self._read(name, first, last) for name in self._columns}
 
-    def identity(self) -> FileStamps:
-        return self._stamps
-
     def _read(self, name: str, first: int, last: int) -> np.ndarray:
         values = self._columns[name][first:last]
         return objects([read_file(file, self._stamps) for file in values]) if name in self._images else values
 
-    def _find(self, name: str) -> np.ndarray:
-        """Return the paths that a column names."""
-        folder = os.path.dirname(self.path)
-        column = self._columns[name]
-        if column.dtype.kind != "U":
-            raise UserError(f"{self.path}: column {name} must hold names of image files; it holds {column.dtype}.")
-        paths = [os.path.join(folder, file) for file in column.tolist()]
-        for record, file in enumerate(paths):
-            if not os.path.isfile(file):
-                raise UserError(f"{self.path}: record {record}: {name}: {file} does not exist.")
-        return np.array(paths)
+
+def _find(path: str, name: str, column: np.ndarray) -> np.ndarray:
+    """Return the paths that a column names."""
+    if column.dtype.kind != "U":
+        raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")
+    paths = [os.path.join(os.path.dirname(path), file) for file in column.tolist()]
+    for record, file in enumerate(paths):
+        if not os.path.isfile(file):
+            raise UserError(f"{path}: record {record}: {name}: {file} does not exist.")
+    return np.array(paths)

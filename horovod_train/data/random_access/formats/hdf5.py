@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
+from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, Range, RemoteFile
 from horovod_train.errors import UserError
@@ -38,17 +38,14 @@ class _Rows:
         self._chunks.setdefault(chunk.chunk_offset[0] // self._rows, []).append((chunk.byte_offset, chunk.size))
 
 
-class HDF5File:
+class HDF5File(FileStore):
     """The records of an HDF5 file. A Store. h5py lets one thread read at a time."""
-
-    note = ""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file that is not HDF5, or whose datasets are not rows of numbers or text."""
         import h5py  # takes a while
 
-        self.path, self.known = path, dict[str, dict[str, Any]]()
-        self._stamps = FileStamps([path], request.storage)
+        super().__init__(path, [path], request.storage)
         self._remote = RemoteFile(Pages(request.storage, path, _PAGES)) if is_remote(path) else None
         try:
             # Locking: some network file systems cannot.
@@ -67,7 +64,6 @@ class HDF5File:
                 raise UserError(f"{path}: {name} is {dataset.dtype}{shape}; expected rows of numbers, text, or lists.")
         lengths = {name: dataset.shape[0] for name, dataset in self._datasets.items()}
         records = check_lengths(lengths, path, request.setting)
-        self.size = self._stamps.size
         # A chunk is unpacked whole, so a block has whole ones.
         chunks = [dataset.chunks[0] for dataset in self._datasets.values() if dataset.chunks]
         self.blocks = even_blocks(records, self._bytes(records), max(chunks, default=1))
@@ -80,9 +76,6 @@ class HDF5File:
         ranges = [found for rows in self._rows for found in rows.ranges(first, last)]
         with self._remote.loaded(ranges):
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
     def _bytes(self, records: int) -> int:
         """Return the bytes of all records in memory; lists and text take a share of the file."""

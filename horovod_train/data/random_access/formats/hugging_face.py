@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_train.config.registry import import_extra
 from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
-from horovod_train.data.random_access.store import FileStamps, Request, check_local, even_blocks
+from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.storage import Storage
 from horovod_train.errors import UserError
@@ -15,10 +15,8 @@ from horovod_train.errors import UserError
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(FileStore):
     """The records of one split. A Store."""
-
-    note = ""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a folder of several splits, and for columns of a type that has no tensor."""
@@ -29,7 +27,6 @@ class HuggingFaceFolder:
                 f"{request.setting}: {path} holds the splits {', '.join(splits)}. Name one of their folders."
             )
         datasets = import_extra("datasets", "huggingface", f"{request.setting}: {path}")
-        self.path = path
         try:
             dataset = datasets.load_from_disk(path)
         except (ValueError, OSError, KeyError, TypeError) as error:
@@ -37,18 +34,14 @@ class HuggingFaceFolder:
         self._names = request.choose(dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)
-        self.known: dict[str, dict[str, Any]] = {name: _known(dataset.features[name], datasets) for name in self._names}
-        self._stamps = FileStamps(sorted(file["filename"] for file in dataset.cache_files))
-        self.size = self._stamps.size
+        super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))
+        self.known = {name: _known(dataset.features[name], datasets) for name in self._names}
         self.blocks = even_blocks(len(dataset), self.size)
 
     def read(self, first: int, last: int) -> Arrays:
         for path in self._stamps.stamps:
             self._stamps.check(path)
         return to_arrays(self._dataset[first:last])
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
 
 def is_hugging_face_folder(path: str, storage: Storage) -> bool:

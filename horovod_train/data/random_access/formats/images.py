@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.prepare.images import SUFFIXES, class_names, list_images
-from horovod_train.data.random_access.store import FileStamps, Request, objects, single_blocks
+from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.storage import Storage
 from horovod_train.errors import UserError
 
 
-class ImageFolder:
+class ImageFolder(FileStore):
     """The images below a folder, in the order of their names. A Store."""
-
-    note = ""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
-        self.path = path
         classes, files = list_images(path)
         _check_same_classes(path, classes, request)
         labels = {name: label for label, name in enumerate(classes)}
         self._files = [str(file) for file in files]
         self._labels = np.array([labels[file.parent.name] for file in files])
         self._names = request.choose(["image", "label"], path)
-        self._stamps = FileStamps(self._files)
-        self.known: dict[str, dict[str, Any]] = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
-        self.size = self._stamps.size
+        super().__init__(path, self._files)
+        self.known = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
         sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
         self.blocks = single_blocks(len(files), sizes)
 
@@ -40,9 +35,6 @@ class ImageFolder:
         if "image" in self._names:
             found["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
         return {name: found[name] for name in self._names}
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
 
 def _check_same_classes(path: str, classes: list[str], request: Request) -> None:

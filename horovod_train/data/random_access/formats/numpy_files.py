@@ -5,16 +5,18 @@ Rows are read from the file when they are needed. The arrays of a compressed arc
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import zipfile
+from collections.abc import Callable
 from io import BufferedReader
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.random_access.store import FileStamps, Request, check_lengths, even_blocks
+from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.data.storage.storage import Storage
@@ -23,69 +25,50 @@ from horovod_train.errors import UserError
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
 
-class _Local:
-    """Reads pieces of a local file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def read(self, offset: int, length: int) -> bytes:
-        with open(self.path, "rb", buffering=0) as file:
-            return os.pread(file.fileno(), length, offset)
-
-
 class _Rows(NamedTuple):
     """Rows of an array that lie in a file one after the other."""
 
     path: str
-    file: _Local | Pages
+    read_at: Callable[[int, int], bytes]
+    """(offset, length) → bytes of the file."""
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
-
     def read(self, first: int, last: int) -> np.ndarray:
-        length = (last - first) * self.row_bytes
-        data = self.file.read(self.offset + first * self.row_bytes, length)
+        row_bytes = _row_bytes(self)
+        length = (last - first) * row_bytes
+        data = self.read_at(self.offset + first * row_bytes, length)
         if len(data) < length:
             raise UserError(f"{self.path}: {length} bytes expected for rows {first} to {last - 1}, {len(data)} came.")
         return np.frombuffer(data, self.dtype).reshape(-1, *self.shape[1:])
 
 
-class NumpyArrays:
+class NumpyArrays(FileStore):
     """The records of a folder of npy files, or of an npz archive. A Store."""
-
-    note = ""
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
-        self.path, self.known = path, dict[str, dict[str, Any]]()
         try:
             found, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
         except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
             raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
-        self._arrays, self._stamps = found, FileStamps(files, request.storage)
+        super().__init__(path, files, request.storage)
+        self._arrays = found
         for name, array in found.items():
             if not array.shape or array.dtype.kind not in "biufSU":
                 raise UserError(
                     f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or text."
                 )
         records = check_lengths({name: array.shape[0] for name, array in found.items()}, path, request.setting)
-        self.size = self._stamps.size
         self.blocks = even_blocks(records, sum(_row_bytes(array) for array in found.values()) * records)
 
     def read(self, first: int, last: int) -> Arrays:
         for path in self._stamps.stamps:
             self._stamps.check(path)
         return {name: _read(array, first, last) for name, array in self._arrays.items()}
-
-    def identity(self) -> FileStamps:
-        return self._stamps
 
 
 def refuse_one_array(path: str, request: Request) -> NumpyArrays:
@@ -145,9 +128,11 @@ def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
             shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
         if is_fortran and len(shape) > 1:
             raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
-        pieces = Pages(storage, path) if is_remote(path) else _Local(path)
-        rows = _Rows(path, pieces, file.tell(), shape, dtype)
-        expected, there = rows.offset + shape[0] * rows.row_bytes if shape else 0, file.seek(0, os.SEEK_END)
+        read_at: Callable[[int, int], bytes] = functools.partial(storage.read, path)
+        if is_remote(path):
+            read_at = Pages(storage, path).read
+        rows = _Rows(path, read_at, file.tell(), shape, dtype)
+        expected, there = rows.offset + shape[0] * _row_bytes(rows) if shape else 0, file.seek(0, os.SEEK_END)
         if there < expected:
             raise UserError(f"{path}: is not complete: {expected} bytes expected, {there} there. Copy it again.")
         return rows
