@@ -63,7 +63,8 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     if mine:
         tf.config.set_visible_devices(mine, "GPU")
         for gpu in mine:
-            tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
+            if tf.config.get_logical_device_configuration(gpu) is None:  # a script may have limited its memory before
+                tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
     else:
         _split_cpu(config.per_rank)
     threads = share_of_cores(host_cores, local_size)

@@ -181,6 +181,8 @@ class GradientExchange:
         if self.predivide != 1.0 and (self.op != "average" or self.compression == "bf16"):
             raise UserError("DistributedOptimizer: predivide goes with op average, and not with compression bf16.")
         if self.op == "adasum":
+            if self.ranks.process_set_id != hvd.global_process_set.process_set_id:
+                raise UserError("DistributedOptimizer: op adasum is over all ranks; leave process_set out.")
             _check_adasum(self.compression)
 
     @property

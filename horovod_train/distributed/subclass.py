@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 
 def take_class(instance: Any, derived: type) -> None:
     """Make `derived` the object's class, with the name, module and docstring of its present class.
@@ -13,4 +15,16 @@ def take_class(instance: Any, derived: type) -> None:
     base = type(instance)
     derived.__name__, derived.__qualname__ = base.__name__, base.__qualname__
     derived.__module__, derived.__doc__ = base.__module__, base.__doc__
+    _register_as(base, derived)
     instance.__class__ = derived
+
+
+def _register_as(base: type, derived: type) -> None:
+    """Let Keras save `derived` under the name that `base` is registered by, if it is, and load that as before."""
+    name = keras.saving.get_registered_name(base)
+    package, has_package, own_name = name.partition(">")
+    original = keras.saving.get_registered_object(name)
+    if has_package and original is not None:
+        register = keras.saving.register_keras_serializable(package, own_name)
+        register(derived)
+        register(original)

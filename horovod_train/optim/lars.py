@@ -59,6 +59,8 @@ class LARS(keras.optimizers.Optimizer):
         Call it before `build`. var_names: as in Keras, regular expressions for their names. Raises ValueError once
         built.
         """
+        if self.built:
+            raise ValueError("exclude_from_weight_decay must be called before the optimizer is built")
         super().exclude_from_weight_decay(var_list, var_names)
         self.excluded_ids = [id(variable) for variable in var_list or ()]
         self.excluded_names = [*(var_names or ())]

@@ -49,7 +49,6 @@ from horovod.tensorflow import (
     rank,
     rank_op,
     reducescatter,
-    remove_process_set,
     rocm_built,
     size,
     size_op,
@@ -61,7 +60,7 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.tensorflow import elastic
 from horovod_train.tensorflow.broadcasting import broadcast_global_variables, broadcast_model, broadcast_variables
 from horovod_train.tensorflow.compression import Compression
-from horovod_train.tensorflow.lifetime import add_process_set, barrier, init, shutdown
+from horovod_train.tensorflow.lifetime import add_process_set, barrier, init, remove_process_set, shutdown
 from horovod_train.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from horovod_train.tensorflow.sharding import shard
 from horovod_train.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape

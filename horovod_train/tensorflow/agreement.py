@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,19 +33,25 @@ def _new_count() -> tf.Variable:
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
 
 
-_counts = PerVariable(lambda: made_outside(_new_count))
-"""Of the first of the variables that are exchanged together: how often they were."""
+_counts: defaultdict[int | None, PerVariable[Any]] = defaultdict(lambda: PerVariable(lambda: made_outside(_new_count)))
+"""By process set, of the first of the variables that are exchanged together: how often they were in it."""
 
 
 def exchanges_begun() -> int:
     """Return how many exchanges of gradients this rank has begun. May be called from any thread, during a step."""
-    return sum(int(count.numpy()) for count in _counts.values())
+    return sum(int(count.numpy()) for counts in list(_counts.values()) for count in counts.values())
 
 
 def count_anew() -> None:
     """Let the next exchange be the first, so that ranks that join count as the others do."""
-    for count in _counts.values():
-        count.assign(0)
+    for counts in list(_counts.values()):
+        for count in counts.values():
+            count.assign(0)
+
+
+def forget(process_set_id: int) -> None:
+    """Forget the counts of a process set that is removed: Horovod gives its number to another."""
+    _counts.pop(process_set_id, None)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -55,7 +62,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -> None:
     """Collective at its tenth run: count, and raise RanksDisagree in the step if ranks hold different values."""
-    count = _counts[variables[0]].assign_add(1)
+    count = _counts[ranks.process_set_id][variables[0]].assign_add(1)
     if guards().check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
         with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do

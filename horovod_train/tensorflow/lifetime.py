@@ -15,7 +15,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, start_process
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import guards, watch
+from horovod_train.tensorflow import agreement, guards, names, watch
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,16 @@ def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessS
     if launcher.detect().is_elastic:
         raise UserError("hvd.add_process_set: horovodrun --min-np started an elastic script, which has no such sets.")
     return hvd.add_process_set(process_set)
+
+
+def remove_process_set(process_set: hvd.ProcessSet) -> bool:
+    """Collective: remove a set of ranks; return whether there was one. Needs init(process_sets="dynamic")."""
+    number = process_set.process_set_id
+    is_removed = bool(hvd.remove_process_set(process_set))
+    if is_removed and number is not None:
+        agreement.forget(number)
+        names.forget(number)
+    return is_removed
 
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:

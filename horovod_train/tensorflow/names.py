@@ -60,6 +60,11 @@ def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_se
     return _numbers[process_set.process_set_id][variable]
 
 
+def forget(process_set_id: int) -> None:
+    """Forget the numbers in a process set that is removed: Horovod gives its own number to another."""
+    _numbers.pop(process_set_id, None)
+
+
 def name_of(variable: Any) -> str:
     """Return a variable's name for messages: "dense/kernel"."""
     return str(getattr(variable, "path", variable.name))

@@ -57,7 +57,14 @@ def test_a_function_is_called_on_two_ranks_and_its_results_come_back(tmp_path: P
     assert json.loads(results.read_text()) == [[0, 2, 1.5], [1, 2, 1.5]]
 
 
+def test_a_model_that_is_built_on_root_only_is_broadcast_after_the_first_batch(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "builds-on-root")
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count("128 steps") == 2
+
+
 def test_ranks_with_different_numbers_of_rows_end_each_epoch_together(tmp_path: Path) -> None:
+    """With equal rates, which rise from batch to batch; otherwise the ranks' weights would part."""
     finished = run_script(tmp_path, "srun", "uneven")
     assert finished.returncode == 0, finished.text
     assert finished.stdout.count(": 4 epochs") == 2

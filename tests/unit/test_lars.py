@@ -13,6 +13,7 @@ import tensorflow as tf
 from conftest import run_process
 
 from horovod_train.config.settings import Config, Spec, TrainConfig
+from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
 from horovod_train.optim.optimizers import Horizon, build_optimizer, limit_weight_decay
@@ -182,3 +183,23 @@ def test_limits_beside_a_users_own_function_are_refused(limits: dict[str, Any]) 
     own = "test_lars:sgd_that_spares"
     with pytest.raises(UserError, match=f"^train.{next(iter(limits))}: {own} decides itself what it excludes"):
         decayed(own, DECAY | {"spared": "b"}, **limits)
+
+
+def test_an_optimizer_that_took_another_class_is_saved_by_its_registered_name() -> None:
+    optimizer = LARS(0.25)
+    take_class(optimizer, type("Derived", (LARS,), {}))
+    take_class(optimizer, type("Derived", (type(optimizer),), {}))
+    saved = keras.saving.serialize_keras_object(optimizer)
+    assert saved["registered_name"] == "horovod_train>LARS"
+    loaded = keras.saving.deserialize_keras_object(saved)
+    assert type(loaded) is LARS
+    assert float(loaded.learning_rate) == 0.25
+    plain = keras.saving.serialize_keras_object(LARS(0.5))
+    assert type(keras.saving.deserialize_keras_object(plain)) is LARS
+
+
+def test_an_exclusion_that_comes_too_late_is_refused() -> None:
+    optimizer = LARS()
+    optimizer.build([keras.Variable(np.ones(2, np.float32))])
+    with pytest.raises(ValueError, match="before the optimizer is built"):
+        optimizer.exclude_from_weight_decay(var_names=["kernel"])

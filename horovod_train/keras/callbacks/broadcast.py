@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
 from threading import Thread
 from typing import Any
 
@@ -89,8 +90,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if guards().files_on_root_only:
             keep_to_root(callbacks, self.root_rank)
         self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
-        if all(layer.built for layer in layers_inside(self.model)):
+        if self._is_built_on_all_ranks():
             self._broadcast()
+
+    def _is_built_on_all_ranks(self) -> bool:
+        """Collective. Root may have loaded weights into a model that the others build at their first batch."""
+        is_built = all(layer.built for layer in layers_inside(self.model))
+        with watch.exchanging():
+            return bool(hvd.allreduce(tf.constant([float(is_built)]), op=hvd.Min, name="fit.built").numpy()[0])
 
     def _broadcast(self) -> None:
         self._has_broadcast = True
@@ -224,6 +231,6 @@ def _all_come_within(seconds: float) -> bool:
     Thread(target=meet, daemon=True).start()
     try:
         come.result(seconds)
-    except TimeoutError:
+    except FutureTimeout:
         return False
     return True

@@ -25,6 +25,10 @@ watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time") else TROUBLE != "
 hvd.init(watch_ranks=watch_ranks, end_epochs_together=TROUBLE != "uneven-refused")
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+if TROUBLE == "builds-on-root":  # as to load weights
+    model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
+    if hvd.rank() == 0:
+        model.build((None, 6))
 optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
 model.compile(optimizer, "mse")
 
@@ -98,6 +102,8 @@ elif TROUBLE == "decides":
     callbacks = [Differ(), callbacks[0], keras.callbacks.EarlyStopping("differs", patience=0, mode="min")]
 elif TROUBLE == "decides-alone":
     callbacks += [keras.callbacks.EarlyStopping("loss", patience=99)] if hvd.rank() == 0 else []
+elif TROUBLE == "uneven":
+    callbacks.append(hvd.callbacks.LearningRateWarmupCallback(0.01, warmup_epochs=3))
 elif TROUBLE == "decides-too-early":
     callbacks.insert(0, keras.callbacks.EarlyStopping("loss"))
 elif TROUBLE == "wraps-twice":
