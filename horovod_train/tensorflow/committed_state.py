@@ -149,7 +149,3 @@ class TensorFlowKerasState(CommittedState):
 
     def live_variables(self) -> Sequence[Any]:
         return [*self.model.weights, *self.optimizer.variables]
-
-    def reset(self) -> None:
-        """Drop gradients that were added up but not applied: ranks that join have none."""
-        getattr(self.optimizer, "drop_added_up", lambda: None)()

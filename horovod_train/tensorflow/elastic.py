@@ -21,6 +21,7 @@ from horovod_train.distributed.launch import launcher, reconnect
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.committed_state import CommittedState, TensorFlowKerasState, TensorFlowState
+from horovod_train.tensorflow.optimizer import drop_added_up
 
 __all__ = ["State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -93,4 +94,5 @@ def _meet_again(state: State) -> None:
         state.forget_host_updates()
     reconnect.connect()
     agreement.count_anew()  # also before the callbacks, which may exchange gradients
+    drop_added_up()
     state.on_reset()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import horovod.tensorflow as hvd
 import keras
@@ -17,6 +18,9 @@ from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Grou
 from horovod_train.tensorflow.names import key_of, made_outside
 
 log = logging.getLogger(__name__)
+
+_that_add_up: WeakSet[Any] = WeakSet()
+"""Optimizers with backward_passes_per_step above 1."""
 
 
 def DistributedOptimizer(
@@ -83,7 +87,14 @@ def DistributedOptimizer(
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
         take_class(optimizer, _adding_up(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
+        _that_add_up.add(optimizer)
     return optimizer
+
+
+def drop_added_up() -> None:
+    """Forget the gradients that optimizers have added up and not applied: ranks that join have none."""
+    for optimizer in list(_that_add_up):
+        optimizer.drop_added_up()
 
 
 def PartialDistributedOptimizer(
@@ -128,6 +139,11 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
 
         def register_local_var(self, var: Any) -> None:
             """Leave this variable's gradients out of the exchange: each rank has its own value of it."""
+            if isinstance(self, keras.optimizers.LossScaleOptimizer):
+                raise UserError(
+                    "DistributedOptimizer: local variables do not go with LossScaleOptimizer: a rank on which one of "
+                    "their gradients overflows would skip the step alone. Use mixed_bfloat16, which needs no scale."
+                )
             combiner.register_local(var)
 
     return WithLocalVariables

@@ -62,11 +62,19 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
         assert refused["gpu"].startswith("DistributedOptimizer: device_dense='/gpu:0', but this process sees no GPU.")
+        assert refused["adasum_of_some"].endswith("op adasum is over all ranks; leave process_set out.")
+        assert "would skip the step alone. Use mixed_bfloat16" in refused["local_scaled"]
         assert "Build it, or call it once, before the state" in refused["elastic_unbuilt"]
         assert "[*model.weights, *optimizer.variables]" in refused["elastic_no_variables"]
         assert "value['seen'] is of type set" in refused["elastic_object"]
         assert "the first argument must be a state" in refused["elastic_no_state"]
         assert "hvd.broadcast_model(model)" in refused["global_variables"]
+
+
+def test_gradients_that_were_added_up_before_ranks_changed_are_dropped(ranks: list[dict[str, Any]]) -> None:
+    for facts in ranks:
+        fresh, changed = facts["added_up"]
+        assert fresh == changed != 1
 
 
 def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks: list[dict[str, Any]]) -> None:

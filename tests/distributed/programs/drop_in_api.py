@@ -32,6 +32,7 @@ from twenty_steps import (
 
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
+from horovod_train.tensorflow.optimizer import drop_added_up
 
 OUT = Path(sys.argv[1])
 
@@ -56,6 +57,12 @@ facts["refused"] = {
     "locking": error_of(lambda: distributed(use_locking=True)),
     "passes": error_of(lambda: distributed(backward_passes_per_step=0)),
     "op": error_of(lambda: distributed(op=hvd_tf.Max)),
+    "adasum_of_some": error_of(lambda: distributed(op=hvd.Adasum, process_set=some)),
+    "local_scaled": error_of(
+        lambda: hvd.PartialDistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(sgd()), local_layers=dense().layers[-1]
+        )
+    ),
     "groups": error_of(lambda: distributed(groups=0)),
     "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),  # type: ignore[arg-type]
     "global_variables": error_of(lambda: hvd.broadcast_global_variables(0)),
@@ -70,6 +77,19 @@ facts["refused"] = {
     "comm": error_of(lambda: hvd.init(comm=[0])),
     "no_variables": error_of(lambda: hvd.broadcast_variables("weights", root_rank=0)),
 }
+
+
+def after_two_passes(others_before: int) -> float:
+    """A weight, whatever was added up before the ranks changed."""
+    weight, optimizer = keras.Variable(np.ones(1, np.float32)), distributed(backward_passes_per_step=2)
+    for value in [4.0] * others_before + [1.0] * 2:
+        optimizer.apply([tf.constant([value])], [weight])
+        if value != 1.0:
+            drop_added_up()
+    return float(weight.numpy()[0])
+
+
+facts["added_up"] = [after_two_passes(0), after_two_passes(1)]
 
 # Weights that differ, without a broadcast: found at the second step, on all ranks, in fit and in a loop.
 facts["forgotten"] = [
