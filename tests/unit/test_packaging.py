@@ -106,7 +106,7 @@ def test_without_horovod_one_line_says_how_to_install_it() -> None:
     )
     finished = run_process([sys.executable, "-c", script])
     assert (finished.returncode, finished.stdout) == (2, "")
-    assert finished.stderr.startswith("error: Horovod is not installed here")
+    assert finished.stderr.startswith("error: Horovod is not installed. Run: horovod-train build-horovod")
     assert finished.stderr.count("\n") == 1
 
 
