@@ -95,6 +95,7 @@ def test_mlp_synchronous_learns_from_the_gradients_of_the_step_before(start: Sta
     assert np.any(checkpoint(stale)["exchange/pending/hidden1/kernel"])
 
 
+@pytest.mark.long
 def test_digits_mlp_decays_in_stairs_and_evaluates_moving_averages_which_are_better(start: Start, digits: Path) -> None:
     """With ten records a step, so that the weights are noisy: 96.9 % instead of 93.9 % at step 400."""
     noisy = ["data.global_batch_size=10", "train.max_steps=400", "eval.every_steps=200", "checkpoint.every_steps=400"]

@@ -106,6 +106,7 @@ def test_without_freezing_they_change(start: Start, here: Path, tmp_path: Path, 
     assert not any(same(before, weights(tmp_path / "run", 0, 3 * STEPS_OF_EPOCH), PROTECTED))
 
 
+@pytest.mark.long
 def test_the_same_weights_come_from_a_run_from_files_and_from_a_function(
     start: Start, here: Path, tmp_path: Path
 ) -> None:
