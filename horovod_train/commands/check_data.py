@@ -54,10 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     configs = _configs(arguments)
     if arguments.np is not None:
         trained_on = configs if arguments.paths else configs[:1]
-        return max(
-            _show_shares(console, config, arguments.np, 1 if arguments.epochs is None else arguments.epochs)
-            for config in trained_on
-        )
+        number = 1 if arguments.epochs is None else arguments.epochs
+        return max(_show_shares(console, config, arguments.np, number) for config in trained_on)
     return _check(console, configs)
 
 

@@ -29,7 +29,8 @@ def _begins(path: Path, *heads: bytes) -> bool:
 def _is_csv_of_outputs(path: Path) -> bool:
     """Return whether a table has a column record, and in its first row nothing but numbers."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        head, row = (next(rows, []) for rows in [csv.reader(file)] * 2)
+        rows = csv.reader(file)
+        head, row = next(rows, []), next(rows, [])
     try:
         return head[:1] == ["record"] and (not row or len([float(value) for value in row]) == len(head))
     except ValueError:
@@ -59,5 +60,5 @@ PREDICTIONS = Made(
 )
 PREDICTIONS_DRAFT = Made("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
 
-FIGURES = Made("a file that evaluate wrote", ".+", is_ours=lambda path: _is_figures(path))
+FIGURES = Made("a file that evaluate wrote", ".+", is_ours=_is_figures)
 FINDINGS = Made("a file that doctor wrote", ".+", is_ours=lambda path: _begins(path, b'{\n  "checks": '))

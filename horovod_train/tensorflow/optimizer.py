@@ -19,7 +19,7 @@ from horovod_train.tensorflow.names import key_of, made_outside
 
 log = logging.getLogger(__name__)
 
-_that_add_up: WeakSet[Any] = WeakSet()
+_with_several_passes: WeakSet[Any] = WeakSet()
 """Optimizers with backward_passes_per_step above 1."""
 
 
@@ -87,13 +87,13 @@ def DistributedOptimizer(
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
         take_class(optimizer, _adding_up(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
-        _that_add_up.add(optimizer)
+        _with_several_passes.add(optimizer)
     return optimizer
 
 
 def drop_added_up() -> None:
     """Forget the gradients that optimizers have added up and not applied: ranks that join have none."""
-    for optimizer in list(_that_add_up):
+    for optimizer in list(_with_several_passes):
         optimizer.drop_added_up()
 
 

@@ -116,7 +116,6 @@ def passes_at(part: Part, network: Network) -> int | None:
     share = part.share
     assert share is not None
     ranks = range(2, MOST_RANKS + 1)
-    found = bisect.bisect_right(
-        ranks, MOST_SHARE, key=lambda count: share(count, network)
-    )  # shares grow with the ranks
+    # Shares grow with the ranks.
+    found = bisect.bisect_right(ranks, MOST_SHARE, key=lambda count: share(count, network))
     return ranks[found] if found < len(ranks) else None

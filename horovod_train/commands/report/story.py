@@ -96,16 +96,8 @@ def read_run(run_dir: Path) -> Run:
     flat = dict(_flat(settings if isinstance(settings, dict) else {}))
     summary = read_json(run_dir / "summary.json")
     profiles = read_profiles(find_profiles(run_dir))
-    return Run(
-        os.fsencode(run_dir).decode(errors="replace"),
-        explanation,
-        flat,
-        summary,
-        starts,
-        rows,
-        _audit(run_dir),
-        profiles,
-    )
+    name = os.fsencode(run_dir).decode(errors="replace")
+    return Run(name, explanation, flat, summary, starts, rows, _audit(run_dir), profiles)
 
 
 def _audit(run_dir: Path) -> str:

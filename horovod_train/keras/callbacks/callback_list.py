@@ -73,10 +73,10 @@ def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback
     Fewer in the first epoch of a `fit` that goes on inside it; see elastic.UpdateBatchStateCallback.
     """
     before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
-    return None if steps is None else min([max(1, steps - before), *shortened(callbacks)])
+    return None if steps is None else min([max(1, steps - before), *early_ends(callbacks)])
 
 
-def shortened(callbacks: list[keras.callbacks.Callback]) -> list[int]:
+def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
     """Return after how many batches this epoch ends on all ranks; nothing if after as many as `fit` planned."""
     return [callback.batches for callback in callbacks if isinstance(callback, EndEpoch) and callback.batches]
 

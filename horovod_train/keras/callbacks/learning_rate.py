@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, shortened
+from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, early_ends
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -41,12 +41,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
-        self._epoch, self._takes_fits_steps = 0, not steps_per_epoch
+        self._epoch, self._are_steps_given = 0, bool(steps_per_epoch)
         self._callbacks: list[keras.callbacks.Callback] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._callbacks = callbacks_of_fit()
-        if not self.staircase and self._takes_fits_steps and not self.params.get("steps"):
+        if not self.staircase and not self._are_steps_given and not self.params.get("steps"):
             raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -56,9 +56,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
-            if self._takes_fits_steps and (batch == 0 or not self.steps_per_epoch):
+            if not self._are_steps_given and (batch == 0 or not self.steps_per_epoch):
                 # Where ranks have different numbers of batches, the same rate on all of them.
-                self.steps_per_epoch = min([self.params["steps"], *shortened(self._callbacks)])
+                self.steps_per_epoch = min([self.params["steps"], *early_ends(self._callbacks)])
             assert self.steps_per_epoch
             self._set(self._epoch + batch / self.steps_per_epoch)
         elif batch == 0:
