@@ -10,6 +10,10 @@ import keras
 
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, early_ends
+from horovod_train.optim.lars import LARS
+
+_UPDATES = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
+"""How the slots are called in which an optimizer accumulates updates that contain the learning rate."""
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -21,8 +25,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     momentum_correction: when the rate changes, multiply an optimizer's momentum by new rate / old rate for that step
     (Goyal et al. 2017, arXiv:1706.02677, section 3). Done on the accumulated updates, which is the same number: Keras 3
-    compiles the momentum itself into the step. For optimizers with an attribute `momentum`: SGD and RMSprop, whose
-    accumulated updates contain the rate.
+    compiles the momentum itself into the step. For SGD, RMSprop and LARS with momentum, whose accumulated updates
+    contain the rate; those of other optimizers do not, and stay.
     """
 
     def __init__(
@@ -73,9 +77,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        if self.momentum_correction and old and getattr(inner, "momentum", None):
+        slot = next((slot for kind, slot in _UPDATES.items() if isinstance(inner, kind)), None)
+        if self.momentum_correction and old and slot:
             for variable in optimizer.variables:
-                if variable.path.endswith("_momentum"):
+                if variable.path.endswith(f"_{slot}"):
                     variable.assign(variable * (new / old))
 
 

@@ -20,8 +20,8 @@ class ArrayRecordFile(FileStore):
 
     def __init__(self, path: str) -> None:
         """Raises UserError for a file of another format."""
-        check_local(path, "data.train", "ArrayRecord files")
-        module = import_extra("array_record.python.array_record_module", "array_record", f"data.train: {path}")
+        check_local(path, "data", "ArrayRecord files")
+        module = import_extra("array_record.python.array_record_module", "array_record", path)
         super().__init__(path, [path])
         try:
             self._reader = module.ArrayRecordReader(path, _NO_READAHEAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,11 @@ from horovod_train.data.random_access.store import FileStore, Request, Unreadabl
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.errors import UserError
+
+
+def _pyarrow(module: str = "pyarrow") -> Any:
+    """Return the library, which opening a file has found installed."""
+    return importlib.import_module(module)
 
 
 class _Batches(FileStore):
@@ -83,15 +89,14 @@ class ParquetFile(_Batches):
     form = "Parquet"
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        parquet = import_extra("pyarrow.parquet", "parquet", self.path)
+        parquet = _pyarrow("pyarrow.parquet")
         with parquet.ParquetFile(self._source) as file:
             self._metadata, groups = file.metadata, range(file.metadata.num_row_groups)
             sizes = [self._metadata.row_group(group).total_byte_size for group in groups]
             return file.schema_arrow, [self._metadata.row_group(group).num_rows for group in groups], sum(sizes)
 
     def _read_batch(self, number: int, count: int) -> Any:
-        arrow = import_extra("pyarrow", "parquet", self.path)
-        parquet = import_extra("pyarrow.parquet", "parquet", self.path)
+        arrow, parquet = _pyarrow(), _pyarrow("pyarrow.parquet")
         # Opened again for each row group, because an open file is not for several threads.
         with parquet.ParquetFile(self._source, metadata=self._metadata) as file:
             if count < self._metadata.row_group(number).num_rows:
@@ -107,7 +112,7 @@ class ArrowFile(_Batches):
     """The records of an Arrow file (Feather 2), a record batch a block."""
 
     def _open(self) -> tuple[Any, Sequence[int], int]:
-        arrow = import_extra("pyarrow", "parquet", self.path)
+        arrow = _pyarrow()
         if self._pages is not None:
             return self._open_remote(arrow)
         with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
@@ -126,7 +131,7 @@ class ArrowFile(_Batches):
             return schema, [reader.get_batch(number).num_rows for number in batches], self.size
 
     def _read_batch(self, number: int, count: int) -> Any:
-        arrow = import_extra("pyarrow", "parquet", self.path)
+        arrow = _pyarrow()
         with (
             arrow.OSFile(self.path) if self._pages is None else RemoteFile(self._pages) as file,
             arrow.ipc.open_file(file) as reader,
@@ -151,7 +156,7 @@ def to_arrays(table: Any) -> Arrays:
 
 
 def _is_supported(kind: Any) -> bool:
-    types = import_extra("pyarrow", "parquet", "data.train").types
+    types = _pyarrow().types
     if types.is_dictionary(kind):
         return _is_supported(kind.value_type)
     if _is_file(kind) or _is_text(kind) or _is_tensor(kind):
@@ -164,25 +169,25 @@ def _is_supported(kind: Any) -> bool:
 
 
 def _is_text(kind: Any) -> bool:
-    types = import_extra("pyarrow", "parquet", "data.train").types
+    types = _pyarrow().types
     kinds = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
     return any(is_kind(kind) for is_kind in kinds)
 
 
 def _is_file(kind: Any) -> bool:
     """Return whether it is a struct with the bytes of a file, as Hugging Face stores images."""
-    types = import_extra("pyarrow", "parquet", "data.train").types
+    types = _pyarrow().types
     return bool(types.is_struct(kind)) and kind.get_field_index("bytes") >= 0
 
 
 def _is_tensor(kind: Any) -> bool:
     """Return whether each value is an array of one shape: Arrow's own type, or Hugging Face's Array2D and so on."""
-    arrow = import_extra("pyarrow", "parquet", "data.train")
+    arrow = _pyarrow()
     return isinstance(kind, arrow.BaseExtensionType) and None not in getattr(kind, "shape", [None])
 
 
 def _to_array(column: Any) -> np.ndarray:
-    arrow = import_extra("pyarrow", "parquet", "data.train")
+    arrow = _pyarrow()
     kind = column.type
     if isinstance(column, arrow.ChunkedArray):
         column = column.chunk(0) if column.num_chunks == 1 else arrow.concat_arrays(column.chunks)
@@ -206,5 +211,5 @@ def _to_array(column: Any) -> np.ndarray:
 
 
 def _inner_shape(kind: Any) -> tuple[int, ...]:
-    types = import_extra("pyarrow", "parquet", "data.train").types
+    types = _pyarrow().types
     return (kind.list_size, *_inner_shape(kind.value_type)) if types.is_fixed_size_list(kind) else ()
