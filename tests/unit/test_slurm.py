@@ -186,6 +186,7 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
         ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),
         ([*HOUR, "--gpus-per-node", "2", "--gres", "gpu:2"], "--gpus-per-node 2 and --gres gpu:2: both ask for GPUs"),
         ([*HOUR, "--sbatch", "--nodes=3"], "slurm: argument --sbatch: give --nodes=3 to this command itself"),
+        ([*HOUR, "--sbatch=--tasks-per-node=2"], "slurm: argument --sbatch: must not set --tasks-per-node"),
         ([*HOUR, "--sbatch", "--export=ALL"], "slurm: argument --sbatch: must not set --export, because"),
         (["--time", "01:00:00", "--nodes", "100"], "data.global_batch_size must be at least the number of ranks (100)"),
         (

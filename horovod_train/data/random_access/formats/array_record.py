@@ -21,7 +21,7 @@ class ArrayRecordFile(FileStore):
     def __init__(self, path: str) -> None:
         """Raises UserError for a file of another format."""
         check_local(path, "data", "ArrayRecord files")
-        module = import_extra("array_record.python.array_record_module", "array_record", path)
+        module = import_extra("array_record.python.array_record_module", "array_record", f"data: {path}")
         super().__init__(path, [path])
         try:
             self._reader = module.ArrayRecordReader(path, _NO_READAHEAD)
