@@ -65,9 +65,10 @@ class NullLease:
 class FileLease:
     """The lease of root. A thread updates the file's modification time every REFRESH_S."""
 
-    def __init__(self, path: Path, holder: Holder, refresh_s: float) -> None:
+    def __init__(self, path: Path, holder: Holder, refresh_s: float, stale_s: float) -> None:
         self.lost: str | None = None
-        self._path, self._holder, self._refresh_s = path, holder, refresh_s
+        self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
+        self._refreshed = _now()
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
         self._thread.start()
@@ -92,15 +93,24 @@ class FileLease:
                 try:
                     self._check(refresh=True)
                 except FileNotFoundError:
-                    _create(self._path, self._holder)
+                    if self.lost is None:
+                        _create(self._path, self._holder)
 
     def _check(self, *, refresh: bool) -> None:
-        with _opened(self._path) as lease:
-            holder = _read(lease)
-            if holder is not None and holder.token != self._holder.token:
-                self.lost = str(holder)
-            elif refresh:
-                os.utime(lease)  # the file just read, even if another is at the path by now
+        try:
+            with _opened(self._path) as lease:
+                holder = _read(lease)
+                if holder is not None and holder.token != self._holder.token:
+                    self.lost = str(holder)
+                elif refresh:
+                    os.utime(lease)  # the file just read, even if another is at the path by now
+                    self._refreshed = _now()
+        except FileNotFoundError:
+            # Another run may have taken the stale lease and have ended since.
+            silent_s = _now() - self._refreshed
+            if silent_s > self._stale_s and self._path.parent.is_dir():
+                self.lost = f"one that has ended: this run did not refresh its lease for {silent_s:.0f} s"
+            raise
 
 
 def open_lease(
@@ -112,9 +122,9 @@ def open_lease(
 ) -> Lease:
     """Take the lease of a run directory, which must exist; without one (not root) return a lease of nothing.
 
-    A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host may be of
-    a live run. It is watched until it is refreshed or stale: for at least two refreshes, however old it looks, and at
-    most stale_s. job: the scheduler's name for this job.
+    A lease that is stale, or whose process has died, is taken over with a warning. A lease from another host, or one
+    that looks stale because a clock was set, may be of a live run. It is watched until it is refreshed or stale: for at
+    least two refreshes, however old it looks, and at most stale_s. job: the scheduler's name for this job.
 
     Raises UserError if another run has the directory or the lease cannot be written.
     """
@@ -127,7 +137,7 @@ def open_lease(
             _acquire(path, probe, mine, stale_s, refresh_s)
         finally:
             remove(probe, _PROBE)
-    return FileLease(path, mine, refresh_s)
+    return FileLease(path, mine, refresh_s, stale_s)
 
 
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
@@ -144,11 +154,16 @@ def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
     return holder, refreshed, holder.is_running() if holder and is_here else None
 
 
+def _now() -> float:
+    """Return seconds of a clock that no correction changes and that runs on while the host is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> None:
     """Wait until the lease is free or stale, then write ours. Raises UserError if another run keeps it.
 
     probe: a file of our own, stamped like the lease: by one clock under NFS, by each client's under Lustre or FUSE. So
-    a lease of another host is replaced only after two refresh intervals without a change.
+    a lease is replaced only after two refresh intervals without a change.
     """
     watched: tuple[Holder | None, int] | None = None
     began = time.monotonic()
@@ -165,13 +180,14 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             is_here = other is not None and other.machine == mine.machine
             has_died = other is not None and is_here and not other.is_running()
             has_changed = watched not in (None, (other, refreshed_ns))
-            is_silent = silent_s > stale_s and not has_changed and (is_here or waited_s > 2 * refresh_s)
+            is_silent = silent_s > stale_s and not has_changed and waited_s > 2 * refresh_s
             is_stale = has_died or is_silent
             if is_stale and _replace(path, lease, refreshed_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
                 how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
                 return log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
-            if ((is_here or has_changed) and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
+            is_fresh = has_changed or (is_here and silent_s <= stale_s)
+            if (is_fresh and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise UserError(
                     f"output_dir: {path.parent} is in use by another run: {name}. Stop that run, or choose another "
                     "directory with --output-dir."

@@ -205,6 +205,15 @@ def test_the_clock_of_this_host_does_not_matter(
     held.close()
 
 
+def test_a_live_lease_of_this_host_is_respected_after_its_clock_was_set_forward(tmp_path: Path) -> None:
+    held = open_lease(tmp_path, refresh_s=0.5)
+    os.utime(tmp_path / "lease.json", (time.time() - 3600,) * 2)
+    with pytest.raises(UserError, match="in use"):
+        open_lease(tmp_path, refresh_s=0.5)
+    assert held.is_ours()
+    held.close()
+
+
 def test_a_lease_that_says_nothing_is_waited_for_and_taken(tmp_path: Path, said: list[str]) -> None:
     """A process that died just after it had made the file."""
     (tmp_path / "lease.json").touch()
@@ -263,7 +272,8 @@ def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
     assert wait_for(lambda: held.lost is not None)
 
 
-def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path, has_ended: bool) -> None:
     script = (
         "import sys, time; from pathlib import Path; from horovod_train.output.lease import open_lease\n"
         "held = open_lease(Path(sys.argv[1]), refresh_s=0.1, stale_s=1)\n"
@@ -275,11 +285,16 @@ def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path) 
     frozen.send_signal(signal.SIGSTOP)
     time.sleep(1.1)
     held = open_lease(tmp_path, refresh_s=0.1, stale_s=1)
+    if has_ended:
+        held.close()
     frozen.send_signal(signal.SIGCONT)
     stdout, _ = frozen.communicate(timeout=300)
-    assert stdout.startswith(f"lost to pid {os.getpid()} on ")
-    assert held.is_ours()
-    held.close()
+    assert stdout.startswith("lost to one that has ended" if has_ended else f"lost to pid {os.getpid()} on ")
+    if has_ended:
+        assert not (tmp_path / "lease.json").exists()
+    else:
+        assert held.is_ours()
+        held.close()
 
 
 def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(tmp_path: Path) -> None:
