@@ -118,13 +118,22 @@ class CheckpointSet:
         return rename(place, aside)
 
     def clear_leftovers(self) -> None:
-        """Finish what a dead process began: restore replaced checkpoints, remove partial ones."""
-        for path in self.folder.glob(".step-*"):
+        """Finish what a dead process began: restore replaced checkpoints, remove partial ones.
+
+        Raises the first OSError, after all the others have been tried.
+        """
+        failures: list[OSError] = []
+        for path in list(self.folder.glob(".step-*")):
             place = self.folder / path.name[1:].partition(".")[0]
-            if path.suffix == ".replaced" and not place.exists():
-                rename(path, place)
-            else:
-                remove(path, _HIDDEN)
+            try:
+                if path.suffix == ".replaced" and not place.exists():
+                    rename(path, place)
+                else:
+                    remove(path, _HIDDEN)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _hidden(self, step: int, suffix: str) -> Path:
         return self.folder / f".{step_name(step)}{suffix}"

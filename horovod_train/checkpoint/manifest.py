@@ -5,20 +5,22 @@ Needs no TensorFlow. tensors defines the other entries of the manifest and the c
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from horovod_train.errors import UserError
 
 FORMAT = 1
 _PAUSES_S = (0.5, 2.0)
 MANIFEST = "manifest.json"
-
+_DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+"""Errors that say that a file is missing or its content lost. Others, such as EACCES, say nothing about the content."""
 
 Found = TypeVar("Found")
 
@@ -30,7 +32,7 @@ class Damaged(Exception):
 def verify(folder: Path) -> dict[str, Any]:
     """Read every byte of a checkpoint; return its manifest.
 
-    Raises Damaged, and UserError for a format that only later versions know.
+    Raises Damaged, UserError for a format that only later versions know, and OSError for what cannot be read.
     """
     content = read_manifest(folder)
     with failures_are_damage():
@@ -101,7 +103,7 @@ def _read(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise Damaged(f"{MANIFEST} is missing") from error
     except OSError as error:
-        raise Damaged(reason(error)) from error
+        _raise_damage(error)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
     # Check this first, before the format is read: manifests of every format are packed like this.
@@ -119,13 +121,20 @@ def _check_names(files: Mapping[str, Any]) -> None:
             raise Damaged(f"{MANIFEST}: names {name!r}, which is not a file of this folder")
 
 
+def _raise_damage(error: OSError) -> NoReturn:
+    """Raise Damaged if the error means lost content, else the error."""
+    if error.errno in _DAMAGE:
+        raise Damaged(reason(error)) from error
+    raise error
+
+
 @contextmanager
 def failures_are_damage() -> Iterator[None]:
     """Raise Damaged where reading a checkpoint fails, or its manifest has other entries than this format."""
     try:
         yield
     except OSError as error:
-        raise Damaged(reason(error)) from error
+        _raise_damage(error)
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST}: expected the entries of format {FORMAT}, found others: {error}") from error
 

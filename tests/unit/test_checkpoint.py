@@ -668,6 +668,18 @@ def test_folders_that_only_look_like_leftovers_stay(run: Run) -> None:
     assert again.found() == 100
 
 
+def test_what_cannot_be_removed_keeps_no_replaced_checkpoint_away(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.save(100, 200)
+    mine = run.folder / ".step-000000100.removed"
+    (mine / "folder").mkdir(parents=True)
+    run.place(200).rename(run.folder / ".step-000000200.replaced")
+    found, glob = [mine, run.folder / ".step-000000200.replaced"], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda self, name: found if name == ".step-*" else glob(self, name))
+    again = Run(run.directory)
+    assert "cannot remove what an interrupted save left" in again.said[0]
+    assert again.found() == 200
+
+
 def test_a_file_of_another_that_is_called_best_stays(run: Run) -> None:
     run.folder.mkdir()
     (run.folder / "best").write_text("mine")
@@ -712,6 +724,10 @@ def test_a_file_system_that_fails_for_a_moment_damages_nothing(run: Run, monkeyp
     monkeypatch.setattr(manifest, "_PAUSES_S", (0.0, 0.0))
     assert run.found() == 1
     assert not failures
+    failures += [OSError(errno.EACCES, "Permission denied")] * 3
+    with pytest.raises(UserError, match=r"checkpoint\.resume: auto: cannot read .*: Permission denied"):
+        Run(run.directory).store.find("auto")
+    assert run.names() == {run.place(1).name}
     failures += [OSError(errno.EIO, "Input/output error")] * 3
     with pytest.raises(UserError, match=r"none of the 1 checkpoint\(s\) .* step 1: Input/output error"):
         Run(run.directory).store.find("auto")
