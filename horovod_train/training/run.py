@@ -95,8 +95,8 @@ def _begin_files(run: Run) -> Audit:
     with run.group.raise_together():
         is_anew = run.config.checkpoint.resume == "never"
         run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
+        run.store.rewind(first_step)  # before metrics are removed: a kill in between leaves them beside the checkpoint
         run.output.rewind(first_step)
-        run.store.rewind(first_step)
         run.output.write_config(dump(run.config))
         audit = _open_audit(run)
     if run.config.log.graph:
