@@ -177,6 +177,6 @@ class Lines(Appender):
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if is_kept(line)]
-        if len(kept) < len(lines):
+        kept = [line.removesuffix("\n") + "\n" for line in lines if is_kept(line)]  # a kill may have cut the last one
+        if kept != lines:
             write_whole(self.path, "".join(kept), made)

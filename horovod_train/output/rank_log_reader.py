@@ -108,7 +108,7 @@ def _read_starts(path: Path) -> list[RankStory]:
             starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
     stories = [story for story in map(_story, starts) if story is not None]
     if stories:
-        stories[-1] = replace(stories[-1], end=_read_end(end_file(path.parent, stories[-1].rank)))
+        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
     return stories
 
 
@@ -117,10 +117,12 @@ def _story(entries: Sequence[Entry]) -> RankStory | None:
     return None if said is None else RankStory(*said, tuple(entries), None)
 
 
-def _read_end(path: Path) -> Mapping[str, Any] | None:
+def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
+    """Return the end that the process of a story has written, if it has."""
     try:
-        end = json.loads(path.read_text(encoding="utf-8"))
+        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
         datetime.fromisoformat(end["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return end if {"ended", "exit_code", "host"} <= end.keys() else None
+    is_whole = {"ended", "exit_code", "host", "pid"} <= end.keys()
+    return end if is_whole and (end["host"], end["pid"]) == (story.host, story.pid) else None

@@ -20,7 +20,8 @@ from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.rank_log import introduction, make_folder, open_rank_log
+from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
+from horovod_train.output.rank_log_reader import read_stories
 
 
 class Run:
@@ -65,6 +66,18 @@ def test_a_finished_run_needs_nothing(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.next, found.silent) == ("finished", "nothing to do", [])
     assert list(found.lines()) == [f"{tmp_path}: finished after 470 steps", "next: nothing to do"]
+
+
+def test_the_end_of_an_earlier_process_is_not_the_end_of_this_one(tmp_path: Path) -> None:
+    """As where a rank starts on a host that cannot remove the file."""
+    run = Run(tmp_path, 2)
+    for rank in (0, 1):
+        run.end(rank, "failed", 1)
+    path = end_file(tmp_path / "logs", 1)
+    path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1'))
+    stories = read_stories(tmp_path)
+    assert stories[0].end is not None
+    assert stories[1].end is None
 
 
 def test_the_first_failure_is_told_and_who_only_followed(tmp_path: Path) -> None:

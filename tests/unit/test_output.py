@@ -36,6 +36,19 @@ def test_metrics_after_the_step_of_a_resume_are_taken_back(tmp_path: Path) -> No
     assert steps(tmp_path) == [10, 20, 30]
 
 
+def test_metrics_whose_last_line_lacks_its_end_are_continued_on_a_line_of_their_own(tmp_path: Path) -> None:
+    output = RunOutput(tmp_path)
+    output.append_metrics("train", 10, 0, {"loss": 1.0})
+    output.close()
+    written = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "metrics.jsonl").write_text(written.removesuffix("\n"))
+    again = RunOutput(tmp_path)
+    again.rewind(10)
+    again.append_metrics("train", 20, 0, {"loss": 0.5})
+    again.close()
+    assert steps(tmp_path) == [10, 20]
+
+
 def test_metrics_of_a_run_that_has_none_yet_can_be_read(tmp_path: Path) -> None:
     output = RunOutput(tmp_path)
     for _ in range(2):
