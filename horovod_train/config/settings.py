@@ -167,7 +167,9 @@ class TrainConfig:
     )
     non_finite: Literal["stop", "skip"] = setting("stop", "at a NaN or infinite loss or gradient: end, or skip it")
     max_skips_in_a_row: int = setting(10, "updates to skip in a row; with float16 50 or more", minimum=1)
-    max_time: Seconds | None = setting(None, "save and end after this time: seconds, or [D-]HH:MM:SS", minimum=0)
+    max_time: Seconds | None = setting(
+        None, "save and end before this much time has passed: seconds, or [D-]HH:MM:SS", minimum=0
+    )
     weight_decay_1d: bool = setting(False, "apply weight decay to variables with one axis too: biases, norm scales")
     weight_decay_exclude: tuple[str, ...] = setting((), "patterns (re.search) of variables' paths without decay")
     sync_batch_norm: bool = setting(False, "BatchNormalization over the batches of all ranks together")
@@ -268,7 +270,7 @@ class Config:
     loss: LossSpec = setting(
         LossSpec(AUTO),
         "Keras' or ours, package.module:function, per_output; "
-        "auto: a compiled model's, or sparse_categorical_crossentropy",
+        "auto: a compiled model's, or sparse_categorical_crossentropy of probabilities; our models return logits",
     )
     metrics: tuple[MetricSpec, ...] = setting((), "Keras metrics, or package.module:function")
     weighted_metrics: tuple[MetricSpec, ...] = setting((), "metrics that weight records as the loss does")

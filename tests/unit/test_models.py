@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from conftest import PROJECT
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
 from horovod_train.models import (
+    MODELS,
     NEVER_CALLED,
     OWN_EVALUATION,
     OWN_TRAINING,
@@ -144,3 +147,11 @@ def test_a_folder_in_the_way_does_not_hide_a_model_of_that_name(
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=r"model\.name: other is no preset of a keras_hub task: it has no task\.json\."):
         build_model(Spec("other"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_page_has_each_option_of_our_models_with_its_default(name: str) -> None:
+    defaults = [f"{key} {option.default}" for key, option in inspect.signature(MODELS[name]).parameters.items()]
+    rows = [line.split(" | ") for line in (PROJECT / "docs/models.md").read_text().splitlines()]
+    (options,) = (row[2] for row in rows if row[0] == f"| `{name}`" and len(row) == 4)
+    assert options == ", ".join(defaults).replace("True", "true")
