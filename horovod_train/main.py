@@ -141,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="horovod_train.main",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Trains a Keras model with one process per device.",
+        description="Trains a Keras model with one process per device.\n"
+        "For N of them: horovodrun -np N, mpirun -np N or srun before the command.",
         epilog=f"other commands (each has --help):\n{commands}",
     )
     add_config_arguments(parser)

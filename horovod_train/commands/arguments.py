@@ -58,9 +58,9 @@ class ConfigWords(NamedTuple):
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="files; later ones win, ..."
+        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="config files; later ones win"
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="... and these win over files")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings; they win over the files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
 
 

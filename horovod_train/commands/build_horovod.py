@@ -56,9 +56,15 @@ cache: $XDG_CACHE_HOME/horovod_train (~/.cache/horovod_train), a folder for each
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = NEEDS, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--mpi", choices=("wheel", "system", "none"), help="default: the first of these that is here")
-    parser.add_argument("--gpu-operations", choices=("NCCL", "MPI"), help="exchange between GPUs; default: by the CPUs")
-    parser.add_argument("--cache", metavar="DIR", help="where compiled wheels are kept")
+    parser.add_argument(
+        "--mpi", choices=("wheel", "system", "none"), help="the MPI to build with; default: the first that is here"
+    )
+    parser.add_argument(
+        "--gpu-operations",
+        choices=("NCCL", "MPI"),
+        help="exchange between GPUs; default: HOROVOD_GPU_OPERATIONS, else by CPUs",
+    )
+    parser.add_argument("--cache", metavar="DIR", help="where compiled wheels are kept; default: see below")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -41,8 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--np", type=int, default=1, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--fast", action="store_true", help="build no model: answers in a second, without TensorFlow")
-    parser.add_argument("--examples-per-s", type=float, metavar="X", help="over all ranks, as a run logs it: for time")
-    parser.add_argument("--time", metavar="[D-]HH:MM:SS", help="until the scheduler ends the job")
+    parser.add_argument(
+        "--examples-per-s",
+        type=float,
+        metavar="X",
+        help="speed over all ranks, as a run logs it; for the time it takes",
+    )
+    parser.add_argument(
+        "--time", metavar="[D-]HH:MM:SS", help="time of a job; for the number of jobs, or the speed that is needed"
+    )
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
 
 

@@ -22,9 +22,11 @@ class Choice(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; and other settings")
     parser.add_argument(
-        "--config", nargs="+", action="extend", metavar="YAML", help="in place of RUN_DIR and its config.yaml"
+        "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"
+    )
+    parser.add_argument(
+        "--config", nargs="+", action="extend", metavar="YAML", help="config files, in place of RUN_DIR"
     )
     parser.add_argument(
         "--checkpoint",

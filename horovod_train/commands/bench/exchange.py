@@ -33,7 +33,9 @@ OLD_NAMES = {"s6": "convnet", "s1": "mlp"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--np", default="2", metavar="N[,N]", help="ranks; several numbers: how the cost grows; 2")
+    parser.add_argument(
+        "--np", default="2", metavar="N[,N]", help="ranks; several numbers: how the cost grows; default 2"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="launches of each; default %(default)s")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured in each launch; default %(default)s")
     parser.add_argument(

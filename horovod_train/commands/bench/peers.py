@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=int, default=2, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
     parser.add_argument("--system", choices=SYSTEMS, default="convnet", help="what is trained; default %(default)s")
-    parser.add_argument("--steps", type=int, help="in each run; the first fifth is not timed; 400, mlp: 20000")
+    parser.add_argument("--steps", type=int, help="in each run; the first fifth is not timed; default 400, mlp: 20000")
     parser.add_argument("--records", type=int, help="made records; default 60000, mlp: 10000")
     parser.add_argument("--only", metavar="TEXT", action="append", help="contenders whose names hold this")
     parser.add_argument("--json", metavar="FILE", help="write the figures of every run there")

@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--np", default="1,2", metavar="N,N", help="numbers of ranks; default %(default)s")
-    parser.add_argument("--steps", type=int, default=200, help="in each run; the first fifth is not timed; %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="in each run; the first fifth is not timed; default %(default)s"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
     parser.add_argument("--way", choices=("mpirun", "horovodrun"), help="default: the fastest that works here")
     parser.add_argument("--json", metavar="FILE", help="write the figures of every run there")

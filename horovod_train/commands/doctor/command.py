@@ -39,12 +39,20 @@ _NOT_TOGETHER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", nargs="+", action="extend", metavar="YAML", help="with this run's horovod, device and output_dir"
+        "--config",
+        nargs="+",
+        action="extend",
+        metavar="YAML",
+        help="check with the horovod, device and output_dir of these config files",
     )
     parser.add_argument("--dir", metavar="DIR", help="folder that all ranks should see; default: output_dir, or here")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="to come together; default %(default)s"
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds in which all ranks must start; default %(default)g",
     )
 
 

@@ -21,7 +21,9 @@ _PAGE = Made("a report", r".+\.html", is_ours=lambda path: begins(path, HEAD))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the output_dir of a run")
-    parser.add_argument("--out", default="report.html", metavar="FILE.html", help="default: report.html")
+    parser.add_argument(
+        "--out", default="report.html", metavar="FILE.html", help="the page to write; default: %(default)s"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Arrays in an npz file, or in npy files: one record per row, one feature per array. Also used by csv_table."""
+"""Arrays in an npz file, or in npy files: one record per row, one feature per array."""
 
 from __future__ import annotations
 
