@@ -23,7 +23,7 @@ from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import SOURCES, build_plan, find_records, open_records, scan_records
 from horovod_train.data.files import record_folders
-from horovod_train.data.rank_shares import epoch_shares
+from horovod_train.data.order.rank_shares import epoch_shares
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
 

@@ -18,12 +18,12 @@ import numpy as np
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
-from horovod_train.data.decoding import image_problem
 from horovod_train.data.features import Feature
-from horovod_train.data.parsing import build_parser
+from horovod_train.data.parsing.serialized import build_parser
 from horovod_train.data.progress import track
 from horovod_train.data.reader import Reader, parse_usable
 from horovod_train.data.source import one_by_one
+from horovod_train.data.transforms.decoding import image_problem
 from horovod_train.errors import UserError
 
 _CHUNK = 4096

@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches, Place, each
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches, Place, each
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace

@@ -11,7 +11,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
-from horovod_train.training.fine_tuning import Freezing, enable_lora
+from horovod_train.training.parts.fine_tuning import Freezing, enable_lora
 from horovod_train.training.state import weights_by_name
 
 Weights = Literal["auto", "trained", "ema"]

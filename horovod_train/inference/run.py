@@ -14,8 +14,8 @@ import keras
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
-from horovod_train.data.chunks import Batches
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.pipeline.chunks import Batches
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.run_end import RunEnd
@@ -24,8 +24,8 @@ from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.rank_log import NullRankLog
 from horovod_train.training.build import build_split
-from horovod_train.training.build_steps import build_evaluation
 from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.steps.build import build_evaluation
 
 
 @dataclass(frozen=True)

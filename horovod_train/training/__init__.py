@@ -1,1 +1,1 @@
-"""Trains a model. run.py opens the parts, build.py makes them, loop.py runs steps and hooks, step.py is one step."""
+"""Trains a model. run opens the parts, build makes them, loop runs steps and hooks, steps.step is one step."""

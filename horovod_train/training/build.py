@@ -10,30 +10,30 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.settings import Config, Watched
-from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records
-from horovod_train.data.loader import Ranks
-from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, check_sendable
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
 from horovod_train.optim.schedules import Horizon, build_horizon
-from horovod_train.training.averages import Averages, MovingAverages
-from horovod_train.training.build_steps import build_evaluation, build_training
-from horovod_train.training.built import Evaluation, Training
-from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
-from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.graph import check_names
-from horovod_train.training.histograms import find_layers
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
-from horovod_train.training.initial_weights import check_source
-from horovod_train.training.own_steps.step import OwnEvalStep, OwnTrainStep
+from horovod_train.training.parts.averages import Averages, MovingAverages
+from horovod_train.training.parts.callbacks import Callbacks, load_callbacks
+from horovod_train.training.parts.fine_tuning import Freezing, enable_lora
+from horovod_train.training.parts.initial_weights import check_source
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import EvalStep, TrainStep
+from horovod_train.training.steps.build import build_evaluation, build_training
+from horovod_train.training.steps.built import Evaluation, Training
+from horovod_train.training.steps.graph import check_names
+from horovod_train.training.steps.histograms import find_layers
+from horovod_train.training.steps.own.step import OwnEvalStep, OwnTrainStep
+from horovod_train.training.steps.step import EvalStep, TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
 

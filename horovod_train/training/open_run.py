@@ -14,8 +14,8 @@ from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
-from horovod_train.data.batch_source import BatchSource
 from horovod_train.data.dataset import Records, Split
+from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle
 from horovod_train.distributed.device import traced_memory_environment
@@ -34,7 +34,7 @@ from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
 from horovod_train.training.shared_records import open_on_all_ranks
-from horovod_train.training.step import Steps
+from horovod_train.training.steps.step import Steps
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 from horovod_train.training.streams import open_streams
 

@@ -16,7 +16,7 @@ from horovod_train.config.loader import as_dict
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.data import identity
-from horovod_train.data.batch_source import BatchSource
+from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.errors import UserError
 from horovod_train.training.run_record import Run
 

@@ -17,14 +17,14 @@ from horovod_train.distributed import consistency
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.commit import describe_commit
-from horovod_train.training.graph import draw_step
 from horovod_train.training.hooks import call_callbacks
 from horovod_train.training.hooks.build import build_hooks
-from horovod_train.training.initial_weights import assign, match
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
+from horovod_train.training.parts.initial_weights import assign, match
 from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
+from horovod_train.training.steps.graph import draw_step
 from horovod_train.training.stopping import STOP_FILE_REASON, StopReason
 
 START_AGAIN = 75

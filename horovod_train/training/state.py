@@ -15,9 +15,9 @@ import xxhash
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.copies import Copies, bytes_of, values_on_root
 from horovod_train.training.nonfinite import Failure, not_finite
+from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
 

@@ -9,7 +9,7 @@ import logging
 
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Split
-from horovod_train.data.loader import Ranks
+from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.stream.pipeline import StreamPipeline
 from horovod_train.data.stream.users import open_stream
 from horovod_train.distributed import consistency

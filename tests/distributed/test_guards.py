@@ -46,7 +46,8 @@ from horovod_train.output import tensorflow_noise
 from horovod_train.training import stopping
 tensorflow_noise.load_tensorflow()
 import tensorflow as tf
-from horovod_train.training import state, step
+from horovod_train.training import state
+from horovod_train.training.steps import step
 {patch}
 sys.exit(main.main(sys.argv[1:]))
 """

@@ -12,12 +12,12 @@ from made_records import batches, config, example, ids, pipeline, write_file
 
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig
-from horovod_train.data import lengths
-from horovod_train.data.batch import Batch
-from horovod_train.data.buckets import Buckets
 from horovod_train.data.dataset import build_plan, open_records
-from horovod_train.data.rank_shares import padding_share as padding_share_of
-from horovod_train.data.sampler import Plan
+from horovod_train.data.order import lengths
+from horovod_train.data.order.buckets import Buckets
+from horovod_train.data.order.rank_shares import padding_share as padding_share_of
+from horovod_train.data.order.sampler import Plan
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.source import mark_skipped
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError

@@ -13,8 +13,8 @@ from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator, build_metrics
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches, Place, each
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches, Place, each
 
 ROWS = 2
 

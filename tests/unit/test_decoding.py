@@ -17,10 +17,10 @@ from made_records import batches, config, example, ids, pipeline, write_file
 from PIL import Image
 
 from horovod_train.config.settings import Spec
-from horovod_train.data import decoding
-from horovod_train.data.augment import Augmentation, random_resized_crop
-from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.features import Feature, parse_feature
+from horovod_train.data.transforms import decoding
+from horovod_train.data.transforms.augment import Augmentation, random_resized_crop
+from horovod_train.data.transforms.decoding import ImageChanges, decode_image
 from horovod_train.errors import UserError
 
 HEIGHT, WIDTH = 93, 130
@@ -334,9 +334,9 @@ import tensorflow as tf
 sys.path.insert(0, "tests/unit")
 from made_records import config
 from horovod_train.data.dataset import open_records
-from horovod_train.data.loader import Ranks
-from horovod_train.data.chunks import each
-from horovod_train.data.pipeline import build_pipeline
+from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.chunks import each
+from horovod_train.data.pipeline.pipeline import build_pipeline
 from horovod_train.errors import UserError
 
 (cpu,) = tf.config.list_physical_devices("CPU")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
-from horovod_train.commands.explain import explain
+from horovod_train.commands.explain.command import explain
 from horovod_train.distributed.launch.local import launch_words
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE

@@ -12,13 +12,13 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.config.settings import LossSpec, MetricSpec, Spec
-from horovod_train.data.batch import Batch
 from horovod_train.data.features import Feature
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
-from horovod_train.training.objective import check_fits
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator, build_metrics
+from horovod_train.training.steps.objective import check_fits
 
 LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from horovod_train.commands.arguments import Parser, add_config_arguments, config_words, split_words
-from horovod_train.commands.explain import explain
-from horovod_train.commands.explain_files import resumes_by_itself
+from horovod_train.commands.explain.command import explain
+from horovod_train.commands.explain.files import resumes_by_itself
 from horovod_train.commands.watch.follow import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec

@@ -9,10 +9,10 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import Spec
-from horovod_train.data.batch import Batch
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator
-from horovod_train.training.objective import Objective
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.training.steps.objective import Objective
 
 ROWS = 8
 

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from made_records import config as data_config
 from made_records import make_images
 
-from horovod_train.commands import plan, plan_model
-from horovod_train.commands.plan_facts import count_due, count_saves, records_by_rank, rows_by_rank
+from horovod_train.commands.plan import command as plan
+from horovod_train.commands.plan import model as plan_model
+from horovod_train.commands.plan.facts import count_due, count_saves, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config, TrainConfig
 from horovod_train.data.dataset import open_records
-from horovod_train.data.rank_shares import epoch_shares
-from horovod_train.data.sampler import Plan
+from horovod_train.data.order.rank_shares import epoch_shares
+from horovod_train.data.order.sampler import Plan
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon, build_formula
 
@@ -285,7 +286,7 @@ ON_TOP_OF = {"mlp_asynchronous": "mlp_synchronous", "mlp_tensorboard": "mlp_sync
 
 BUILDS = """
 import sys
-from horovod_train.commands import plan_model
+from horovod_train.commands.plan import model as plan_model
 from horovod_train.config.loader import load
 config, _ = load(sys.argv[1:])
 assert plan_model.build(config, None) == (None, [])

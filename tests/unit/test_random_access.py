@@ -18,9 +18,9 @@ from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, wri
 from user_sources import RECORDS, row
 
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.batch import Batch
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.data.random_access.formats.arrow import ParquetFile
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError

@@ -12,7 +12,7 @@ from made_records import config, make_images
 
 from horovod_train.commands.bench.delayed import DelayedSource
 from horovod_train.data.dataset import build_plan, open_records
-from horovod_train.data.loader import Loader, Ranks
+from horovod_train.data.pipeline.loader import Loader, Ranks
 from horovod_train.data.source import BlockReader, RecordSource
 
 SHARDS = (20,) * 30

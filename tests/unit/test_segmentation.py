@@ -13,9 +13,9 @@ from made_records import batches, config, example, ids, pipeline, write_file
 from PIL import Image
 
 from horovod_train.config.settings import Spec
-from horovod_train.data.batch import Batch
 from horovod_train.data.features import parse_feature
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import UserError
 
 CLASSES = (0, 5, 20)

@@ -14,11 +14,11 @@ from made_records import as_numpy, batches, config, example, ids, pipeline, writ
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start, audit
-from horovod_train.data.batch import Batch
 from horovod_train.data.dataset import SOURCES, open_records
 from horovod_train.data.features import Feature
-from horovod_train.data.parsing import SchemaParser
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.parsing.serialized import SchemaParser
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.data.source import Arrays, Blocks, Data, Fault, Parser, Part, Wanted, one_by_one
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError

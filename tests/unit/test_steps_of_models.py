@@ -14,14 +14,14 @@ from made_records import make_images, pipeline
 
 from horovod_train.config.loader import build
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline import Pipeline
+from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.build_steps import build_evaluation
-from horovod_train.training.built import Training
-from horovod_train.training.own_steps.build import build_own_training
-from horovod_train.training.own_steps.optimizers import optimizers_in
+from horovod_train.training.steps.build import build_evaluation
+from horovod_train.training.steps.built import Training
+from horovod_train.training.steps.own.build import build_own_training
+from horovod_train.training.steps.own.optimizers import optimizers_in
 
 ALONE = WorkerGroup(
     rank=0, size=2, local_rank=0, local_size=1, launcher="none", exchange="none", hosts=("", ""), devices=()

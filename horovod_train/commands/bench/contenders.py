@@ -16,13 +16,13 @@ from horovod_train.commands.bench import image_contenders
 from horovod_train.commands.bench.delayed import DelayedSource
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records
-from horovod_train.data.decoding import ImageChanges, decode_image
 from horovod_train.data.features import Feature
-from horovod_train.data.loader import Ranks
-from horovod_train.data.parsing import example_spec
-from horovod_train.data.pipeline import Pipeline, build_pipeline
+from horovod_train.data.parsing.serialized import example_spec
+from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.data.source import RecordSource
 from horovod_train.data.tfrecord.source import TFRecords
+from horovod_train.data.transforms.decoding import ImageChanges, decode_image
 from horovod_train.errors import UserError
 
 Contender = Callable[[int], tf.data.Dataset]

@@ -23,17 +23,17 @@ import keras  # noqa: E402  TensorFlow speaks when it is first loaded
 import tensorflow as tf  # noqa: E402
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
-from horovod_train.data.batch import Batch  # noqa: E402
-from horovod_train.data.chunks import Batches  # noqa: E402
+from horovod_train.data.pipeline.batch import Batch  # noqa: E402
+from horovod_train.data.pipeline.chunks import Batches  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup  # noqa: E402
 from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
 from horovod_train.distributed.start import start  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
-from horovod_train.training.losses import build_loss  # noqa: E402
-from horovod_train.training.metrics import Accumulator  # noqa: E402
-from horovod_train.training.objective import Objective  # noqa: E402
+from horovod_train.training.parts.losses import build_loss  # noqa: E402
+from horovod_train.training.parts.metrics import Accumulator  # noqa: E402
 from horovod_train.training.state import TrainState  # noqa: E402
-from horovod_train.training.step import TrainStep  # noqa: E402
+from horovod_train.training.steps.objective import Objective  # noqa: E402
+from horovod_train.training.steps.step import TrainStep  # noqa: E402
 from horovod_train.training.sync.every_step import EveryStep  # noqa: E402
 from horovod_train.training.sync.strategy import Exchanged  # noqa: E402
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.features import Feature
-from horovod_train.data.parsing import example_spec
-from horovod_train.data.transforms import cast_and_scale
+from horovod_train.data.parsing.serialized import example_spec
+from horovod_train.data.transforms.transforms import cast_and_scale
 
 AUGMENT = (Spec("random_resized_crop"), Spec("flip"))
 """What the trainer does for the comparison."""

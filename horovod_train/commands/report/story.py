@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from horovod_train.commands.explain import Explanation, explain
-from horovod_train.commands.explain_files import read_json
+from horovod_train.commands.explain.command import Explanation, explain
+from horovod_train.commands.explain.files import read_json
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import Row, metrics_in

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from horovod_train.commands.explain import explain
+from horovod_train.commands.explain.command import explain
 from horovod_train.commands.tables import open_screen
 from horovod_train.commands.watch.follow import Follower
 from horovod_train.commands.watch.screen import draw, news

@@ -9,8 +9,8 @@ import argparse
 
 import numpy as np
 
-from horovod_train.data import counter_rng
 from horovod_train.data.features import Feature
+from horovod_train.data.order import counter_rng
 from horovod_train.data.prepare import samples
 from horovod_train.data.schema import Schema
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train import tfrecord_framing
-from horovod_train.data import counter_rng
 from horovod_train.data.files import INDEX_NAME
+from horovod_train.data.order import counter_rng
 from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
 from horovod_train.data.tfrecord.index import write_index

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from horovod_train.data.batch import Batch, spec_of_batch
-from horovod_train.data.batch_source import BatchSource
-from horovod_train.data.feed import Feed, prefetch_to
+from horovod_train.data.pipeline.batch import Batch, spec_of_batch
+from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.feed import Feed, prefetch_to
 from horovod_train.data.stream.users import WHERE, Stream
 from horovod_train.errors import UserError
 

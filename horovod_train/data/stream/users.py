@@ -15,7 +15,7 @@ import tensorflow as tf
 from horovod_train.config.registry import call as call_with_options
 from horovod_train.config.registry import load_function
 from horovod_train.config.settings import DataConfig, Spec
-from horovod_train.data.loader import Ranks
+from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
 

@@ -37,7 +37,7 @@ class TFRecords:
         return TFRecordBlocks(self.index, self._stage_dir, self._storage)
 
     def parser(self, features: dict[str, Feature]) -> Parser:
-        from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
+        from horovod_train.data.parsing.serialized import SchemaParser  # loads TensorFlow
 
         return SchemaParser(features)
 

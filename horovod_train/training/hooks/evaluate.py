@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from horovod_train.data.batch_source import BatchSource
+from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.training.hooks.tell_callbacks import tell
-from horovod_train.training.own_steps.step import OwnEvalStep
 from horovod_train.training.run_record import Run
-from horovod_train.training.step import EvalStep
+from horovod_train.training.steps.own.step import OwnEvalStep
+from horovod_train.training.steps.step import EvalStep
 from horovod_train.training.stopping import StopReason
 
 

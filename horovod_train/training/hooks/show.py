@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from horovod_train.data.batch import Batch
-from horovod_train.training.histograms import Summaries
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.training.run_record import Run
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.histograms import Summaries
+from horovod_train.training.steps.step import TrainStep
 
 
 def show_progress(run: Run, step: int) -> None:

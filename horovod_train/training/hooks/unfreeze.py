@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from horovod_train.training.fine_tuning import listed
+from horovod_train.training.parts.fine_tuning import listed
 from horovod_train.training.run_record import Run
 
 log = logging.getLogger(__name__)

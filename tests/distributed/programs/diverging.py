@@ -12,16 +12,16 @@ from facts import leave
 from uneven import LOSS, ROWS, group, rank, size
 
 from horovod_train.config.settings import TrainConfig
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.distributed import consistency
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import RunError
-from horovod_train.training.losses import Loss, LossFunction, Term, build_loss
-from horovod_train.training.metrics import Accumulator
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.losses import Loss, LossFunction, Term, build_loss
+from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
 

@@ -10,13 +10,13 @@ import keras
 import tensorflow as tf
 from uneven import LOSS, batches, rank
 
-from horovod_train.data.chunks import Place
+from horovod_train.data.pipeline.chunks import Place
 from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import Exchanged
 

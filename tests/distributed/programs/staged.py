@@ -16,18 +16,18 @@ from facts import leave
 from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches, Place
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches, Place
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
-from horovod_train.training.averages import MovingAverages
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.averages import MovingAverages
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 
 ROWS, STEPS, CUT = 8, 4, ["second"]
 group = start(HorovodConfig(), DeviceConfig(per_rank=2))

@@ -32,9 +32,9 @@ from uneven import (
 from horovod_train.config.settings import Spec, TrainConfig
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.optim.lars import LARS
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
-from horovod_train.training.step import EvalStep
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator, build_metrics
+from horovod_train.training.steps.step import EvalStep
 
 BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: keras.optimizers.SGD(0.5),

@@ -12,18 +12,18 @@ import tensorflow as tf
 from facts import leave, rel_error
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.errors import UserError
-from horovod_train.training.histograms import Summaries, find_layers
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator, build_metrics
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.histograms import Summaries, find_layers
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 
 ROWS, RATE = 8, 0.5
 LOSS = Spec("sparse_categorical_crossentropy", {"from_logits": True})

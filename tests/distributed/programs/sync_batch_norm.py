@@ -15,17 +15,17 @@ from facts import leave, rel_error
 from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 
 ROWS = 8
 group = start(HorovodConfig(), DeviceConfig())

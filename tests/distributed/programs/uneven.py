@@ -13,16 +13,16 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
-from horovod_train.data.batch import Batch
-from horovod_train.data.chunks import Batches
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
-from horovod_train.training.averages import MovingAverages
-from horovod_train.training.losses import build_loss
-from horovod_train.training.metrics import Accumulator, build_metrics
-from horovod_train.training.objective import Objective
+from horovod_train.training.parts.averages import MovingAverages
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import Accumulator, build_metrics
 from horovod_train.training.state import TrainState
-from horovod_train.training.step import TrainStep
+from horovod_train.training.steps.objective import Objective
+from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
 

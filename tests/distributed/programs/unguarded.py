@@ -19,7 +19,8 @@ from horovod_train import main
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
-from horovod_train.training import resume, state, step
+from horovod_train.training import resume, state
+from horovod_train.training.steps import step
 
 OUT = Path(sys.argv[1])
 RANK = launcher.detect().rank

@@ -47,6 +47,6 @@ def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage
 
 
 def _parser_of_examples(features: dict[str, Feature]) -> Parser:
-    from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
+    from horovod_train.data.parsing.serialized import SchemaParser  # loads TensorFlow
 
     return SchemaParser(features)

@@ -1,0 +1,247 @@
+"""Judges what the ranks of a run have left. files says how far the run came, lease who writes in its directory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from horovod_train.commands.explain.files import (
+    Checkpoint,
+    last_good_checkpoint,
+    last_step_in_metrics,
+    read_json,
+    resumes_by_itself,
+)
+from horovod_train.commands.explain.lease import WATCH_S, find_running
+from horovod_train.commands.run_selection import require_run
+from horovod_train.distributed.launch.local import launch_words
+from horovod_train.errors import UserError
+from horovod_train.output.files import STOP_FILE
+from horovod_train.output.process import has_run_since
+from horovod_train.output.rank_log import FOLDER, log_file
+from horovod_train.output.rank_log_reader import RankStory, read_stories
+
+State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
+
+_LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER)
+_DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
+
+
+class Outcome(NamedTuple):
+    """How the run ended, in a sentence; the rank where that began, and when."""
+
+    state: State
+    what: str
+    rank: int | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
+
+    run_dir: str
+    state: State
+    what: str
+    rank: int | None
+    time: str | None
+    followed: list[int]
+    silent: list[int]
+    slow: list[str]
+    earlier: str
+    """How an earlier start ended the run, if the last start did not get as far as its first step; or ""."""
+    last_step: int | None
+    checkpoint: Checkpoint | None
+    damaged: list[str]
+    steps_lost: int | None
+    next: str
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.run_dir}: {self.what}"
+        if self.time:
+            yield f"when: {self.time}"
+        if self.followed:
+            yield f"ended because of another rank: {_ranks(self.followed)}"
+        if self.silent:
+            yield f"no end in their logs: {_ranks(self.silent)}"
+        yield from (f"before that: {sentence}" for sentence in [*self.slow, *filter(None, [self.earlier])])
+        yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
+        if self.state != "finished":
+            last = "none" if self.checkpoint is None else f"{self.checkpoint.path}, step {self.checkpoint.step}"
+            lost = "" if self.steps_lost is None else f"; steps lost: {self.steps_lost}"
+            yield f"last good checkpoint: {last}{lost}"
+        yield f"next: {self.next}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the output_dir of a run")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = explain(Path(arguments.run_dir))
+    print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(found.lines()))
+    return 0 if found.state == "finished" else 1
+
+
+def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
+    """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
+    require_run(run_dir, _LEFT_BY_A_RUN)
+    stories = read_stories(run_dir)
+    summary = read_json(run_dir / "summary.json")
+    outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))
+    checkpoint, damaged = last_good_checkpoint(run_dir)
+    steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
+    last_step = max((step for step in steps if step is not None), default=None)
+    followed = [rank for rank, story in stories.items() if rank != outcome.rank and _followed(story)]
+    is_over = outcome.state not in ("finished", "running")
+    slow = [entry.text for story in stories.values() for entry in story.find("slow")]
+    if outcome.state == "stalled":
+        slow = slow[:-1]  # the beginning of this stall
+    return Explanation(
+        run_dir=str(run_dir),
+        **outcome._asdict(),
+        followed=followed,
+        silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
+        slow=slow[-3:],
+        earlier=_earlier(outcome, stories, summary),
+        last_step=last_step,
+        checkpoint=checkpoint,
+        damaged=damaged,
+        steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
+        next=_next(run_dir, outcome, stories, checkpoint),
+    )
+
+
+def _judge(
+    stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
+) -> Outcome:
+    """Return what went wrong first. Assumes that the hosts' clocks agree."""
+    ends = {rank: story.end for rank, story in stories.items() if story.end}
+    went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
+    if went_wrong:
+        return min(went_wrong, key=lambda outcome: datetime.fromisoformat(outcome.time or ""))
+    reason = summary.get("ended", "done")
+    is_finished = bool(summary) and summary.get("finished", reason == "done")
+    if summary and not stories and not is_finished:
+        return Outcome("stopped", f"stopped after {summary.get('steps', '?')} steps: {reason}")
+    if (0 in ends and ends[0]["ended"] == "done") or (is_finished and not stories):
+        why = "" if reason == "done" else f" ({reason})"
+        return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}")
+    if 0 in ends:
+        why = ends[0].get("error") or reason
+        return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
+    alive = [rank for rank, story in stories.items() if _is_alive(story)]
+    if alive:
+        return Outcome("running", f"still running: the process of rank {alive[0]} is on this host")
+    if holder := find_holder():
+        return Outcome("running", f"still running: {holder}")
+    if not stories:
+        return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
+    last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
+    sign = " ".join([last.kind, *last.text.splitlines()[:1]])
+    what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
+    return Outcome("disappeared", what, None, last.time)
+
+
+def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
+    for rank, end in ends.items():
+        if end["ended"] == "failed":
+            at = "" if end.get("step") is None else f" at step {end['step']}"
+            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{at}: {end.get('error')}"
+            yield Outcome("failed", what, rank, end["time"])
+
+
+def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
+    stalled = [end for end in ends.values() if end["ended"] == "stalled"]
+    if stalled:
+        # The most common text, because a rank that was frozen and then continues reports the others instead.
+        text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
+        suspect = re.match(r"rank (\d+) ", text)
+        first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
+        yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
+
+
+def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
+    for story in stories.values():
+        for entry in story.find("cause"):
+            gone = _DISAPPEARED.match(entry.text)
+            other = stories.get(int(gone[1])) if gone else None
+            # A rank whose log has an end has only lost its connection.
+            if gone and not (other and other.end):
+                yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
+
+
+def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
+    end = None if outcome.rank is None else stories[outcome.rank].end
+    if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
+        return ""
+    return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
+
+
+def _followed(story: RankStory) -> bool:
+    """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
+    return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
+
+
+def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: Checkpoint | None) -> str:
+    logs = run_dir / FOLDER
+    if outcome.state == "finished":
+        return "nothing to do"
+    if outcome.state == "running":
+        return f"wait; its progress is in {logs}"
+    story = None if outcome.rank is None else stories.get(outcome.rank)
+    host = story.host if story else "its host"
+    log = log_file(logs, story.rank) if story else logs
+    is_mistake = story is not None and story.end is not None and story.end["exit_code"] == UserError.exit_code
+    first = {
+        "failed": "fix that; then " if is_mistake else f"read the traceback in {log}; then ",
+        "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
+        "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
+    }.get(outcome.state, "")
+    stop_file = run_dir / STOP_FILE
+    if stop_file.exists():
+        first += f"remove {stop_file}, which would stop the run again; then "
+    does = "resume with" if checkpoint else "start again with"
+    return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
+
+
+def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
+    """Return the command that starts the run again as it was started."""
+    words = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
+    if not resumes_by_itself(run_dir):
+        words.append("checkpoint.resume=auto")
+    return shlex.join([*_launch(stories), *words, "--output-dir", str(run_dir)])
+
+
+def _launch(stories: Sequence[RankStory]) -> list[str]:
+    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
+    per_host = Counter(story.host for story in stories)
+    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
+    return {
+        "none": [],
+        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_words("mpirun", int(size)),
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
+    }.get(launcher, [launcher, "-n", size])
+
+
+def _is_alive(story: RankStory) -> bool:
+    """Return whether its process is on this host: the same process, not a later one with its number."""
+    is_here = story.host == socket.gethostname()
+    return is_here and has_run_since(story.pid, datetime.fromisoformat(story.entries[0].time).timestamp())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,265 @@
+"""For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow.
+
+The sizes are those of the model, which is built elsewhere; see model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from horovod_train.commands.plan.resume import Start
+from horovod_train.config.class_weights import weights_of_outputs
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
+from horovod_train.data.order.rank_shares import padding_share
+from horovod_train.data.order.sampler import Plan
+from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
+
+Facts = dict[str, Any]
+
+_RATE_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A run that has not begun, as its config and its records determine it. `asked`: the config before `resolve`."""
+
+    asked: Config
+    config: Config
+    ranks: int
+    start: Start | None
+    records: Records
+    eval_records: Records | None
+    plan: Plan
+    horizon: Horizon
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes that the run needs, by what uses them. source: where the figures come from, in words."""
+
+    source: str
+    checkpoint_bytes: int | None = None
+    parameters: int | None = None
+    trainable_parameters: int | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+    rate_of: str = ""
+    """What has a learning rate of its own, which the config does not give."""
+    fine_tuning: Mapping[str, str] = field(default_factory=dict)
+    """What the model begins with and what of it is trained, in words, by what it is about."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Records per second over all ranks, and the seconds until the scheduler ends the job; None if not given."""
+
+    examples_per_s: float | None
+    time_s: float | None
+
+
+def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
+    """Open the records and lay out the epochs. Raises UserError. start: the checkpoint to resume from."""
+    asked, config = config, resolve(config, ranks, start.global_batch_size if start else None)
+    records = open_records(config.data, "train")
+    eval_records = open_records(config.data, "eval") if config.data.eval else None
+    batch = config.data.global_batch_size
+    assert batch is not None
+    plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
+    check_room_to_shuffle(plan, records, config.data, ranks)
+    horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
+    return Outlook(asked, config, ranks, start, records, eval_records, plan, horizon)
+
+
+def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str]]:
+    """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
+    config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
+    batch = plan.global_batch_size
+    saves = count_saves(config, horizon)
+    at_once = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
+    facts: Facts = {
+        "ranks": ranks,
+        "records": {
+            "train": _records(outlook.records, config),
+            "eval": _records(outlook.eval_records, config) if outlook.eval_records else None,
+        },
+        "class_weights": _class_weights(config),
+        "batch": {
+            "global": batch,
+            "rows_per_rank": dict(sorted(Counter(rows_by_rank(batch, ranks)).items())),
+            "padding": padding_share(plan),
+        },
+        "steps": {
+            "per_epoch": horizon.steps_per_epoch,
+            "total": horizon.total_steps,
+            "epochs": round(horizon.total_steps / horizon.steps_per_epoch, 4),
+            "records_in_last_of_epoch": plan.count(horizon.steps_per_epoch - 1),
+        },
+        "records_per_rank": _extremes(records_by_rank(plan, ranks)),
+        "learning_rate": sizes.rate_of or learning_rates(config, horizon),
+        "checkpoints": {
+            "count": saves,
+            "every_minutes": config.checkpoint.every_minutes,
+            "kept": at_once,
+            "bytes_each": sizes.checkpoint_bytes,
+            # One more exists while it is being written.
+            "bytes_at_most": None if sizes.checkpoint_bytes is None else (at_once + 1) * sizes.checkpoint_bytes,
+            "source": sizes.source,
+        },
+        "memory_per_rank": {
+            "parameters": sizes.parameters,
+            "trainable_parameters": sizes.trainable_parameters,
+            "bytes": dict(sizes.memory),
+        },
+        "fine_tuning": dict(sizes.fine_tuning),
+        "resume": _resume(outlook.start, horizon),
+        "time": _time(outlook, pace),
+    }
+    return facts, [*_kept_batch(outlook.asked, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
+
+
+def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
+    """Return the records of a whole batch on each rank: neighbouring lanes of the plan, cut as evenly as possible."""
+    return np.diff(np.arange(ranks + 1) * global_batch_size // ranks).tolist()
+
+
+def records_by_rank(plan: Plan, ranks: int) -> list[int]:
+    """Return the records of an epoch on each rank."""
+    lanes = plan.global_batch_size
+    used = plan.steps_per_epoch * lanes if plan.drop_remainder else plan.num_records
+    used = min(used, plan.num_records)
+    edges = np.arange(ranks + 1) * lanes // ranks
+    if plan.order == "file":
+        whole, rest = divmod(used, lanes)
+        lane = whole * np.arange(lanes + 1) + np.arange(lanes + 1) * rest // lanes
+        return np.diff(lane[edges]).tolist()
+    starts = np.arange(lanes + 1) * plan.num_records // lanes
+    lengths = np.minimum(np.diff(starts), plan.steps_per_epoch)
+    return np.diff(np.concatenate([[0], np.cumsum(lengths)])[edges]).tolist()
+
+
+def count_saves(config: Config, horizon: Horizon) -> int:
+    """Return how many checkpoints are saved, except saves that depend on the clock or on an evaluation."""
+    by_epoch = (config.checkpoint.every_epochs or 0) * horizon.steps_per_epoch
+    every = [step for step in (config.checkpoint.every_steps, by_epoch) if step]
+    return count_due(every, horizon.total_steps, at_end=True)
+
+
+def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
+    """Return epoch, step and rate at about a dozen steps: first, last, end of warm-up, jumps of the rate.
+
+    For a user's own decay returns its name.
+    """
+    decay = config.lr_schedule.decay
+    if ":" in decay.name:
+        return decay.name
+    rate, last = build_formula(config.lr_schedule, horizon), horizon.total_steps - 1
+    steps = {0, last, *(round(last * part / _RATE_ROWS) for part in range(_RATE_ROWS))}
+    if config.lr_schedule.warmup_epochs:
+        steps.add(horizon.steps(config.lr_schedule.warmup_epochs) - 1)
+    for epochs in decay.options.get("boundaries_epochs", []):
+        steps |= {horizon.steps(epochs) - 1, horizon.steps(epochs)}
+    chosen = np.array(sorted(step for step in steps if 0 <= step <= last), np.float64)
+    rates = rate(chosen, np) + np.zeros_like(chosen)
+    return [
+        {"epoch": step / horizon.steps_per_epoch, "step": int(step), "rate": float(value)}
+        for step, value in zip(chosen, rates, strict=True)
+    ]
+
+
+def _class_weights(config: Config) -> dict[str, Mapping[str, float]]:
+    """Return the weights of classes by the loss that they are for: "loss", or an output."""
+    own = {"loss": config.loss.class_weight} if config.loss.class_weight else {}
+    return {**own, **weights_of_outputs(config.loss)}
+
+
+def _records(records: Records, config: Config) -> Facts:
+    parts = records.stored or records.source.parts
+    return {
+        "records": records.num_records,
+        "files": len(parts),
+        "bytes": sum(part.size for part in parts),
+        "inputs": list(records.schema.inputs),
+        "targets": list(records.schema.targets),
+        "data_sets": [data_set._asdict() for data_set in records.data_sets],
+        "fold": config.data.fold,
+        "source": config.data.source.name if config.data.source else None,
+        "weight": config.data.weight,
+    }
+
+
+def _extremes(values: list[int]) -> dict[str, int]:
+    return {"least": min(values), "most": max(values)}
+
+
+def _resume(start: Start | None, horizon: Horizon) -> Facts | None:
+    if start is None:
+        return None
+    left = max(0, horizon.total_steps - start.step)
+    return {"path": str(start.folder), "step": start.step, "ranks": start.ranks, "steps_left": left}
+
+
+def _time(outlook: Outlook, pace: Pace) -> Facts | None:
+    """Return the seconds of the whole run at a throughput, which also counts for evaluation.
+
+    If a time is given instead, return the throughput that it needs.
+    """
+    horizon, eval_records = outlook.horizon, outlook.eval_records
+    whole, rest = divmod(horizon.total_steps, horizon.steps_per_epoch)
+    per_epoch = min(outlook.plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
+    trained = whole * per_epoch + rest * horizon.global_batch_size
+    evaluated = _evaluations(outlook.config, horizon) * eval_records.num_records if eval_records else 0
+    work = trained + evaluated
+    if pace.examples_per_s is not None:
+        seconds = work / pace.examples_per_s
+        jobs = None if pace.time_s is None else math.ceil(seconds / pace.time_s)
+        return {"records": work, "seconds": seconds, "walltime_s": pace.time_s, "jobs": jobs}
+    if pace.time_s is not None:
+        return {"records": work, "walltime_s": pace.time_s, "needs_examples_per_s": work / pace.time_s}
+    return None
+
+
+def _evaluations(config: Config, horizon: Horizon) -> int:
+    by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
+    every = [step for step in (config.eval.every_steps, by_epoch) if step]
+    return count_due(every, horizon.total_steps, at_end=bool(by_epoch))
+
+
+def count_due(every: Sequence[int], last: int, *, at_end: bool) -> int:
+    """Return how many steps up to the last are a multiple of one of at most two numbers, or, if so, the last."""
+    found = sum(last // step for step in every)
+    if len(every) == 2:
+        found -= last // math.lcm(*every)
+    return found + (at_end and all(last % step for step in every))
+
+
+def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
+    """Warn if a resumed run keeps the global batch that it began with; see training.resume.resolve_as_before."""
+    per_rank = asked.data.batch_size_per_rank
+    if asked.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
+        alone = per_rank * ranks
+        yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
+
+
+def _second_look(config: Config, facts: Facts) -> Iterator[str]:
+    """Yield what is valid but may be unintended."""
+    rows, ranks, data = facts["batch"]["rows_per_rank"], facts["ranks"], config.data
+    if len(rows) > 1:
+        batch = facts["batch"]["global"]
+        even = -(-batch // ranks) * ranks
+        yield f"the ranks' shares of a batch differ: those with fewer records wait. Even: a global batch of {even}"
+    if facts["steps"]["records_in_last_of_epoch"] < ranks:
+        yield "some ranks have no record in the last step of an epoch; they take part in the exchange with zeros"
+    schedule = config.lr_schedule
+    if schedule.warmup_epochs > facts["steps"]["epochs"]:
+        yield f"lr_schedule.warmup_epochs: {schedule.warmup_epochs:g} is more than the run has: the rate only rises"
+    if facts["resume"] and not facts["resume"]["steps_left"]:
+        yield f"{config.output_dir} holds this run's last step already: there is nothing left to train"
+    if data.stage_dir:
+        yield f"data.stage_dir: {data.stage_dir} is a folder of the nodes and was not looked at from here"

@@ -1,0 +1,179 @@
+"""For `plan`: builds the parts of a run on the CPU, with the functions that training uses, as its rank 0 would.
+
+Horovod runs for this process alone, since a user's code may ask it for the rank. Reads no records, writes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from horovod_train.commands.plan.facts import Outlook, Sizes
+from horovod_train.config.class_weights import PER_OUTPUT
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
+from horovod_train.data.pipeline.pipeline import Pipeline
+from horovod_train.data.transforms.augment import build_augmentations
+from horovod_train.distributed.device import Device, pin_to_cpu
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.start import horovod_alone
+from horovod_train.errors import UserError
+from horovod_train.models import build_model
+from horovod_train.optim.optimizers import build_optimizer, build_schedule
+from horovod_train.optim.schedules import Horizon
+from horovod_train.output.run_dir import load_writers
+from horovod_train.output.trackers.build import build_trackers
+from horovod_train.training.build import Components, build_components
+from horovod_train.training.hooks.users import load_hooks
+from horovod_train.training.parts.callbacks import load_callbacks
+from horovod_train.training.parts.compiled import brings
+from horovod_train.training.parts.fine_tuning import is_lora, listed
+from horovod_train.training.parts.initial_weights import match
+from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.parts.metrics import build_metrics
+from horovod_train.training.steps.own.optimizers import Optimizers
+
+ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
+
+
+def build(config: Config, outlook: Outlook | None) -> tuple[Sizes | None, list[str]]:
+    """Build what the run trains with; return its sizes, or a sentence for each part that cannot be built.
+
+    outlook: None if the records cannot be read; then each part is built alone.
+    """
+    device = pin_to_cpu(config.device.per_rank)
+    with horovod_alone():
+        return _build(config, outlook, device)
+
+
+def _build(config: Config, outlook: Outlook | None, device: Device) -> tuple[Sizes | None, list[str]]:
+    whole: list[str] = []
+    if outlook is not None:
+        components = _attempt(lambda: _build_as_rank_0(outlook, device), whole, "")
+        sizes = components and _attempt(lambda: _measure(components, outlook), whole, "")
+        if sizes is not None:
+            return sizes, []
+    faults: list[str] = []
+    for where, make in _parts(config, outlook.horizon if outlook else ANY_HORIZON):
+        _attempt(make, faults, f"{where}: ")
+    # The whole fails with the first fault of a part, or because the parts do not fit together.
+    return None, [*(fault for fault in whole if not any(part.endswith(fault) for part in faults)), *faults]
+
+
+def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
+    config, size = outlook.config, outlook.ranks
+    group = WorkerGroup(
+        rank=0,
+        size=size,
+        local_rank=0,
+        local_size=1,
+        launcher="none",
+        exchange="none",
+        hosts=("",) * size,
+        devices=(device,) * size,
+    )
+    if config.horovod.op == "adasum" and size & (size - 1):
+        raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {size}.")
+    load_writers(config.log)
+    build_trackers(config.log.trackers)
+    # What depends on the nodes of the run, not on its config: how much memory and disk they have, and their MPI.
+    data = dataclasses.replace(config.data, stage_dir=None, cache="none")
+    exchange = HorovodConfig() if config.horovod.op == "adasum" else config.horovod
+    here = dataclasses.replace(config, data=data, horovod=exchange)
+    return build_components(here, group, outlook.records, outlook.eval_records)
+
+
+def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield keys of the config, each with a function that builds what it names without the others and the records."""
+    yield "log.writers", partial(load_writers, config.log)
+    yield from (("log.trackers", partial(build_trackers, [tracker])) for tracker in config.log.trackers)
+    yield "model", partial(build_model, config.model)
+    if config.loss.name == PER_OUTPUT and config.loss.options:
+        for output, term in config.loss.options.items():
+            yield f"loss.options.{output}", partial(build_loss, Spec(PER_OUTPUT, {output: term}))
+    else:
+        yield "loss", partial(build_loss, config.loss)
+    yield from (("metrics", partial(build_metrics, [metric])) for metric in config.metrics)
+    yield from (("weighted_metrics", partial(build_metrics, [metric])) for metric in config.weighted_metrics)
+    yield "lr_schedule", partial(build_schedule, config.lr_schedule, horizon)
+    yield (
+        "optimizer",
+        partial(build_optimizer, dataclasses.replace(config, lr_schedule=LrScheduleConfig()), horizon),
+    )
+    yield "data.augment", partial(build_augmentations, config.data.augment, (32, 32, 3), "bilinear")
+    if config.data.parse:
+        yield "data.parse", partial(load_function, config.data.parse, "data.parse")
+    yield "callbacks", partial(load_callbacks, config.callbacks)
+    yield "hooks", partial(load_hooks, config.hooks, config.log.every_steps)
+
+
+def _attempt(make: Callable[[], Any], faults: list[str], where: str) -> Any:
+    """Return what `make` returns; if it fails, add a sentence to `faults` and return None.
+
+    where: begins the sentence if the error does not name a key of the config.
+    """
+    try:
+        return make()
+    except UserError as error:
+        faults.append(str(error))
+    except Exception as error:
+        # A user's function may raise anything; a run would end with its traceback.
+        text = " ".join(str(error).split())
+        faults.append(f"{where}{type(error).__name__}: {text}{raised_at(error)}")
+    return None
+
+
+def _measure(made: Components, outlook: Outlook) -> Sizes:
+    state, model = made.state, made.state.model
+    variables = state.variables()
+    weights = _bytes(variable for name, variable in variables.items() if name.startswith("model/"))
+    optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
+    total = _bytes(variables.values())
+    is_cached = outlook.config.data.cache == "memory"
+    memory = {
+        "weights": weights,
+        "gradients": _bytes(model.trainable_variables),
+        "optimizer": optimizer,
+        "averages and progress": total - weights - optimizer,
+        "cached records": made.train.bytes_to_cache if isinstance(made.train, Pipeline) and is_cached else 0,
+    }
+    has_own_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
+    keeps_its_own = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
+    return Sizes(
+        source="of the model as built",
+        checkpoint_bytes=total + outlook.ranks * _bytes(state.statistics),  # statistics: the mean, and each rank's own
+        parameters=model.count_params(),
+        trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
+        memory=memory,
+        rate_of="the model" if keeps_its_own else "the compiled optimizer" if has_own_rate else "",
+        fine_tuning=dict(_fine_tuning(made, outlook)),
+    )
+
+
+def _fine_tuning(made: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
+    """Yield what the model begins with and what of it is trained, in words. Raises UserError."""
+    spec, model = outlook.config.model, made.state.model
+    if made.origins:
+        yield "compiled", "; ".join(made.origins)
+    if made.averages:
+        yield "averages", made.averages
+    if spec.init_from and outlook.start:
+        yield "initial weights", f"not those of {spec.init_from}: the run resumes"
+    elif spec.init_from:
+        yield "initial weights", f"{spec.init_from}: {match(model, spec).line()}"
+    if frozen := made.freezing.apply(0):
+        later = [
+            f"; after epoch {epoch} trained: {listed(made.freezing.unfrozen_at(epoch))}"
+            for epoch in made.freezing.epochs
+        ]
+        yield "frozen", f"{len(frozen)} weights: {listed(frozen)}{''.join(later)}"
+    if adapted := [weight.path for weight in model.weights if is_lora(weight.path)]:
+        yield "LoRA", listed(adapted)
+    if multipliers := outlook.config.optimizer.lr_multipliers:
+        yield "rates", ", ".join(f"{pattern} × {factor:g}" for pattern, factor in multipliers.items())
+
+
+def _bytes(variables: Iterable[Any]) -> int:
+    return sum(variable.numpy().nbytes for variable in variables)

@@ -1,0 +1,1 @@
+"""Turns serialized records into arrays, many in one call. Start with serialized."""

@@ -1,0 +1,237 @@
+"""Parses serialized records to arrays, many in one call, and says what is wrong with a record if that fails.
+
+Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
+image decoding follow later; see transforms. Alternatively calls a user's function, which does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.features import Feature
+from horovod_train.data.parsing.fixed_layout import FixedLayout, NotPlain, is_plain
+from horovod_train.data.parsing.lists import pad_lists, raw_bytes, wrong_items, wrong_list
+from horovod_train.data.parsing.record_weights import WeightChecker
+from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
+from horovod_train.errors import UserError
+
+_OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
+"""Those that a record causes; decode_compressed, for one, raises the second, and py_function the third."""
+_PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
+"""TensorFlow quotes the record in its message, which Python cannot always decode."""
+
+
+def build_parser(source: RecordSource, features: dict[str, Feature], config: DataConfig) -> Parser:
+    """Build the source's parser of these features, or that of the function that `data.parse` names.
+
+    Records whose `data.weight` is negative or not finite are bad records. Raises UserError.
+    """
+    own, weight = config.parse, config.weight
+    parser = source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+    return parser if weight is None else WeightChecker(parser, weight, features.get(weight))
+
+
+def blank(parser: Parser, rows: int) -> Arrays:
+    """Return zeros, to replace records that cannot be read."""
+    shapes = {name: (rows, *shape) for name, shape in parser.shapes.items()}
+    return {
+        name: np.full(shapes[name], b"", object) if dtype == "string" else np.zeros(shapes[name], dtype)
+        for name, dtype in parser.dtypes.items()
+    }
+
+
+class SchemaParser:
+    """Parses tf.train.Example or SequenceExample records as a schema says. A Parser.
+
+    They are SequenceExamples if a feature has `sequence`. The others are in the context then, which an Example's parser
+    finds where an Example has its features.
+    """
+
+    def __init__(self, features: dict[str, Feature]) -> None:
+        self._features = features
+        self.dtypes = {name: "string" if f.decode == "image" else f.stored_dtype for name, f in features.items()}
+        self.shapes = {name: () if f.decode == "image" else f.tensor_shape for name, f in features.items()}
+        self._is_plain = all(map(is_plain, features.values()))
+        self._layout: FixedLayout | None = None
+        self._specs = {name: example_spec(feature) for name, feature in features.items()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        arrays = self._parse_alike(records) if isinstance(records, np.ndarray) and self._is_plain else None
+        if arrays is None:
+            try:
+                with tf.device("cpu:0"):
+                    tensors = self._parse_stored(np.array(one_by_one(records), object))
+                    arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
+            except _PARSE_ERRORS:
+                return None
+        fits = all(self._features[name].accepts(array) for name, array in arrays.items())
+        return arrays if fits else None
+
+    def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
+        lists = {name: spec for name, spec in self._specs.items() if self._features[name].sequence}
+        others = {name: spec for name, spec in self._specs.items() if name not in lists}
+        found = dict(tf.io.parse_example(records, others)) if others else {}
+        return found | tf.io.parse_sequence_example(records, sequence_features=lists)[1] if lists else found
+
+    def _parse_alike(self, records: np.ndarray) -> Arrays | None:
+        """Return the arrays of records that differ only in their values; None if they differ in more."""
+        if self._layout is not None:
+            arrays = self._layout.parse(records)
+            if arrays is not None:
+                return arrays
+        try:
+            self._layout = FixedLayout(records[0], self._features)
+        except NotPlain:
+            return None
+        return self._layout.parse(records)
+
+    def problem(self, record: bytes) -> str | None:
+        try:
+            stored = tf.train.Example.FromString(record).features.feature
+            lists = tf.train.SequenceExample.FromString(record).feature_lists.feature_list
+        except Exception:  # protobuf's DecodeError has no public name that all its versions share
+            return "it is not a tf.train.Example"
+        for name, feature in self._features.items():
+            if feature.sequence:
+                wrong = _wrong_items(feature, lists[name].feature) if name in lists else None
+            else:
+                wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
+            if wrong:
+                return f"feature {name}: {wrong}"
+        return None
+
+
+class OwnParser:
+    """Parses with a user's function: string tensor [n] → dict of tensors [n, ...] of known shapes. A Parser."""
+
+    def __init__(self, function: Callable[[tf.Tensor], dict[str, tf.Tensor]], name: str) -> None:
+        """`name`: the function's name in the config. Raises UserError if the function does not return such tensors."""
+        try:
+            self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
+        except (TypeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
+        self._name = name
+        outputs = self._function.structured_outputs
+        if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
+            raise UserError(
+                f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
+                f"it returns {outputs}."
+            )
+        self.dtypes = {key: output.dtype.name for key, output in outputs.items()}
+        self.shapes = {key: tuple(output.shape[1:]) for key, output in outputs.items()}
+
+    def parse(self, records: Data) -> Arrays | None:
+        try:
+            arrays = {name: _array(tensor) for name, tensor in self._call(one_by_one(records)).items()}
+        except _PARSE_ERRORS:
+            return None
+        wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
+        if wrong is None:
+            return arrays
+        if any(map(self.problem, one_by_one(records))):
+            return None
+        raise UserError(
+            f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "
+            "for each record alone. It must give as many rows as it gets records, in their order."
+        )
+
+    def problem(self, record: bytes) -> str | None:
+        try:
+            for name, tensor in self._call([record]).items():
+                if len(tensor) != 1:
+                    return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
+        except _OP_ERRORS as error:
+            return " ".join(str(error.message).split())
+        except UnicodeDecodeError:
+            return "it cannot be parsed"
+        return None
+
+    def _call(self, records: list[bytes]) -> dict[str, tf.Tensor]:
+        with tf.device("cpu:0"):
+            return self._function(tf.constant(np.array(records, object)))
+
+
+def _is_rows(output: Any) -> bool:
+    """Return whether it is a tensor [n, ...] with known sizes after n."""
+    return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
+
+
+def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
+    """Return how tf.io.parse_example finds a feature."""
+    dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
+    if feature.max_length:
+        return tf.io.RaggedFeature(dtype)
+    return tf.io.FixedLenFeature(() if feature.decode != "none" else feature.shape, dtype)
+
+
+def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray | tf.Tensor:
+    """Return the stored values as an array. Raises InvalidArgumentError if some row has another size."""
+    if feature.max_length:
+        return _array(pad_lists(feature, tensor))
+    if feature.decode == "raw":
+        tf.debugging.assert_equal(tf.strings.length(tensor), raw_bytes(feature))
+        tensor = tf.reshape(tf.io.decode_raw(tensor, feature.raw_dtype), [-1, *feature.shape])
+    return _array(tensor)
+
+
+def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
+    # Strings stay in TensorFlow: as Python's they would be copied twice more, under the interpreter's lock.
+    return tensor if tensor.dtype == tf.string else tensor.numpy()
+
+
+# --- naming what is wrong ---------------------------------------------------------------------------------------
+
+_KINDS = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
+
+
+def _wrong_if_missing(feature: Feature) -> str | None:
+    return None if feature.max_length else f"expected {feature.type}; the record does not have it"
+
+
+def _wrong(feature: Feature, stored: tf.train.Feature) -> str | None:
+    kind = stored.WhichOneof("kind")
+    if kind is None and feature.max_length:
+        return None
+    if _KINDS[kind] != feature.type:
+        return f"expected {feature.type}; the record holds {_KINDS[kind]}"
+    values = getattr(stored, kind).value
+    if feature.max_length:
+        return wrong_list(feature, values) or _wrong_value(feature, _numbers(feature, values))
+    expected = 1 if feature.decode != "none" else int(np.prod(feature.shape, dtype=np.int64))
+    if len(values) != expected:
+        return f"expected {expected} values for shape {list(feature.shape)}; the record holds {len(values)}"
+    if feature.decode == "raw":
+        if len(values[0]) != raw_bytes(feature):
+            shape = f"{feature.raw_dtype}{list(feature.shape)}"
+            return f"expected {raw_bytes(feature)} bytes for {shape}; the record holds {len(values[0])}"
+        return _wrong_value(feature, np.frombuffer(values[0], feature.raw_dtype))
+    return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
+
+
+def _wrong_items(feature: Feature, items: Sequence[tf.train.Feature]) -> str | None:
+    kinds = [item.WhichOneof("kind") for item in items]
+    other = next((kind for kind in kinds if _KINDS[kind] != feature.type), feature.type)
+    if other != feature.type:
+        return f"expected items of {feature.type}; the record holds {_KINDS[other]}"
+    values = [getattr(item, kind).value for item, kind in zip(items, kinds, strict=True)]
+    flat = [value for item in values for value in item]
+    return wrong_items(feature, values) or _wrong_value(feature, _numbers(feature, flat))
+
+
+def _numbers(feature: Feature, values: Sequence[Any]) -> np.ndarray:
+    """Return the numbers in a list, for _wrong_value."""
+    return np.frombuffer(b"".join(values), feature.raw_dtype) if feature.decode == "raw" else np.array(values)
+
+
+def _wrong_value(feature: Feature, values: np.ndarray) -> str | None:
+    if not feature.classes:
+        return None
+    out = values[(values < 0) | (values >= feature.classes)]
+    return f"expected a value from 0 to {feature.classes - 1}; the record holds {out[0]}" if out.size else None

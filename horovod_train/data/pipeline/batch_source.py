@@ -1,0 +1,89 @@
+"""The interface between training and its sources of batches: see pipeline and stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+from horovod_train.data.order.mixture import DataSet
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.chunks import Batches
+
+
+class BatchSource(ABC):
+    """Gives one rank its batches, epoch by epoch, in steps that all ranks take together."""
+
+    num_records: int
+    """Over all ranks in an epoch; of a stream, as many as its steps have room for."""
+    global_batch_size: int
+    steps_per_epoch: int
+    batch_size_per_rank: int
+    element_spec: Batch
+    scaled_spec: Batch
+    """Specs of what `scaled` returns."""
+    fingerprint: str
+    """Equal for two of them if a position in an epoch means the same records, whatever their rank and size."""
+    content: str
+    """A digest of what the records hold; "" if it is not known."""
+    data_sets: Sequence[DataSet] = ()
+    """The data sets that the records are from."""
+    files: str
+    """The parts as identity.pack packs them; "" if there are none."""
+    what_orders: str
+    """The settings on which the order of the records depends, in words."""
+    _failure: Exception | None = None
+    """What ended a Feed early."""
+
+    @abstractmethod
+    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
+        """Return what `batches` gives as a dataset of one or several steps each, with one more axis in front: steps.
+
+        Reading starts immediately. The dataset can be iterated once; call this again for another pass.
+        """
+
+    def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> Batches:
+        """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
+
+        Reading starts immediately.
+        """
+        return Batches(self.chunks(epoch, first_step, epochs))
+
+    @abstractmethod
+    def count(self, step: int) -> int:
+        """Return the number of records over all ranks in a step of an epoch, counted from 0."""
+
+    @abstractmethod
+    def scaled(self, batch: Batch) -> Batch:
+        """Return the batch as the model gets it: cast, scaled and offset.
+
+        Call it in the compiled step, so that fewer bytes are batched and copied to the device, which then scales.
+        """
+
+    @property
+    @abstractmethod
+    def skipped(self) -> int:
+        """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed."""
+
+    def explain(self, error: BaseException) -> Exception | None:
+        """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
+        return self._failure if isinstance(error, tf.errors.OpError) else None
+
+    def _remember(self, failure: Exception) -> None:
+        self._failure = failure
+
+    def one_pass(self, most: int) -> Iterator[tuple[Batches, int]]:
+        """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
+        batches = self.batches(epoch=0, epochs=1)
+        for first in range(0, self.steps_per_epoch, most):
+            yield batches, min(most, self.steps_per_epoch - first)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise data failures instead of TensorFlow's errors, inside a block that takes the batches."""
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise self.explain(error) or error from error

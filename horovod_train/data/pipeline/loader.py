@@ -1,0 +1,201 @@
+"""Loads one rank's records in their order: reads and parses several steps of an epoch in one call.
+
+Turns a plan into arrays; does not know tf.data, nor how records are stored. A record that cannot be used ends the run,
+or is skipped and counted, as `data.on_bad_record` says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.order.sampler import EpochSequence, Plan, Rows
+from horovod_train.data.parsing.serialized import blank
+from horovod_train.data.pipeline.cache import ParsedCache
+from horovod_train.data.pipeline.feed import HOST
+from horovod_train.data.reader import Reader, parse_usable
+from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource, mark_skipped
+from horovod_train.errors import UserError
+
+_CHUNK_RECORDS = 4096
+_CHUNK_SINGLE_RECORDS = 256  # those may take long, and the first step waits for a whole chunk
+_CHUNK_BYTES = 16 << 20
+
+
+class Ranks(NamedTuple):
+    """One rank of a run: its numbers, and where it computes."""
+
+    rank: int
+    size: int
+    """How many ranks there are."""
+    on_host: int = 1
+    """How many of them share this host's memory."""
+    device: str = HOST
+    """TensorFlow's name of the device on which its steps start."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some steps of one rank. The first axis of all arrays is steps × rows, except of `count`, where it is steps."""
+
+    arrays: Arrays
+    records: np.ndarray
+    """int64: the record in each row, also if that row has weight 0."""
+    ids: np.ndarray
+    """int64: the record in each row, -1 for padding; of a skipped record as source.mark_skipped returns it."""
+    count: np.ndarray
+    """int64: records of each step over all ranks."""
+    widths: np.ndarray
+    """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
+
+
+class StepRange(NamedTuple):
+    """Steps [first, last) of an epoch."""
+
+    epoch: int
+    first: int
+    last: int
+
+
+class Unparsed(NamedTuple):
+    """A chunk as it was read."""
+
+    steps: StepRange
+    records: np.ndarray
+    real: np.ndarray
+    """bool: False for padding."""
+    widths: np.ndarray
+    """As of a chunk."""
+    data: Data | None
+    """None if the cache has all of it."""
+    faults: list[Fault]
+
+
+class _Need(NamedTuple):
+    rows: Rows
+    blocks: np.ndarray
+    """Blocks to keep while the chunk is loaded."""
+    widths: np.ndarray
+
+
+class Loader:
+    """Loads one rank's chunks. One thread reads them in order; any number of threads parse."""
+
+    def __init__(self, plan: Plan, source: RecordSource, parser: Parser, ranks: Ranks, config: DataConfig) -> None:
+        self._plan, self._blocks, self._parser, self._ranks = plan, source.blocks, parser, ranks
+        self._skip_bad = config.on_bad_record == "skip"
+        self._reader = Reader(source, config.read_threads)
+        uses_cache = config.cache == "memory"
+        self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
+        self._sequences: dict[tuple[int, str], EpochSequence] = {}
+        self._needs: dict[StepRange, _Need] = {}
+        self._lock = threading.Lock()
+        self.skipped: set[int] = set()
+        """Records skipped so far on this rank."""
+        record_bytes = source.blocks.total_bytes / max(source.blocks.num_records, 1)
+        most = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
+        records = min(most, _CHUNK_BYTES / max(record_bytes, 1))
+        self.steps_per_chunk = max(1, int(records / plan.rows_per_rank(ranks.size)))
+        """Fewer at the end of an epoch."""
+
+    def num_chunks(self, first_step: int, epochs: int) -> int:
+        """Return the number of chunks from a step to the end of its epoch, and in the `epochs` - 1 after it."""
+        steps = self._plan.steps_per_epoch
+        return -(-(steps - first_step) // self.steps_per_chunk) + (epochs - 1) * -(-steps // self.steps_per_chunk)
+
+    def steps_of(self, chunk: int, epoch: int, first_step: int) -> StepRange:
+        """Return the steps of chunk number `chunk`; chunk 0 begins at `first_step` of `epoch`."""
+        steps = self._plan.steps_per_epoch
+        in_first = self.num_chunks(first_step, epochs=1)
+        if chunk >= in_first:
+            later, chunk = divmod(chunk - in_first, -(-steps // self.steps_per_chunk))
+            epoch, first_step = epoch + 1 + later, 0
+        first = first_step + chunk * self.steps_per_chunk
+        return StepRange(epoch, first, min(first + self.steps_per_chunk, steps))
+
+    def read(self, steps: StepRange, following: Sequence[StepRange]) -> Unparsed:
+        """Read a chunk, and start reading the following ones. Call it in the order of steps. Raises UserError."""
+        with self._lock:
+            need = self._need(steps)
+            near = [need.blocks, *(self._need(later).blocks for later in following)]
+            records = need.rows.records.ravel()
+            data, faults = (None, []) if self._is_cached(records) else self._reader.read(records)
+            self._reader.keep_only(np.concatenate(near).tolist())
+            self._needs = {s: n for s, n in self._needs.items() if s in following}
+            self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
+        return Unparsed(steps, records, need.rows.real.ravel(), need.widths, data, faults)
+
+    def parse(self, read: Unparsed) -> Chunk:
+        """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
+        arrays, bad = self._parse(read.records, read.data, read.faults)
+        count = np.array([self._plan.count(step) for step in range(read.steps.first, read.steps.last)], np.int64)
+        ids = np.where(read.real, np.where(bad, mark_skipped(read.records), read.records), -1)
+        return Chunk(arrays, read.records, ids, count, read.widths)
+
+    def bad_record(self, record: int, problem: str) -> UserError:
+        """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
+        return self._error(self._name_record(record, problem))
+
+    def stored(self, record: int) -> Arrays:
+        """Return the stored values of one record, each with one row."""
+        records = np.array([record])
+        with self._lock:
+            data, faults = self._reader.read(records)
+        return self._parse(records, data, faults)[0]
+
+    def _name_record(self, record: int, problem: str) -> str:
+        with self._lock:
+            return self._reader.name_record(record, problem)
+
+    def _error(self, sentence: str) -> UserError:
+        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+        return UserError(f"{sentence} Read by {rank}; data.on_bad_record=skip leaves out such records.")
+
+    def _parse(self, records: np.ndarray, data: Data | None, faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
+        """Return the stored values of records, and which rows are unusable: those hold another record, or zeros."""
+        if data is None:
+            assert self._cache is not None, "nothing was read, and there is no cache"
+            return self._cache.load(records), np.zeros(len(records), bool)
+        arrays, unusable = parse_usable(self._parser, records, data, faults, self._name_record)
+        if unusable and not self._skip_bad:
+            raise self._error(next(iter(unusable.values())))
+        self.skipped.update(unusable)
+        bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
+        if self._cache:
+            self._cache.keep(records[~bad], arrays)
+        return self._fill_rows(arrays, bad) if unusable else arrays, bad
+
+    def _fill_rows(self, usable: Arrays, bad: np.ndarray) -> Arrays:
+        """Return arrays with a row for each record, from those of the usable ones."""
+        if bad.all():
+            return blank(self._parser, len(bad))
+        rows = np.where(bad, 0, np.cumsum(~bad) - 1)
+        return {name: np.asarray(array)[rows] for name, array in usable.items()}
+
+    def _need(self, steps: StepRange) -> _Need:
+        """Return the records and blocks of a chunk, after starting to read them."""
+        if steps not in self._needs:
+            sequence, (epoch, first, last) = self._sequence(steps.epoch, "own"), steps
+            here = (sequence, self._ranks.rank, self._ranks.size, first, last)
+            rows = self._plan.rows(*here)
+            cached = self._is_cached(rows.records.ravel())
+            near = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*here)
+            # Another sequence for all ranks' records: each remembers the windows that it was last asked for.
+            widths = self._plan.widths(self._sequence(epoch, "all"), first, last)
+            self._needs[steps] = _Need(rows, near, widths)
+            if not cached:
+                self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())
+        return self._needs[steps]
+
+    def _is_cached(self, records: np.ndarray) -> bool:
+        return self._cache is not None and self._cache.holds(records)
+
+    def _sequence(self, epoch: int, whose: str) -> EpochSequence:
+        if (epoch, whose) not in self._sequences:
+            self._sequences[epoch, whose] = self._plan.sequence(epoch)
+        return self._sequences[epoch, whose]

@@ -1,0 +1,252 @@
+"""Builds one rank's tf.data pipeline: reads the records of the plan and transforms them.
+
+Knows `rank` and `size` as numbers and never talks to other ranks. Python is called once for thousands of records;
+compiled training cuts them into steps, see chunks. Does not decide where an epoch starts; see training/loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config.settings import DataConfig
+from horovod_train.data import identity
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
+from horovod_train.data.order import counter_rng
+from horovod_train.data.order.sampler import Plan
+from horovod_train.data.parsing.serialized import build_parser
+from horovod_train.data.pipeline.batch import Batch, Tensors, by_name, pick, spec_of_batch
+from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
+from horovod_train.data.pipeline.feed import Feed, prefetch_to
+from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, StepRange, Unparsed
+from horovod_train.data.source import mark_skipped
+from horovod_train.data.transforms.decoding import image_problem
+from horovod_train.data.transforms.preprocess import load_preprocess, preprocessed
+from horovod_train.data.transforms.transforms import Transforms
+from horovod_train.errors import UserError
+
+_AUGMENT = 3  # so that augmentation is independent of the order; see sampler
+_NOT_AN_IMAGE = "records that are no images: "
+
+
+class Pipeline(BatchSource):
+    """What one rank reads of one split. Made by build_pipeline."""
+
+    def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
+        self._plan, self._records, self._config = plan, records, config
+        used = {*records.schema.inputs, *records.schema.targets}
+        self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
+        self._parser = build_parser(records.source, self._features, config)
+        _check_names(used, self._parser.dtypes, config.parse)
+        self._transforms = Transforms(self._features, records.schema, config.augment if training else ())
+        lists = plan.buckets.names if plan.buckets else ()
+        self._lists = tuple(name for name in lists if name in used)
+        self._widths = [lists.index(name) for name in self._lists]
+        self._loader = Loader(plan, records.source, self._parser, ranks, config)
+        self._device = ranks.device
+        self._preprocess = load_preprocess(config.preprocess)
+        # Traced once, not for every pass.
+        self._transform = tf.function(self._batch, autograph=False)
+        self._cut = tf.function(self._cut_lists, autograph=False)
+        with tf.device("cpu:0"):
+            self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
+        self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
+        self.files = identity.pack(identity.names_of(records.source.parts))
+        self.what_orders = (
+            "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "
+            "data.shuffle… settings"
+        )
+        self.num_records = plan.num_records
+        self.global_batch_size = plan.global_batch_size
+        self.steps_per_epoch = plan.steps_per_epoch
+        self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
+        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
+        traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
+        self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
+
+    def count(self, step: int) -> int:
+        return self._plan.count(step)
+
+    @property
+    def bytes_to_cache(self) -> int:
+        """Return the memory that this rank uses in the end with `cache: memory`."""
+        return bytes_to_cache(self._records.source.blocks, self._parser)
+
+    @property
+    def skipped(self) -> int:
+        """Different records that this rank has skipped so far; runs a few batches ahead of what was consumed.
+
+        In a step all ranks together have skipped `count` minus the sum of their `Batch.real`.
+        """
+        return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
+
+    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
+        loader = self._loader
+        chunks = None if epochs is None else loader.num_chunks(first_step, epochs)
+        numbers = itertools.count() if chunks is None else range(chunks)
+        feed = self._feed(self._values(loader.steps_of(number, epoch, first_step) for number in numbers))
+        data = self._dataset(feed, chunks)
+        feed.start()
+        return data
+
+    def scaled(self, batch: Batch) -> Batch:
+        schema = self._records.schema
+        targets = self._transforms.scale(by_name(batch.targets, schema.targets))
+        batch = batch._replace(targets=pick(targets, schema.targets))
+        if self._preprocess is not None:
+            return batch
+        inputs = self._transforms.scale(by_name(batch.inputs, schema.inputs))
+        return batch._replace(inputs=pick(inputs, schema.inputs))
+
+    def explain(self, error: BaseException) -> Exception | None:
+        text = str(error.message) if isinstance(error, tf.errors.OpError) else ""
+        found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
+        return self._name_image(int(found[1])) if found else super().explain(error)
+
+    # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
+    # …]; count [steps]; if lists are cut, widths [steps, lists].
+
+    @property
+    def _specs(self) -> list[tf.TensorSpec]:
+        rows = (None, self.batch_size_per_rank)
+        return [
+            *(tf.TensorSpec((*rows, *self._parser.shapes[name]), kind) for name, kind in self._parser.dtypes.items()),
+            tf.TensorSpec((*rows, self._transforms.draws), tf.float32),
+            tf.TensorSpec(rows, tf.float32),
+            tf.TensorSpec(rows, tf.int64),
+            tf.TensorSpec([None], tf.int64),
+            *[tf.TensorSpec([None, len(self._lists)], tf.int64)] * bool(self._lists),
+        ]
+
+    def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
+        for steps, chunk in self._chunks(ranges):
+            key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
+            by_row = [chunk.arrays[name] for name in self._parser.dtypes]
+            by_row.append(counter_rng.uniforms(key, chunk.records, self._transforms.draws))
+            by_row += [(chunk.ids >= 0).astype(np.float32), chunk.ids]
+            rows = (steps.last - steps.first, self.batch_size_per_rank)
+            reshaped = [_reshape(values, (*rows, *values.shape[1:])) for values in by_row]
+            yield [*reshaped, chunk.count, *([chunk.widths[:, self._widths]] if self._lists else [])]
+
+    def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
+        """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
+        most, ahead = self._config.parallel_parse_calls, self._config.read_ahead_chunks
+        begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
+        upcoming = deque(itertools.islice(ranges, 1 + ahead))
+        with (
+            ThreadPoolExecutor(1, thread_name_prefix="read-chunks") as reading,
+            ThreadPoolExecutor(most, thread_name_prefix="parse-chunks") as parsing,
+        ):
+            while upcoming or begun:
+                while upcoming and len(begun) < most:
+                    steps = upcoming.popleft()
+                    read = reading.submit(self._loader.read, steps, tuple(upcoming))
+                    begun.append((steps, parsing.submit(self._parse, read)))
+                    upcoming.extend(itertools.islice(ranges, 1))
+                first, parsed = begun.popleft()
+                yield first, parsed.result()
+
+    def _parse(self, read: Future[Unparsed]) -> Chunk:
+        return self._loader.parse(read.result())
+
+    def _feed(self, items: Iterator[list[np.ndarray | tf.Tensor]]) -> Feed:
+        return Feed(items, self._specs, self._remember)
+
+    def _dataset(self, feed: Feed, chunks: int | None) -> tf.data.Dataset:
+        data = feed.dataset(-1 if chunks is None else chunks)
+        if self._transforms.by_step or self._preprocess is not None or self._lists:
+            one_step = tf.autograph.experimental.do_not_convert(self._transform_step)
+            data = data.prefetch(1).unbatch().map(one_step, num_parallel_calls=tf.data.AUTOTUNE)
+            ahead = self._config.prefetch_batches or tf.data.AUTOTUNE
+        else:
+            data = data.map(self._transform)
+            ahead = -(-(self._config.prefetch_batches or 1) // self._loader.steps_per_chunk)
+        return prefetch_to(data.prefetch(ahead), self._device)
+
+    def _transform_step(self, *values: tf.Tensor) -> Batch:
+        """Return a chunk of one step."""
+        if self._lists:
+            batch = self._cut(self._transform(*values[:-1]), values[-1])
+        else:
+            batch = self._transform(*values)
+        return tf.nest.map_structure(lambda values: values[tf.newaxis], batch)
+
+    def _cut_lists(self, batch: Batch, widths: tf.Tensor) -> Batch:
+        """Leave out the padding that no rank needs in this step."""
+        schema, width = self._records.schema, dict(zip(self._lists, tf.unstack(widths, len(self._lists)), strict=True))
+
+        def cut(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
+            found = by_name(tensors, names)
+            return pick({name: t[:, : width[name]] if name in width else t for name, t in found.items()}, names)
+
+        return batch._replace(inputs=cut(batch.inputs, schema.inputs), targets=cut(batch.targets, schema.targets))
+
+    def _batch(self, *values: tf.Tensor) -> Batch:
+        *stored, numbers, weights, ids, count = values
+        tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
+        for is_decoded in decoded.values():
+            weights, ids = self._leave_out(is_decoded, weights, ids)
+        schema = self._records.schema
+        if name := self._config.weight:
+            # Padding repeats another record, whose weight it must not have.
+            weights *= tf.cast(self._transforms.scale({name: tensors[name]})[name], tf.float32)
+        return Batch(self._inputs(tensors), pick(tensors, schema.targets), weights, ids, count)
+
+    def _inputs(self, tensors: dict[str, tf.Tensor]) -> Tensors:
+        names = self._records.schema.inputs
+        if self._preprocess is None:
+            return pick(tensors, names)
+        scaled = pick(self._transforms.scale({name: tensors[name] for name in names}), names)
+        return preprocessed(self._preprocess, str(self._config.preprocess), scaled, self.batch_size_per_rank)
+
+    def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))
+        if self._config.on_bad_record == "skip":
+            with tf.control_dependencies([self._not_images.insert(bad, bad)]):
+                return tf.where(decoded, weights, 0.0), tf.where(decoded | (ids < 0), ids, mark_skipped(ids))
+        with tf.control_dependencies([tf.debugging.Assert(tf.size(bad) == 0, [_NOT_AN_IMAGE, bad])]):
+            return tf.identity(weights), ids
+
+    def _name_image(self, record: int) -> UserError:
+        stored = self._loader.stored(record)
+        for name, feature in self._features.items():
+            problem = image_problem(feature, np.asarray(stored[name])[0]) if feature.decode == "image" else None
+            if problem:
+                return self._loader.bad_record(record, f"feature {name}: {problem}")
+        return self._loader.bad_record(record, "an image could not be decoded, and now it can")
+
+
+def build_pipeline(
+    records: Records, config: DataConfig, ranks: Ranks, *, seed: int, training: bool, global_batch_size: int
+) -> Pipeline:
+    """Build the pipeline of one rank.
+
+    Shuffles and augments only if `training`. Raises UserError if no record is left to read, if the config asks for what
+    the records do not have, or if memory is too small for what the pipeline keeps.
+    """
+    plan = build_plan(records, config, seed=seed, training=training, global_batch_size=global_batch_size)
+    check_room_to_shuffle(plan, records, config, ranks.size)
+    pipeline = Pipeline(records, plan, config, ranks, training=training)
+    if config.cache == "memory":
+        check_room_to_cache(pipeline.bytes_to_cache, ranks.on_host)
+    return pipeline
+
+
+def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
+    for name in sorted(used.difference(given)):
+        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
+
+
+def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:
+    return values.reshape(shape) if isinstance(values, np.ndarray) else tf.reshape(values, shape)
+
+
+def _spec(tensor: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype)

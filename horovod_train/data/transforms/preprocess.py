@@ -1,0 +1,42 @@
+"""Makes of a batch's inputs what the model gets, by a function of the user's or a preset's: `data.preprocess`.
+
+Runs in tf.data, on the host, in training, evaluation and prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.data.pipeline.batch import Tensors
+from horovod_train.errors import UserError
+
+Preprocess = Callable[[Tensors], Tensors]
+"""Inputs [rows, …] → inputs [rows, …]."""
+
+
+def load_preprocess(name: str | None) -> Preprocess | None:
+    """Load `package.module:function`, or the preprocessor of a keras_hub preset's folder. Raises UserError."""
+    if name is None:
+        return None
+    if ":" in name:
+        return load_function(name, "data.preprocess")
+    from horovod_train.presets import load_preprocessor  # keras_hub takes seconds
+
+    return load_preprocessor(name)
+
+
+def preprocessed(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) -> Tensors:
+    """Return what it makes of inputs, with a known number of rows. Raises UserError if it does not give that many."""
+    shown = tf.nest.map_structure(lambda tensor: f"{tensor.dtype.name}{tensor.shape}", inputs)
+    try:
+        found = preprocess(inputs)
+        leaves = list(found.values()) if isinstance(found, dict) else [found]
+        if not leaves or not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
+            raise ValueError(f"expected a tensor, or tensors by name; received {found}")
+        return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), found)
+    except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise UserError(f"data.preprocess: {name}, for inputs of {shown}: {text}{raised_at(error)}") from error

@@ -1,0 +1,136 @@
+"""Turns stored values into tensors: decodes and augments images; on the rank's device, casts and scales.
+
+Runs in TensorFlow's graph, for one or many steps per call. Does not read or parse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from horovod_train.config.settings import Spec
+from horovod_train.data.features import Feature
+from horovod_train.data.schema import Schema
+from horovod_train.data.transforms.augment import Augmentation, build_augmentations
+from horovod_train.data.transforms.decoding import ChangeImage, ImageChanges, decode_images
+from horovod_train.errors import UserError
+
+
+class _Steps(NamedTuple):
+    """The transformations of one feature."""
+
+    feature: Feature
+    augmentations: list[Augmentation]
+
+
+class Transforms:
+    """Turns the stored values of some features into tensors."""
+
+    def __init__(self, features: dict[str, Feature], schema: Schema, augment: Sequence[Spec]) -> None:
+        """Apply `augment` to all inputs and targets that are images, [height, width, channels], in the same way.
+
+        Raises UserError if inputs and targets would not stay aligned.
+        """
+        images = _images(features, schema.inputs)
+        if augment and not images:
+            raise UserError(
+                "data.augment: is for inputs [height, width, channels]; "
+                f"there is none among {', '.join(schema.inputs)}."
+            )
+        images |= _images(features, schema.targets)
+        done = {name: build_augmentations(augment, image.shape, image.interpolation) for name, image in images.items()}
+        _check_in_step(images, done, [name for name in schema.targets if name not in schema.inputs])
+        self._steps = {name: _Steps(feature, done.get(name, [])) for name, feature in features.items()}
+        # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
+        self.draws = max([1, *(sum(a.draws for a in steps.augmentations) for steps in self._steps.values())])
+        """Random numbers that a row needs."""
+        self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
+        """Whether it takes rows of one step per call, [rows, ...]; otherwise any number of leading axes."""
+
+    def apply(
+        self, stored: dict[str, tf.Tensor], draws: tf.Tensor
+    ) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+        """Return the tensors before `scale`, and for each image feature which rows could be decoded: bool [rows]."""
+        tensors, decoded = {}, {}
+        for name, values in stored.items():
+            if name not in self._steps:
+                tensors[name] = values  # a user's parse function has done it all
+                continue
+            feature, augmentations = self._steps[name]
+            at = 0
+            if feature.decode == "image":
+                changes, singly = _on_decoding(augmentations)
+                values, decoded[name] = decode_images(feature, values, draws, changes)
+                at, augmentations = sum(a.draws for a in augmentations[:singly]), augmentations[singly:]
+            for augmentation in augmentations:
+                values = augmentation.apply(values, draws[:, at : at + augmentation.draws])
+                at += augmentation.draws
+            tensors[name] = values
+        return tensors, decoded
+
+    def scale(self, tensors: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return what the model gets: value * scale + offset, in the features' dtypes. Any number of leading axes."""
+        return {
+            name: cast_and_scale(self._steps[name].feature, values) if name in self._steps else values
+            for name, values in tensors.items()
+        }
+
+
+def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
+    found = {name: features[name] for name in names if name in features}
+    return {name: feature for name, feature in found.items() if len(feature.shape) == 3 and not feature.max_length}
+
+
+def _check_in_step(
+    images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
+) -> None:
+    """Raise UserError if images differ in a way that makes the same draws change them differently."""
+    for name in filter(images.__contains__, targets):
+        first = next(iter(images))  # an input
+        one, other = images[first], images[name]
+        if any(augmentation.is_users for augmentation in augmentations[name]):
+            raise UserError(
+                f"data.augment: target {name} is an image and would have to change with the inputs; "
+                "a function of your own is for inputs only. Use ours, or make the target no image."
+            )
+        if augmentations[name] and one.shape[:2] != other.shape[:2]:
+            raise UserError(
+                f"data.augment: target {name} changes with input {first} and must have its height and width, "
+                f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
+            )
+        if augmentations[name] and augmentations[name][0].box and one.decode != other.decode:
+            raise UserError(
+                f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
+                f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
+            )
+
+
+def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
+    """Return value * scale + offset in the feature's dtype, or the values cast only."""
+    if feature.scale is not None or feature.offset is not None:
+        dtype = tf.as_dtype(feature.tensor_dtype)
+        values = tf.cast(values, dtype if dtype.is_floating else tf.float32)
+        if feature.scale is not None:
+            values *= tf.cast(feature.scale, values.dtype)
+        if feature.offset is not None:
+            values += tf.cast(feature.offset, values.dtype)
+    return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
+
+
+def _on_decoding(augmentations: Sequence[Augmentation]) -> tuple[ImageChanges, int]:
+    """Return the first augmentations, as far as single images can have them while they are decoded; and how many."""
+    box = augmentations[0].box if augmentations else None
+    after, number, at = list[ChangeImage](), 0, 0
+    for augmentation in augmentations:
+        if augmentation.of_one is not None:
+            after.append(_with_own_draws(augmentation.of_one, at, at + augmentation.draws))
+        elif number or box is None:
+            break
+        number, at = number + 1, at + augmentation.draws
+    return ImageChanges(box, after), number
+
+
+def _with_own_draws(change: ChangeImage, first: int, last: int) -> ChangeImage:
+    return lambda image, draws: change(image, draws[first:last])

@@ -1,0 +1,205 @@
+"""Reads the weights that `model.init_from` names and gives them to a model, by path and shape. Only root calls it.
+
+Does not broadcast, and does not know whether the run resumes; see run. Files are those of Keras 3: `.keras`, or the
+`.weights.h5` that `save_weights` writes.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.manifest import Damaged
+from horovod_train.config.patterns import find
+from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.settings import ModelSpec
+from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.sync_batch_norm import parts_in
+from horovod_train.errors import UserError
+from horovod_train.training.parts.fine_tuning import is_lora, listed
+
+_WHERE = "model.init_from"
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:\w+")
+_IN_KERAS_FILE = "model.weights.h5"
+_NOT_THE_MODEL = ("optimizer", "compile_metrics", "_loss_tracker", "loss_tracker")
+"""Groups of a file that hold the state of `compile` and `fit`."""
+
+Arrays = dict[str, np.ndarray]
+
+
+class Match(NamedTuple):
+    """What a source and a model have in common."""
+
+    taken: Arrays
+    """By the path of the model's weight."""
+    left: list[str]
+    """Weights of the source that the model does not have, or that init_exclude names."""
+    new: list[str]
+    """Weights of the model that keep their initial values."""
+
+    def line(self) -> str:
+        """Return a sentence for the log."""
+        parts = [f"{len(self.taken)} weights taken: {listed([*self.taken])}"]
+        parts += [f"{len(self.left)} left: {listed(self.left)}"] if self.left else []
+        parts += [f"{len(self.new)} new: {listed(self.new)}"] if self.new else []
+        return "; ".join(parts)
+
+
+def check_source(spec: ModelSpec) -> None:
+    """Raise UserError if init_from names a function that cannot be imported.
+
+    Every rank calls it, so that the ranks' code can be compared.
+    """
+    if spec.init_from and _FUNCTION.fullmatch(spec.init_from):
+        load_function(spec.init_from, _WHERE)
+
+
+def match(model: keras.Model, spec: ModelSpec) -> Match:
+    """Read the source and compare it with a built model, which is not changed. Raises UserError."""
+    assert spec.init_from is not None
+    found = _read(spec.init_from, model)
+    weights = {weight.path: weight for weight in model.weights}
+    excluded = {
+        path
+        for number, pattern in enumerate(spec.init_exclude)
+        for path in find(pattern, weights, f"model.init_exclude[{number}]")
+    }
+    common = [path for path in weights if path in found and path not in excluded]
+    if not common:
+        raise UserError(
+            f"{_WHERE}: {spec.init_from}: no weight of it is one of the model's. It has {listed(sorted(found))}; the "
+            f"model has {listed([*weights])}."
+        )
+    for path in common:
+        there, here = list(found[path].shape), list(weights[path].shape)
+        if there != here:
+            raise UserError(
+                f"{_WHERE}: {spec.init_from}: {path} has shape {there} there and {here} in the model. Give the layer "
+                "another name, or leave it as it is by model.init_exclude."
+            )
+    left = [path for path in found if path not in common]
+    return Match({path: found[path] for path in common}, left, [path for path in weights if path not in common])
+
+
+def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
+    """Set weights of the model to arrays by path."""
+    for weight in model.weights:
+        if weight.path in taken:
+            variable = as_tf_variable(weight)
+            variable.assign(tf.cast(taken[weight.path], variable.dtype))
+
+
+def _read(source: str, model: keras.Model) -> Arrays:
+    """Return the arrays of a source by path."""
+    if _FUNCTION.fullmatch(source):
+        return _from_function(source)
+    if source.endswith((".keras", ".h5")):
+        return _from_file(source, model)
+    return _from_run(source)
+
+
+def _from_run(path: str) -> Arrays:
+    """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation."""
+    found = open_checkpoint(path, _WHERE)
+    try:
+        arrays = found.read()
+    except Damaged as error:
+        raise UserError(f"{_WHERE}: {found.folder}: {error}.") from error
+    chosen: Arrays = {}
+    for kind in ("model/", "ema/"):
+        chosen |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
+    return chosen
+
+
+def _from_function(name: str) -> Arrays:
+    """Call a user's function: () → a keras.Model, or arrays by the paths of weights."""
+    function: Callable[[], Any] = load_function(name, _WHERE)
+    try:
+        made = function()
+    except Exception as error:  # a user's function may raise anything
+        text = " ".join(str(error).split())
+        raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
+    if isinstance(made, keras.Model):
+        return {weight.path: weight.numpy() for weight in made.weights}
+    if not isinstance(made, Mapping):
+        kind = type(made).__name__
+        raise UserError(f"{_WHERE}: {name} must return a keras.Model or arrays by path; it returned {kind}.")
+    return {str(path): np.asarray(value) for path, value in made.items()}
+
+
+def _from_file(path: str, model: keras.Model) -> Arrays:
+    """Return the arrays of a Keras file, by the paths of the weights of this model where it has the same layers.
+
+    A file knows its layers by name, and the weights of each by number. Others are named `layer/number`.
+    """
+    own = dict(_weights_by_layer(model, (), set()))
+    arrays: Arrays = {}
+    for layer, values in _layers_in(path):
+        weights, names = own.get(layer), [f"{layer}/{number}" for number in range(len(values))]
+        if weights is not None and len(weights) != len(values):
+            raise UserError(
+                f"{_WHERE}: {path}: layer {layer} has {len(values)} weights there and {len(weights)} in the model. "
+                "Give the layer another name."
+            )
+        if weights is not None:
+            names = [weight.path for weight in weights]
+        arrays |= dict(zip(names, values, strict=True))
+    return arrays
+
+
+def _weights_by_layer(
+    layer: keras.Layer, names: tuple[str, ...], seen: set[int]
+) -> Iterator[tuple[str, list[keras.Variable]]]:
+    """Yield each layer with weights of its own: the names of the layers around it and its own, and the weights.
+
+    names: of `layer` and those around it, without the model. seen: ids of layers to leave out.
+    """
+    seen.add(id(layer))
+    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in seen]
+    of_children = {id(weight) for child in children for weight in child.weights}
+    own = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
+    if own:
+        yield "/".join(names), own
+    for child in children:
+        if id(child) not in seen:
+            yield from _weights_by_layer(child, (*names, child.name), seen)
+
+
+def _layers_in(path: str) -> list[tuple[str, list[np.ndarray]]]:
+    """Return the layers of a Keras file, as `_weights_by_layer` names them, and their arrays. Raises UserError."""
+    try:
+        with ExitStack() as stack:
+            file: Any = stack.enter_context(Path(path).open("rb"))
+            if path.endswith(".keras"):
+                file = stack.enter_context(zipfile.ZipFile(file).open(_IN_KERAS_FILE))
+            found = list(_walk(stack.enter_context(h5py.File(file, "r")), ()))
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
+    if not found:
+        raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")
+    return found
+
+
+def _walk(group: h5py.Group, names: tuple[str, ...]) -> Iterator[tuple[str, list[np.ndarray]]]:
+    own = group.get("vars")
+    if own:
+        # Numbers, which h5py sorts as strings.
+        values = [np.asarray(own[key]) for key in sorted(own, key=lambda key: (len(key), key))]
+        yield "/".join(names), values
+    for key, inner in group.items():
+        if key == "vars" or not isinstance(inner, h5py.Group) or (not names and key in _NOT_THE_MODEL):
+            continue
+        # A group without `vars` is a list of layers. Keras before 3.10 did not store names.
+        name = (inner["vars"].attrs.get("name", key),) if "vars" in inner else ()
+        yield from _walk(inner, (*names, *name))

@@ -1,0 +1,149 @@
+"""Builds what a run trains and evaluates with: the trainer's own steps, or those of a model that has some.
+
+Does not build the model, the data or the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.settings import Config
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.schema import Schema
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
+from horovod_train.models.model_parallel import follow_inputs
+from horovod_train.optim.schedules import Horizon
+from horovod_train.training.parts.compiled import (
+    choose_loss,
+    choose_metrics,
+    exchange_options,
+    origins,
+    prepare_optimizer,
+)
+from horovod_train.training.parts.losses import Loss
+from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.training.state import TrainState
+from horovod_train.training.steps.built import Evaluation, Training
+from horovod_train.training.steps.objective import Objective, check_fits
+from horovod_train.training.steps.own.build import (
+    build_own_evaluation,
+    build_own_training,
+    check_loss_is_known,
+    refuse_unused_loss,
+)
+from horovod_train.training.steps.step import EvalStep, TrainStep
+
+
+def build_training(
+    config: Config, group: WorkerGroup, model: keras.Model, train: BatchSource, horizon: Horizon, schema: Schema | None
+) -> Training:
+    """Build loss, metrics and optimizer, and try them on the shapes of a batch. Raises UserError."""
+    if overridden(model, OWN_TRAINING):
+        if not (config.data.eval or config.data.dataset):
+            refuse_unused_loss(config)
+        return build_own_training(config, group, model, horizon, train, _counting(config, group, None))
+    loss = choose_loss(config, model)
+    if schema is not None:
+        loss.check_classes(schema)
+    seen = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
+    has_own_losses = check_fits(
+        model, loss, seen, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
+    )
+    plain, slots = prepare_optimizer(config, model, horizon)
+    optimizer = DistributedOptimizer(plain, **exchange_options(config))
+    optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
+    return Training(
+        optimizer,
+        [*loss.names, "penalty"],
+        lambda state: _build_train_step(config, group, state, loss, seen, train),
+        tuple(origins(model, config)),
+        tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
+        slots.averages(),
+    )
+
+
+def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:
+    """Build the evaluation of a split, and try it on the shapes of a batch. Raises UserError."""
+    if overridden(model, OWN_EVALUATION):
+        return build_own_evaluation(config, group, model, pipeline)
+    if overridden(model, OWN_TRAINING):
+        check_loss_is_known(config, model)
+    loss = choose_loss(config, model)
+    seen = build_accumulator(config, model, loss, pipeline.scaled_spec)
+    check_fits(model, loss, seen, pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval")
+    return Evaluation(EvalStep(model, loss, seen, pipeline.scaled))
+
+
+def _build_train_step(
+    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: BatchSource
+) -> TrainStep:
+    objective = Objective(
+        state.model,
+        state.optimizer,
+        loss,
+        size=group.size,
+        accumulate_steps=config.train.accumulate_steps,
+        l2=config.train.l2,
+        jit_compile=config.jit_compile,
+    )
+    return TrainStep(
+        state,
+        objective,
+        metrics,
+        rank=group.rank,
+        seed=config.seed,
+        max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+        count_over_ranks=_counting(config, group, loss),
+        scaled=train.scaled,
+        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
+    )
+
+
+def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
+    counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
+    if has_own_losses and any(count % size for count in counts):
+        yield (
+            f"the model's layers add losses that depend on records, and ranks hold uneven numbers of records in a step "
+            f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
+            "records; see docs/models.md."
+        )
+    if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
+        yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
+    if config.train.synchronization == "local" and config.data.dataset:
+        yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."
+    elif config.train.synchronization == "local" and has_weights:
+        yield "weights of records require an exchange in every step, under synchronization: local too."
+
+
+def build_accumulator(
+    config: Config, model: keras.Model, loss: Loss, batch: Batch, also: Sequence[str] = ()
+) -> Accumulator:
+    """Build the loss and the metrics of one split, with variables of their own. batch: of specs. Raises UserError."""
+    plain, weighted = (choose_metrics(config, model, part, batch) for part in ("metrics", "weighted_metrics"))
+    return Accumulator(loss, plain, weighted, also=also)
+
+
+def _weighs_records(config: Config, loss: Loss) -> bool:
+    return config.data.weight is not None or loss.has_class_weights or config.data.dataset is not None
+
+
+def _counting(config: Config, group: WorkerGroup, loss: Loss | None) -> Callable[[Batch], tf.Tensor]:
+    """Return a function that gives what the sums of the losses are divided by in a step: records, or weights.
+
+    loss: None if the model computes its own, whose weights are those of the records.
+    """
+    if loss is None and (config.data.weight is not None or config.data.dataset is not None):
+        return lambda batch: group.sum_in_step(tf.reduce_sum(batch.weights), "step.count")
+    if loss is not None and _weighs_records(config, loss):  # each rank knows only the weights of its own records
+        return lambda batch: group.sum_in_step(loss.total_weights(batch.targets, batch.weights), "step.count")
+    if config.data.on_bad_record == "error":
+        return lambda batch: batch.count  # exact as planned; no exchange needed
+    # Bad records may have been skipped, so only the sum over ranks gives the number.
+    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.real), "step.count"), 1.0)

@@ -1,0 +1,139 @@
+"""Computes what histograms show: weights, outputs of chosen layers, gradients averaged over ranks. Writes nothing.
+
+A separate function computes them on separate records. So the compiled training step and the state of the run do not
+change: dropout seeds, BatchNorm statistics, metrics and the place in the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import suggest
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.errors import UserError
+from horovod_train.training.steps.step import TrainStep
+from horovod_train.training.sync.strategy import by_unique_name
+
+
+class Summaries:
+    """Uses the same records each time: from one histogram to the next only the weights change."""
+
+    def __init__(
+        self, group: WorkerGroup, train_step: TrainStep, read: Callable[[], Batch], activations: Mapping[str, Any]
+    ) -> None:
+        """read: returns this rank's share of some step; called once. activations: name to show → layer's name."""
+        self.group, self.train_step, self._read = group, train_step, read
+        self.layers = find_layers(train_step.state.model, activations)
+        self._batch: Batch | None = None
+        self._traces = train_step.traces
+        self._run = tf.function(self._gradients_and_outputs, autograph=False)
+
+    def compute(self) -> dict[str, tf.Tensor]:
+        """Collective: return the values of each histogram, any shape; by name, as `hidden1/kernel`.
+
+        `gradients/hidden1/kernel` is of the mean over the records of all ranks, before clipping; a sparse one gives the
+        rows that it contains. Outputs are this rank's own.
+        """
+        if self._batch is None:
+            self._batch = self._first_part(self._read())
+        if self._traces != self.train_step.traces:  # other variables are trained than before
+            self._run = tf.function(self._gradients_and_outputs, autograph=False)
+            self._traces = self.train_step.traces
+        gradients, outputs = self._run(self._batch)
+        named = ((weight.path, as_tf_variable(weight)) for weight in self.train_step.state.model.weights)
+        weights = by_unique_name(named)
+        names = {variable.ref(): name for name, variable in weights.items()}
+        trained = [as_tf_variable(variable) for variable in self.train_step.state.model.trainable_variables]
+        values: dict[str, Any] = {name: variable for name, variable in weights.items() if variable.dtype.is_floating}
+        for variable, gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                values[f"gradients/{names[variable.ref()]}"] = gradient
+        for name, found in outputs.items():
+            for number, output in enumerate(found):
+                values[name if len(found) == 1 else f"{name}/{number}"] = output
+        return values
+
+    def _first_part(self, batch: Batch) -> Batch:
+        """Collective: take as many rows as one pass computes; the count, or the weights, are of all ranks."""
+        rows = batch.weights.shape[0] // self.train_step.objective.accumulate_steps
+        part: Batch = tf.nest.map_structure(lambda value: value[:rows], batch._replace(count=()))
+        loss = self.train_step.objective.loss
+        (totals,) = self.group.sum([loss.total_weights(part.targets, part.weights).numpy()])
+        return part._replace(count=tf.constant(totals, tf.float32))
+
+    def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:
+        optimizer, variables = self.train_step.state.optimizer, self.train_step.state.model.trainable_variables
+        with tf.GradientTape() as tape:
+            # The scope receives assignments to Keras variables and drops them. Regularizers find the weights in it.
+            held = [(variable, as_tf_variable(variable).read_value()) for variable in variables]
+            with keras.StatelessScope(held, collect_losses=True), _noting_outputs(self.layers) as outputs:
+                _, _, _, total = self.train_step.objective.forward(batch)
+            scaled = optimizer.scale_loss(total)
+        own = tape.gradient(scaled, [as_tf_variable(variable) for variable in variables])
+        scale = optimizer.scale_loss(tf.constant(1.0))
+        combined = [_values(gradient) for gradient in optimizer.combine(own)]
+        real = batch.ids >= 0
+        return (
+            [None if gradient is None else tf.cast(gradient, tf.float32) / scale for gradient in combined],
+            {name: [_without_padding(output, real) for output in found] for name, found in outputs.items()},
+        )
+
+
+def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str, keras.Layer]:
+    """Map each name to show to its layer. Raises UserError if the model has no layer of that name."""
+    known = dict(_layers(model))
+    for shown, name in activations.items():
+        if name not in known:
+            raise UserError(
+                f"log.activations.{shown}: the model has no layer {name!r}; {suggest(str(name), list(known))}"
+            )
+    return {shown: known[name] for shown, name in activations.items()}
+
+
+def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.Layer]]:
+    """Yield all layers by name; those of a model inside a model as `inner/layer`."""
+    for layer in model.layers:
+        yield f"{prefix}{layer.name}", layer
+        if isinstance(layer, keras.Model):
+            yield from _layers(layer, f"{prefix}{layer.name}/")
+
+
+@contextmanager
+def _noting_outputs(layers: Mapping[str, keras.Layer]) -> Iterator[dict[str, list[tf.Tensor]]]:
+    """Record what the layers return inside the block: each tensor of each call, in every kind of model."""
+    noted: dict[str, list[tf.Tensor]] = {name: [] for name in layers}
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
+            outputs = call(*args, **kwargs)
+            noted[name] += [tensor for tensor in tf.nest.flatten(outputs) if _has_floats(tensor)]
+            return outputs
+
+        return call_and_note
+
+    for name, layer in layers.items():
+        layer.call = noting(name, layer.call)
+    try:
+        yield noted
+    finally:
+        for layer in {id(layer): layer for layer in layers.values()}.values():
+            del layer.call
+
+
+def _has_floats(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _without_padding(output: tf.Tensor, real: tf.Tensor) -> tf.Tensor:
+    has_rows = output.shape.rank and output.shape[0] == real.shape[0]
+    return tf.boolean_mask(output, real) if has_rows else output

@@ -1,0 +1,220 @@
+"""Computes the minimised loss and its gradient on one rank: forward, loss, penalties, backward, in parts if set.
+
+Does not exchange, apply or count anything; see step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import raised_at
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.distributed.optimizer import CombiningOptimizer
+from horovod_train.distributed.sync_batch_norm import rows_that_count
+from horovod_train.errors import UserError
+from horovod_train.training.parts.losses import Loss, Weighed
+from horovod_train.training.parts.metrics import Accumulator
+
+
+def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> bool:
+    """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
+
+    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do. Raises
+    UserError where the model does not accept the records.
+    """
+    has_own_losses = False
+
+    def forward(records: Batch) -> None:
+        nonlocal has_own_losses
+        outputs = model(records.inputs, training=False)
+        of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
+        has_own_losses = len(model.losses) > len(of_weights)
+        losses = loss.weigh(records.targets, outputs, records.weights)
+        seen.add(losses, records.targets, outputs, records.real)
+
+    try:
+        tf.function(forward, autograph=False).get_concrete_function(batch)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
+        reason = " ".join(str(error).split())[-400:] + raised_at(error)
+        raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
+    return has_own_losses
+
+
+class Passed(NamedTuple):
+    """Result of a forward and a backward pass over some rows."""
+
+    gradients: list[Any]
+    """One for each trainable variable: a tensor, IndexedSlices, or None if it has no part in the loss."""
+    outputs: Any
+    losses: Weighed
+    """Of this rank's records, penalties left out."""
+    penalty: tf.Tensor
+    """float32: what regularisation adds to the mean loss."""
+
+
+@dataclass(eq=False, repr=False)
+class Objective:
+    """The mean loss over the records of all ranks, by their weights if they have any, plus penalties.
+
+    Those are what layers add, and l2 · ½ Σ‖W‖² over matrices W: trainable variables with two or more dimensions, so
+    biases and scales are excluded; ½‖W‖² is tf.nn.l2_loss. A rank's gradient is that of `size` times its part of the
+    mean, so that the average over ranks is the gradient.
+    """
+
+    model: keras.Model
+    optimizer: CombiningOptimizer
+    """Scales the loss if the precision needs it."""
+    loss: Loss
+    size: int
+    accumulate_steps: int = 1
+    l2: float = 0.0
+    jit_compile: bool = False
+    """Whether to compile the passes, and nothing else, with XLA."""
+
+    def __post_init__(self) -> None:
+        self.retrace()
+
+    def retrace(self) -> None:
+        """Compile the passes when they run next; see TrainStep.retrace."""
+        self._pass = self._forward_backward
+        if self.jit_compile:
+            self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
+
+    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
+        """In the compiled step: return this rank's gradients, and its parts of the global means times `size` (float32).
+
+        The parts are of each loss and of "penalty", by name. Adds outputs and losses to `seen`. The records are
+        processed in `accumulate_steps` parts, to bound memory.
+        """
+        if self.accumulate_steps == 1:
+            passed = self._pass(batch)
+            _note(seen, batch, passed)
+            return passed.gradients, self._shares(passed.losses.sums, passed.penalty, batch)
+
+        def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+            length = value.shape[0] // self.accumulate_steps
+            return value[index * length : (index + 1) * length]
+
+        def rows(index: tf.Tensor) -> Batch:
+            own = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
+            return own._replace(count=batch.count)
+
+        def one_part(
+            index: tf.Tensor, sums: list[Any], losses: dict[str, tf.Tensor], penalty: tf.Tensor
+        ) -> tuple[Any, ...]:
+            own = rows(index)
+            passed = self._pass(own)
+            _note(seen, own, passed)
+            added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
+            losses = {name: losses[name] + value for name, value in passed.losses.sums.items()}
+            return index + 1, added, losses, penalty + passed.penalty
+
+        kinds = self._kinds_of_gradients(rows(0))
+        nothing = [_nothing(kind, self.accumulate_steps) for kind in kinds]
+        _, sums, losses, penalty = tf.while_loop(
+            lambda index, *_: index < self.accumulate_steps,
+            one_part,
+            (0, nothing, dict.fromkeys(self.loss.terms, tf.constant(0.0)), tf.constant(0.0)),
+            parallel_iterations=1,  # a forward pass may communicate too
+        )
+        totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
+        return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
+
+    def _shares(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
+        """Scale so that the average over ranks is the sum over all ranks, divided by the weights of all ranks."""
+        own = {name: value * self.size for name, value in sums.items()}
+        return self.loss.means(own, batch.count) | {"penalty": penalty}
+
+    def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
+        """Return the kind of each gradient of such a batch, in order; None if a variable has no part in the loss."""
+        found: list[Any] = []
+
+        def trace(records: Batch) -> None:
+            found[:] = self._forward_backward(records).gradients
+
+        shapes = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), batch)
+        tf.function(trace, autograph=False).get_concrete_function(shapes)
+        return [
+            None if gradient is None else _Kind(tuple(variable.shape), gradient.dtype, _indices_dtype(gradient))
+            for variable, gradient in zip(self.model.trainable_variables, found, strict=True)
+        ]
+
+    def _forward_backward(self, batch: Batch) -> Passed:
+        with tf.GradientTape() as tape:
+            outputs, losses, penalty, total = self.forward(batch, passes=self.accumulate_steps)
+            scaled = self.optimizer.scale_loss(total)
+        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
+
+    def forward(self, batch: Batch, *, passes: int = 1) -> tuple[Any, Weighed, tf.Tensor, tf.Tensor]:
+        """Run a forward pass in training: return outputs, losses, penalty as in Passed, and the value to differentiate.
+
+        The last is a float32 scalar. passes: the number of such passes whose gradients are added up.
+        """
+        with rows_that_count(batch.real):
+            outputs = self.model(batch.inputs, training=True)
+        with tf.name_scope("loss_function"):
+            losses = self.loss.weigh(batch.targets, outputs, batch.weights)
+            penalty = self._penalty()
+            share = self._shares(losses.sums, penalty, batch)["loss"]
+            return outputs, losses, penalty, share + penalty / passes
+
+    def _penalty(self) -> tf.Tensor:
+        penalties = [tf.cast(value, tf.float32) for value in self.model.losses]
+        if self.l2:
+            matrices = [variable for variable in self.model.trainable_variables if len(variable.shape) > 1]
+            penalties += [self.l2 * tf.nn.l2_loss(tf.cast(matrix, tf.float32)) for matrix in matrices]
+        return tf.add_n(penalties) if penalties else tf.constant(0.0)
+
+
+def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
+    # The penalty is the same for every record, so that its mean over records is itself.
+    sums = passed.losses.sums | {"penalty": passed.penalty * tf.reduce_sum(batch.real)}
+    weights = passed.losses.weights | {"penalty": batch.real}
+    seen.add(Weighed(sums, weights), batch.targets, passed.outputs, batch.real)
+
+
+class _Kind(NamedTuple):
+    """Shape and dtypes of a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: tf.DType
+    indices_dtype: tf.DType | None
+    """None: dense."""
+
+
+def _indices_dtype(gradient: Any) -> tf.DType | None:
+    return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
+
+
+def _nothing(kind: _Kind | None, passes: int) -> Any:
+    """Return a zero total for adding up gradients of one kind over the parts; sparse ones keep all rows."""
+    if kind is None:
+        return ()
+    if kind.indices_dtype is None:
+        return tf.zeros(kind.shape, kind.dtype)
+    rows, indices = ([None, *kind.shape[1:]], kind.dtype), ([None], kind.indices_dtype)
+    return tuple(
+        tf.TensorArray(dtype, passes, infer_shape=False, element_shape=shape) for shape, dtype in (rows, indices)
+    )
+
+
+def _add(total: Any, gradient: Any, index: tf.Tensor) -> Any:
+    if gradient is None:
+        return ()
+    if not isinstance(gradient, tf.IndexedSlices):
+        return total + gradient
+    rows, indices = total
+    return rows.write(index, gradient.values), indices.write(index, gradient.indices)
+
+
+def _total(kind: _Kind | None, total: Any) -> Any:
+    if kind is None or kind.indices_dtype is None:
+        return None if kind is None else total
+    rows, indices = total
+    return tf.IndexedSlices(rows.concat(), indices.concat(), tf.constant(kind.shape, tf.int64))
