@@ -52,7 +52,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             step = build_evaluation(config, group, trained.model, pipeline).step
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
-        values = step.seen.result(group)
+        values = step.metrics.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}
         if skipped := int(group.sum([pipeline.skipped])[0]):
             about["skipped_records"] = skipped

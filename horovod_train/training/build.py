@@ -89,12 +89,12 @@ def build_components(
     best = BestTracker("best", config.checkpoint.best or Watched())
     early_stopping = EarlyStopping(config.early_stopping)
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
-    followed = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
+    tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
     callbacks = load_callbacks(config.callbacks)
-    state = _build_state(config, group, model, training, followed)
+    state = _build_state(config, group, model, training, tracked)
     freezing.apply(0)
     train_step = training.make_step(state)
-    _attach_callbacks(callbacks, state, train_step.seen.names, evaluation, horizon)
+    _attach_callbacks(callbacks, state, train_step.metrics.names, evaluation, horizon)
     return Components(
         train=train,
         eval=eval_,
@@ -115,7 +115,7 @@ def build_components(
 
 
 def _build_state(
-    config: Config, group: WorkerGroup, model: keras.Model, training: Training, followed: Mapping[str, tf.Variable]
+    config: Config, group: WorkerGroup, model: keras.Model, training: Training, tracked: Mapping[str, tf.Variable]
 ) -> TrainState:
     averages: Averages = training.averages or MovingAverages(model, config.train.ema_decay)
     if training.averages and config.train.ema_decay is not None:
@@ -124,7 +124,7 @@ def _build_state(
     kept = [] if averages.are_of_optimizer else list(averages.variables.values())
     optimizer = training.optimizer
     strategy = build_strategy(SyncParts(config.train, group, model, optimizer, kept, config.horovod.sparse_as_dense))
-    return TrainState(model, optimizer, followed, averages=averages, synchronization=strategy, losses=training.losses)
+    return TrainState(model, optimizer, tracked, averages=averages, synchronization=strategy, losses=training.losses)
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
@@ -176,7 +176,7 @@ def _attach_callbacks(
     epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
     steps = horizon.steps_per_epoch
     callbacks.attach(state.model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=steps)
-    evaluated = evaluation.step.seen.names if evaluation else []
+    evaluated = evaluation.step.metrics.names if evaluation else []
     callbacks.check_monitors([*trained, *(f"val_{name}" for name in evaluated)])
 
 
@@ -195,7 +195,7 @@ def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: Evalu
 def _check_watched(config: Config, evaluation: Evaluation | None) -> None:
     if evaluation is None:
         return
-    stops, names = config.early_stopping, evaluation.step.seen.names
+    stops, names = config.early_stopping, evaluation.step.metrics.names
     is_asked = stops.patience is not None or stops.target is not None or stops.metric != Watched().metric
     watched = {"checkpoint.best": config.checkpoint.best, "early_stopping": stops if is_asked else None}
     for key, value in watched.items():

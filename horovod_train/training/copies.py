@@ -54,8 +54,8 @@ def values_on_root(group: WorkerGroup, values: Sequence[np.ndarray]) -> list[np.
     row = np.frombuffer(b"".join(value.tobytes() for value in values), np.uint8)
     rows = group.to_root(row[np.newaxis])
     parts = np.split(rows, np.cumsum([value.nbytes for value in values])[:-1], axis=1)
-    found = zip(values, parts, strict=True) if group.is_root else ()
-    return [np.ascontiguousarray(part).view(value.dtype).reshape(-1, *value.shape) for value, part in found]
+    pairs = zip(values, parts, strict=True) if group.is_root else ()
+    return [np.ascontiguousarray(part).view(value.dtype).reshape(-1, *value.shape) for value, part in pairs]
 
 
 def bytes_of(variable: tf.Variable) -> memoryview:

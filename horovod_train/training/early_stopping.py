@@ -19,8 +19,8 @@ class BestTracker:
         self.value = tf.Variable(math.nan, dtype=tf.float64, trainable=False, name=f"{name}_value")
         self.step = tf.Variable(-1, dtype=tf.int64, trainable=False, name=f"{name}_step")
         self.evaluations_since = tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{name}_evaluations_since")
-        own = (self.value, self.step, self.evaluations_since)
-        self.variables = {variable.name.removesuffix(":0"): variable for variable in own}
+        variables = (self.value, self.step, self.evaluations_since)
+        self.variables = {variable.name.removesuffix(":0"): variable for variable in variables}
 
     def forget(self) -> None:
         """Reset, as for another metric."""
@@ -65,8 +65,8 @@ class EarlyStopping:
         """Return the stop reason that the evaluations so far give, also after a restart; else None."""
         if reached := self.reached(float(self.best.value)):
             return reached
-        name, waited = self.config.metric, int(self.best.evaluations_since)
-        if self.config.patience is not None and waited >= self.config.patience:
+        name, evaluations = self.config.metric, int(self.best.evaluations_since)
+        if self.config.patience is not None and evaluations >= self.config.patience:
             best = f"{float(self.best.value):.6g} at step {int(self.best.step)}"
-            return StopReason(f"early stopping: {name} has not been better than {best} for {waited} evaluations")
+            return StopReason(f"early stopping: {name} has not been better than {best} for {evaluations} evaluations")
         return None

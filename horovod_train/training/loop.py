@@ -28,33 +28,34 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     """
     state, parts, stopping = run.state, run.parts, run.stopping
     step, batches = int(state.step), _remaining_batches(run)
-    asked, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
+    requested, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
     run.group.heartbeat.phase("compile")
     run.group.heartbeat.set_probe(parts.train_step.phase_variable)
-    if step and not asked:
+    if step and not requested:
         # First finish hooks that the last stop interrupted, such as an evaluation.
-        late = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
-        ended = ended or late
-        asked = stopping.vote() if ended else None
+        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
+        ended = ended or reason
+        requested = stopping.vote() if ended else None
     while step < parts.last_step and not ended:
         sync_step = state.synchronization.next_sync_step(step)
-        if asked and step == sync_step:
+        if requested and step == sync_step:
             break
-        last_step = min(parts.last_step, sync_step if asked else parts.last_step)
-        due = min((hook.next_step(step) for hook in hooks), default=last_step)
-        step = _train_until(run, int(min(last_step, step + run.config.train.steps_per_call, due)), batches, audit)
+        last_step = min(parts.last_step, sync_step if requested else parts.last_step)
+        hook_step = min((hook.next_step(step) for hook in hooks), default=last_step)
+        until = int(min(last_step, step + run.config.train.steps_per_call, hook_step))
+        step = _train_until(run, until, batches, audit)
         ended = _call(run, step, [hook for hook in hooks if hook.is_due(step)])
         # A hook that ends the run may be an evaluation interrupted by a stop request.
-        asked = asked or (stopping.vote() if ended else stopping.vote_periodically())
+        requested = requested or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(run.group)
-    stop = asked or ended
+    stop = requested or ended
     if stop == LEASE_LOST:
         raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
     at_end = ("stopped" if stop and stop.restartable else "done", "always")
-    late = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
-    if late and not asked:  # may be an evaluation interrupted by a stop request
-        asked = stopping.vote()
-    return asked or ended or late or DONE
+    reason = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
+    if reason and not requested:  # may be an evaluation interrupted by a stop request
+        requested = stopping.vote()
+    return requested or ended or reason or DONE
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:
@@ -63,9 +64,9 @@ def position(state: TrainState, pipeline: BatchSource) -> int:
 
 
 def _remaining_batches(run: Run) -> Batches:
-    pipeline, first = run.parts.train, position(run.state, run.parts.train)
-    epochs = -(-(first + run.parts.last_step - int(run.state.step)) // pipeline.steps_per_epoch)
-    return pipeline.batches(int(run.state.epoch), first, max(1, epochs))
+    pipeline, first_step = run.parts.train, position(run.state, run.parts.train)
+    epochs = -(-(first_step + run.parts.last_step - int(run.state.step)) // pipeline.steps_per_epoch)
+    return pipeline.batches(int(run.state.epoch), first_step, max(1, epochs))
 
 
 def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
@@ -89,16 +90,16 @@ def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: A
 
     ids: of the records that this rank used, int64 [steps, rows].
     """
-    epoch, at, records = int(state.epoch), position(state, pipeline), 0
+    epoch, first, records = int(state.epoch), position(state, pipeline), 0
     while len(ids):
-        steps = min(len(ids), pipeline.steps_per_epoch - at)
-        audit.append(epoch, at, ids[:steps])
-        records += sum(pipeline.count(step) for step in range(at, at + steps))
-        ids, at = ids[steps:], at + steps
-        if at == pipeline.steps_per_epoch:
-            epoch, at = epoch + 1, 0
+        steps = min(len(ids), pipeline.steps_per_epoch - first)
+        audit.append(epoch, first, ids[:steps])
+        records += sum(pipeline.count(step) for step in range(first, first + steps))
+        ids, first = ids[steps:], first + steps
+        if first == pipeline.steps_per_epoch:
+            epoch, first = epoch + 1, 0
     state.epoch.assign(epoch)
-    state.records.assign(min(at * pipeline.global_batch_size, pipeline.num_records))
+    state.records.assign(min(first * pipeline.global_batch_size, pipeline.num_records))
     return records
 
 

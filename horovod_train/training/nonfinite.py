@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 
-_THEN = "lower lr_schedule.base_lr, or see train.non_finite"
+_ADVICE = "lower lr_schedule.base_lr, or see train.non_finite"
 
 
 class Failure:
@@ -29,13 +29,13 @@ class Failure:
         )
         self.knows_loss = True
         """Whether `loss` says anything; not where a model's own step computes it."""
-        self._what = ""
+        self._variable = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
-    def note(self, step: tf.Tensor, own: Sequence[Any], loss: tf.Tensor, skips: tf.Tensor) -> None:
-        """In the compiled step: note that the combined gradients are not finite. own: this rank's part of them."""
+    def note(self, step: tf.Tensor, local_gradients: Sequence[Any], loss: tf.Tensor, skips: tf.Tensor) -> None:
+        """In the compiled step: note that the combined gradients are not finite."""
         self.step.assign(step)
-        self.is_cause.assign(tf.logical_not(are_finite(own)))
+        self.is_cause.assign(tf.logical_not(are_finite(local_gradients)))
         self.loss.assign(loss)
         self.skips.assign(skips)
 
@@ -44,9 +44,9 @@ class Failure:
 
         is_cause: whether these are this rank's own numbers; else ranks have just combined theirs, which were finite.
         """
-        found = not_finite(variables)
-        if found and not int(self.step):
-            self._what = found[0]
+        names = nonfinite_names(variables)
+        if names and not int(self.step):
+            self._variable = names[0]
             # 0 means no failure, but a run may be resumed at step 0.
             self.step.assign(max(1, step))
             self.is_cause.assign(is_cause)
@@ -55,31 +55,32 @@ class Failure:
     def divergence(self, group: WorkerGroup) -> DivergedError:
         """Collective: return the error for the user, with the ranks on which numbers became non-finite."""
         loss = float(self.loss)
-        own = [int(self.step), bool(self.is_cause), math.isfinite(loss), _readable(loss), int(self.skips), self._what]
-        facts = group.gather(own)
+        facts = group.gather(
+            [int(self.step), bool(self.is_cause), math.isfinite(loss), _readable(loss), int(self.skips), self._variable]
+        )
         failed = [rank for rank, (step, *_) in enumerate(facts) if step]
         causes = [rank for rank in failed if facts[rank][1]]
-        step, _, loss_is_finite, shown, skips, what = facts[(causes or failed)[0]]
+        step, _, loss_is_finite, shown, skips, variable = facts[(causes or failed)[0]]
         ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
         tried = f", after {skips} skipped updates in a row" if skips else ""
-        before = f"The weights are those before that step; {_THEN}."
+        state = f"The weights are those before that step; {_ADVICE}."
         if not self.knows_loss:
-            before = "Weights with such gradients are those before that step; lower the learning rates."
+            state = "Weights with such gradients are those before that step; lower the learning rates."
         if not causes:
             return DivergedError(
                 f"Model diverged at step {step}: gradients are finite on each rank, but not once they are combined"
-                f"{tried}. horovod.compression: fp16 overflows above 65504; use bf16 or none. {before}"
+                f"{tried}. horovod.compression: fp16 overflows above 65504; use bf16 or none. {state}"
             )
         shows_loss = self.knows_loss and not loss_is_finite
         lead = f"Model diverged{f' with loss = {shown}' if shows_loss else ''} at step {step}"
-        if what:
-            return DivergedError(f"{lead}: {what} is not finite on {ranks}. It has not been saved; {_THEN}.")
+        if variable:
+            return DivergedError(f"{lead}: {variable} is not finite on {ranks}. It has not been saved; {_ADVICE}.")
         but = ", but not the loss," if self.knows_loss else ""
         numbers = f"gradients{but}" if loss_is_finite else "loss or gradients"
-        return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {before}")
+        return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {state}")
 
 
-def present(gradients: Sequence[Any]) -> list[tf.Tensor]:
+def gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
     """Return the values of all gradients that are not None; for sparse ones, of the rows that they contain."""
     values = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
     return [value for value in values if value is not None]
@@ -90,11 +91,11 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
 
     A number past 1.8e19 counts as infinite, because float32 cannot hold its square.
     """
-    squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in present(gradients)]
+    squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in gradient_values(gradients)]
     return tf.math.is_finite(tf.add_n(squares))
 
 
-def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
+def nonfinite_names(variables: Mapping[str, tf.Variable]) -> list[str]:
     """Return the names of the floating-point variables that contain a NaN or an infinity."""
     floating = {name: variable for name, variable in variables.items() if variable.dtype.is_floating}
     if not floating:
@@ -104,37 +105,37 @@ def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
 
 
 @contextmanager
-def taken_back(variables: Sequence[tf.Variable], judged: Sequence[tf.Variable]) -> Iterator[None]:
-    """In the compiled step: restore `variables` if one of `judged` becomes non-finite inside the block.
+def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf.Variable]) -> Iterator[None]:
+    """In the compiled step: restore `variables` if one of `checked` becomes non-finite inside the block.
 
     A moving average or a sum stays NaN once it is NaN, although training continues, because training does not read it.
     """
     before = [variable.read_value() for variable in variables]
     yield
 
-    def take_back() -> None:
+    def restore() -> None:
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
 
-    tf.cond(are_finite(judged), lambda: None, take_back)
+    tf.cond(are_finite(checked), lambda: None, restore)
 
 
-def spoilt_by(loss: tf.Tensor, own: Sequence[Any]) -> list[Any]:
+def poison_if_nonfinite(loss: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
     """Return the gradients, non-finite if the loss is, so that the usual exchange tells all ranks.
 
     loss: float32 scalar. Zero times the loss is added to the smallest gradient, which costs least.
     """
-    spoilt = list(own)
-    present = [index for index, gradient in enumerate(own) if gradient is not None]
-    if present:
-        least = min(present, key=lambda index: own[index].shape.num_elements() or math.inf)
-        gradient = own[least]
+    poisoned = list(gradients)
+    indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    if indices:
+        smallest = min(indices, key=lambda index: gradients[index].shape.num_elements() or math.inf)
+        gradient = gradients[smallest]
         if isinstance(gradient, tf.IndexedSlices):
             values = gradient.values + tf.cast(0.0 * loss, gradient.values.dtype)
-            spoilt[least] = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+            poisoned[smallest] = tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         else:
-            spoilt[least] = gradient + tf.cast(0.0 * loss, gradient.dtype)
-    return spoilt
+            poisoned[smallest] = gradient + tf.cast(0.0 * loss, gradient.dtype)
+    return poisoned
 
 
 def _readable(loss: float) -> str:

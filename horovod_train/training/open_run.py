@@ -59,30 +59,30 @@ def open_run(config: Config) -> Iterator[Run]:
             output = _open_output(config, group)
             lease = open_lease(output.directory, job=launcher.detect().job)
             rank_log.make_folder(output.directory)
-        own_log = _open_rank_log(config, group)
-        stack.enter_context(logs.to_file(own_log.write))
+        log_file = _open_rank_log(config, group)
+        stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
         stack.enter_context(_failure_is_tracked(output))
-        run_end = stack.enter_context(RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)))
+        run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         signals = stack.enter_context(collected_signals())
         stack.enter_context(closing(lease))
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
-            found = store.find(config.checkpoint.resume)
-        batch_before = group.broadcast_object(batch_of(found))
+            checkpoint = store.find(config.checkpoint.resume)
+        batch_before = group.broadcast_object(batch_of(checkpoint))
         with group.raise_together():
             config = resolve_as_before(config, group.size, batch_before)
         _introduce(group, config)
         data = _open_data(config, group)
         with group.raise_together():
             parts = build_components(config, group, data["train"], data.get("eval"))
-        if chosen := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
-            log.info(chosen)
+        if choice := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
+            log.info(choice)
         deadline = _deadline(config, started)
         stopping = StopCoordinator(group, lease, store, signals, deadline=deadline, run_dir=output.directory)
         times = PhaseTimes(lambda: _measured_phase(group, parts.train_step))
-        yield Run(config, group, output, store, stopping, run_end, parts, found, started, times)
+        yield Run(config, group, output, store, stopping, run_end, parts, checkpoint, started, times)
 
 
 def _measured_phase(group: WorkerGroup, train_step: Steps) -> str | None:
@@ -118,9 +118,9 @@ def _open_output(config: Config, group: WorkerGroup) -> Output:
 def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
     """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
-    said = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
+    first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
     assert config.output_dir is not None
-    return rank_log.open_rank_log(config.output_dir, group.rank, host, said=said)
+    return rank_log.open_rank_log(config.output_dir, group.rank, host, said=first_line)
 
 
 @contextmanager
@@ -135,9 +135,9 @@ def _failure_is_tracked(output: Output) -> Iterator[None]:
 
 def _deadline(config: Config, started: float) -> float | None:
     """Return when the process must have ended, seconds since 1970: the earlier of config and scheduler, if any."""
-    own = started + config.train.max_time if config.train.max_time is not None else None
-    given = [end for end in (own, launcher.detect().end_time) if end is not None]
-    return min(given, default=None)
+    limit = started + config.train.max_time if config.train.max_time is not None else None
+    deadlines = [end for end in (limit, launcher.detect().end_time) if end is not None]
+    return min(deadlines, default=None)
 
 
 def _introduce(group: WorkerGroup, config: Config) -> None:

@@ -68,15 +68,15 @@ def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
 
     seconds: [ranks, MEASURED_PHASES], with a sum above 0. name: of a rank.
     """
-    own = seconds[:, :-1].sum(axis=1)
-    slowest = int(own.argmax())
+    busy = seconds[:, :-1].sum(axis=1)
+    slowest = int(busy.argmax())
     if len(seconds) > 1:
         others = np.delete(seconds, slowest, axis=0)
-        waited = own[slowest] - np.median(np.delete(own, slowest))
-        passed = seconds.sum(axis=1).max()
-        if waited > (SLOW_FROM + _chance(passed / LOOK_EVERY_S)) * passed:
-            what = _slower(seconds[slowest], np.median(others, axis=0))
-            return f"straggler {name(slowest)}: {what}"
+        lead = busy[slowest] - np.median(np.delete(busy, slowest))
+        elapsed = seconds.sum(axis=1).max()
+        if lead > (SLOW_FROM + _chance(elapsed / LOOK_EVERY_S)) * elapsed:
+            reason = _describe_slow(seconds[slowest], np.median(others, axis=0))
+            return f"straggler {name(slowest)}: {reason}"
     costs = np.append(seconds[:, :-1].mean(axis=0), seconds[:, -1].min())
     return f"{MEASURED_PHASES[int(costs.argmax())]}-bound"
 
@@ -86,7 +86,7 @@ def _chance(looks: float) -> float:
     return float(2 * np.sqrt(2 * 0.25 / looks))
 
 
-def _slower(seconds: np.ndarray, usual: np.ndarray) -> str:
+def _describe_slow(seconds: np.ndarray, usual: np.ndarray) -> str:
     """Say in which phase a rank is slower than others usually are, and by how much. Both: [MEASURED_PHASES]."""
     phase = int((seconds - usual)[:-1].argmax())
     if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing

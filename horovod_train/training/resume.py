@@ -23,9 +23,9 @@ from horovod_train.training.run_record import Run
 log = logging.getLogger(__name__)
 
 
-def batch_of(found: Checkpoint | None) -> int | None:
+def batch_of(checkpoint: Checkpoint | None) -> int | None:
     """Return the global batch size of the run that wrote the checkpoint."""
-    return found.facts.setting("data.global_batch_size") if found else None
+    return checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
 
 
 def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:
@@ -49,23 +49,23 @@ def restore(run: Run) -> dict[str, Any]:
     Raises UserError for a checkpoint that does not fit.
     """
     with run.group.raise_together():
-        return {} if run.found is None else _load(run, run.found)
+        return {} if run.checkpoint is None else _load(run, run.checkpoint)
 
 
-def _load(run: Run, found: Checkpoint) -> dict[str, Any]:
+def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     config, parts = run.config, run.parts
     rates = run.state.rates
-    arrays = load({name: own for name, own in run.state.variables().items() if name not in rates}, found)
-    _restore_rates(rates, arrays, is_same=found.facts.setting("lr_schedule") == as_dict(config)["lr_schedule"])
-    check_position(parts.train, found)
-    if found.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
+    arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
+    _restore_rates(rates, arrays, is_same=checkpoint.facts.setting("lr_schedule") == as_dict(config)["lr_schedule"])
+    check_position(parts.train, checkpoint)
+    if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
         parts.best.forget()  # belongs to another metric
-    then = tuple(found.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
+    then = tuple(checkpoint.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
     if (config.early_stopping.metric, config.early_stopping.mode) != then:
         parts.early_stopping.best.forget()
-    elif found.facts.setting("early_stopping.patience") is None:
-        parts.early_stopping.best.evaluations_since.assign(0)  # nobody waited then
-    log.info(f"resumed from {found.folder} at step {int(run.state.step)}")
+    elif checkpoint.facts.setting("early_stopping.patience") is None:
+        parts.early_stopping.best.evaluations_since.assign(0)  # that run did not count them
+    log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
     return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
 
 
@@ -79,37 +79,38 @@ def _restore_rates(rates: Mapping[str, tf.Variable], arrays: dict[str, Any], *, 
             log.info(f"the learning rate is {float(rate):g} from here on, as lr_schedule says; it was {float(saved):g}")
 
 
-def check_position(train: BatchSource, found: Checkpoint) -> None:
+def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
     """Check that a saved place inside an epoch is reached by the same order of the same records.
 
     Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
     of an epoch, different records of the same number are allowed, with a warning. Raises UserError.
     """
-    seed, batch = found.facts.setting("seed"), found.facts.setting("data.global_batch_size")
-    changed = _changed_files(train, found)
-    if found.facts.records and changed:
+    facts = checkpoint.facts
+    seed, batch = facts.setting("seed"), facts.setting("data.global_batch_size")
+    changed = _changed_files(train, checkpoint)
+    if facts.records and changed:
         raise UserError(
-            f"{found.folder}: stands after record {found.facts.records} of an epoch of other data: data.train now "
+            f"{checkpoint.folder}: stands after record {facts.records} of an epoch of other data: data.train now "
             f"{changed}. Resume with the training files as they were then, or from a checkpoint at the end of an epoch."
         )
-    if found.facts.records and found.facts.data != train.fingerprint:
+    if facts.records and facts.data != train.fingerprint:
         raise UserError(
-            f"{found.folder}: stands after record {found.facts.records} of an epoch whose order is no longer the same. "
+            f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
             f"Resume with {train.what_orders.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
     if changed:
-        log.warning(f"the training data are not those of {found.folder}: data.train now {changed}")
-    steps, epochs = found.facts.step, found.facts.epoch
-    if not found.facts.records and steps != epochs * train.steps_per_epoch:
+        log.warning(f"the training data are not those of {checkpoint.folder}: data.train now {changed}")
+    steps, epochs = facts.step, facts.epoch
+    if not facts.records and steps != epochs * train.steps_per_epoch:
         raise UserError(
-            f"{found.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data and "
-            f"data.global_batch_size {train.global_batch_size} of this config an epoch has "
+            f"{checkpoint.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data "
+            f"and data.global_batch_size {train.global_batch_size} of this config an epoch has "
             f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
             f"data.global_batch_size {batch} and the training files as they were then."
         )
 
 
-def _changed_files(train: BatchSource, found: Checkpoint) -> str:
+def _changed_files(train: BatchSource, checkpoint: Checkpoint) -> str:
     """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
-    now, then = identity.unpack(train.files), identity.unpack(found.facts.data_files)
+    now, then = identity.unpack(train.files), identity.unpack(checkpoint.facts.data_files)
     return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""

@@ -59,19 +59,19 @@ def run(config: Config) -> int:
 def _take_initial_weights(run: Run) -> None:
     """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
     with run.group.raise_together():
-        if run.group.is_root and run.found is None and run.config.model.init_from:
-            found = match(run.state.model, run.config.model)
-            assign(run.state.model, found.taken)
+        if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
+            matched = match(run.state.model, run.config.model)
+            assign(run.state.model, matched.taken)
             run.state.averages.restart()
-            log.info(f"model.init_from: {run.config.model.init_from}: {found.line()}")
+            log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
 
 
 def _users_code(run: Run) -> dict[str, str]:
     """Return what the user's own modules hold, which must be equal too; call after importing them."""
     files = loaded_files(as_dict(run.config))
     code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
-    due = zip(run.config.hooks, run.parts.users_hooks, strict=True)
-    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in due}
+    steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
+    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
 
 
 def _describe_parts(run: Run) -> None:
@@ -119,7 +119,7 @@ def _open_audit(run: Run) -> Audit:
         global_batch_size=train.global_batch_size,
         steps_per_epoch=train.steps_per_epoch,
         data=train.content,
-        data_sets=[(found.name, found.records, found.repeats) for found in train.data_sets],
+        data_sets=[(data_set.name, data_set.records, data_set.repeats) for data_set in train.data_sets],
     )
     return AuditLog(directory, start)
 

@@ -36,7 +36,7 @@ class Run:
     stopping: StopCoordinator
     run_end: RunEnd
     parts: Components
-    found: Checkpoint | None
+    checkpoint: Checkpoint | None
     """On root, the checkpoint to resume from, if there is one."""
     started: float
     """Seconds since 1970."""

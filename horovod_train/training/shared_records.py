@@ -52,22 +52,23 @@ def _check_equal(group: WorkerGroup, records: Records) -> None:
         consistency.check(group, records.facts, "at the start", RanksStartApart)
     except RanksStartApart as error:
         # All ranks are here, so they can communicate again. File lists make long messages, sent only in this case.
-        mine = names_of(records.source.parts)
-        roots = group.broadcast_object([list(entry) for entry in mine])
-        theirs = [(str(name), str(digest)) for name, digest in roots]
-        said = group.gather(difference(mine, theirs, group.name(0)) if mine != theirs else "")
-        if any(said):
-            raise RanksStartApart(_sentence(group, records.setting, said)) from error
+        local_files = names_of(records.source.parts)
+        sent = group.broadcast_object([list(entry) for entry in local_files])
+        root_files = [(str(name), str(digest)) for name, digest in sent]
+        local_difference = difference(local_files, root_files, group.name(0)) if local_files != root_files else ""
+        differences = group.gather(local_difference)
+        if any(differences):
+            raise RanksStartApart(_sentence(group, records.setting, differences)) from error
         raise
 
 
-def _sentence(group: WorkerGroup, setting: str, said: Sequence[str]) -> str:
-    different = [rank for rank, words in enumerate(said) if words]
-    shown = "; ".join(f"{group.name(rank)} {said[rank]}" for rank in different[:_SHOWN])
+def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> str:
+    different = [rank for rank, text in enumerate(differences) if text]
+    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_SHOWN])
     more = f"; {len(different) - _SHOWN} more ranks differ" if len(different) > _SHOWN else ""
-    same = group.size - len(different)
+    equal = group.size - len(different)
     return (
-        f"{setting}: ranks see different records: {shown}{more}; {same} of {group.size} ranks see the same as rank 0. "
+        f"{setting}: ranks see different records: {shown}{more}; {equal} of {group.size} ranks see the same as rank 0. "
         "Give every rank the same files."
     )
 

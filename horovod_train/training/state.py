@@ -16,7 +16,7 @@ from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.training.copies import Copies, bytes_of, values_on_root
-from horovod_train.training.nonfinite import Failure, not_finite
+from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
@@ -30,14 +30,14 @@ class TrainState:
 
     step: updates tried so far (int64). With a LossScaleOptimizer `optimizer.iterations` counts those applied.
     epoch: complete passes; records: records used in the current epoch over all ranks (int64).
-    followed: other variables to keep across a resume, by name, such as the best value so far.
+    tracked: other variables to keep across a resume, by name, such as the best value so far.
     """
 
     def __init__(
         self,
         model: keras.Model,
         optimizer: CombiningOptimizer,
-        followed: Mapping[str, tf.Variable] | None = None,
+        tracked: Mapping[str, tf.Variable] | None = None,
         *,
         averages: Averages | None = None,
         synchronization: SyncStrategy | None = None,
@@ -51,7 +51,7 @@ class TrainState:
         if not optimizer.built:
             optimizer.build(model.trainable_variables)
         self.model, self.optimizer = model, optimizer
-        self.followed = dict(followed or {})
+        self.tracked = dict(tracked or {})
         self.averages = averages or MovingAverages(model, None)
         self.synchronization = synchronization or EveryStep(optimizer)
         # On the host: the watchdog reads them, and a device that is stuck could not be read.
@@ -65,7 +65,7 @@ class TrainState:
         self.seeds = find_seeds(model)
         self.failure = Failure()
         # Variables that are non-finite now, such as a mask kept by a layer, are so by design.
-        self._must_stay_finite = self._numbers().keys() - not_finite(self._numbers())
+        self._must_stay_finite = self._numbers().keys() - nonfinite_names(self._numbers())
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return all variables that ranks must agree on and a checkpoint must contain, by unique and stable names."""
@@ -76,7 +76,7 @@ class TrainState:
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
             *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records")),
             *(("progress/loss_averages", averages) for averages in self._losses),
-            *((f"progress/{name}", variable) for name, variable in self.followed.items()),
+            *((f"progress/{name}", variable) for name, variable in self.tracked.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
         others = by_unique_name((name, as_tf_variable(variable)) for name, variable in named)
@@ -88,10 +88,10 @@ class TrainState:
 
         The statistics are the floating-point weights that were created as not trainable; frozen weights do not count.
         """
-        own = [as_tf_variable(weight) for weight in self.model.weights]
+        weights = [as_tf_variable(weight) for weight in self.model.weights]
         # Freezing a layer changes the Keras variable; the inner tf.Variable keeps the value from creation.
-        gathered = (variable for variable in own if not variable.trainable and variable.dtype.is_floating)
-        return [*gathered, *self._losses]
+        statistics = (variable for variable in weights if not variable.trainable and variable.dtype.is_floating)
+        return [*statistics, *self._losses]
 
     @property
     def finite_statistics(self) -> list[tf.Variable]:
@@ -102,8 +102,8 @@ class TrainState:
     @property
     def rates(self) -> dict[str, tf.Variable]:
         """The learning rates that are variables, because they follow no schedule, by their names in a checkpoint."""
-        own = (item for item in self.variables().items() if item[0].startswith("optimizer/"))
-        return {name: variable for name, variable in own if name.rpartition("/")[2] == "learning_rate"}
+        variables = (item for item in self.variables().items() if item[0].startswith("optimizer/"))
+        return {name: variable for name, variable in variables if name.rpartition("/")[2] == "learning_rate"}
 
     @property
     def _losses(self) -> list[tf.Variable]:
@@ -126,9 +126,12 @@ class TrainState:
 
         is_own: whether each rank still has its own numbers; False directly after ranks have combined them.
         """
-        must, numbers = self._must_stay_finite, self._numbers().items()
-        shown = {name.replace("exchange/pending/", "the gradient of "): own for name, own in numbers if name in must}
-        self.failure.note_variables(int(self.step), shown, is_cause=is_own)
+        checked = {
+            name.replace("exchange/pending/", "the gradient of "): variable
+            for name, variable in self._numbers().items()
+            if name in self._must_stay_finite
+        }
+        self.failure.note_variables(int(self.step), checked, is_cause=is_own)
         (failed,) = group.sum([int(self.failure.step) > 0])
         if failed:
             raise self.failure.divergence(group)
@@ -136,21 +139,21 @@ class TrainState:
     def _numbers(self) -> dict[str, tf.Variable]:
         """Return what must be finite for a run to continue: weights, their averages, statistics, pending gradients."""
         pending = {variable.ref() for variable in self.synchronization.must_be_finite}
-        followed = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
-        followed |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
-        return {name: variable for name, variable in self.variables().items() if variable.ref() in followed}
+        refs = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
+        refs |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
+        return {name: variable for name, variable in self.variables().items() if variable.ref() in refs}
 
     @property
     def learning_rates(self) -> dict[str, Any]:
         """The learning rate, or those of a model's own optimizers, by the names under which they are shown."""
         return getattr(self.optimizer, "learning_rates", None) or {"learning_rate": self.optimizer.learning_rate}
 
-    def note_losses(self, shares: Mapping[str, tf.Tensor]) -> None:
+    def note_losses(self, scaled_losses: Mapping[str, tf.Tensor]) -> None:
         """In the compiled step: add this rank's parts of the means, times the number of ranks, to their averages.
 
         An average is linear, so its mean over ranks is the average of the global loss, though no rank knows that loss.
         """
-        new = tf.stack([shares[name] for name in self.losses])
+        new = tf.stack([scaled_losses[name] for name in self.losses])
         moved = LOSS_AVERAGE_DECAY * self.loss_averages + (1 - LOSS_AVERAGE_DECAY) * new
         self.loss_averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(new)), moved, self.loss_averages))
 
@@ -164,9 +167,9 @@ class TrainState:
 
     def average_statistics(self, group: WorkerGroup) -> list[np.ndarray]:
         """Collective: set the statistics to their mean over ranks; return this rank's own, for `set_statistics`."""
-        own = [variable.numpy() for variable in self.statistics]
-        self.set_statistics(group.average(own))
-        return own
+        local_values = [variable.numpy() for variable in self.statistics]
+        self.set_statistics(group.average(local_values))
+        return local_values
 
     def set_statistics(self, values: Sequence[np.ndarray]) -> None:
         for variable, value in zip(self.statistics, values, strict=True):
@@ -197,9 +200,9 @@ class Settled:
 
         XXH3 is some 20 times as fast as SHA-256, and ranks that compute are no attackers.
         """
-        own = {variable.ref() for variable in self.state.statistics}
+        statistics = {variable.ref() for variable in self.state.statistics}
         variables = self.state.variables()
-        compared = {name: variable for name, variable in variables.items() if variable.ref() not in own}
+        compared = {name: variable for name, variable in variables.items() if variable.ref() not in statistics}
         return {name: xxhash.xxh3_128_hexdigest(bytes_of(variable)) for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup, copies: Copies) -> dict[str, np.ndarray]:
@@ -208,10 +211,12 @@ class Settled:
         With the latter, a resume at the same number of ranks continues bit for bit; at another number it uses the mean.
         Only root saves; other ranks copy nothing and return an empty dict. The next snapshot overwrites `copies`.
         """
-        own = self.state.average_statistics(group)
+        local_statistics = self.state.average_statistics(group)
         arrays = copies.take(self.state.variables()) if group.is_root else {}
-        self.state.set_statistics(own)
-        return arrays | {f"ranks/{index}": values for index, values in enumerate(values_on_root(group, own))}
+        self.state.set_statistics(local_statistics)
+        return arrays | {
+            f"ranks/{index}": values for index, values in enumerate(values_on_root(group, local_statistics))
+        }
 
 
 def find_seeds(model: keras.Model) -> list[tf.Variable]:

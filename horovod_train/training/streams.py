@@ -48,22 +48,22 @@ def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPip
     consistency.check(group, {"records of data.dataset": elements}, "at the start", RanksStartApart)
     if stream is None:
         return None
-    given = config.data.steps_per_epoch if is_training else None
+    steps_per_epoch = config.data.steps_per_epoch if is_training else None
     lengths = None
-    if given is None:
+    if steps_per_epoch is None:
         with group.heartbeat.phase("index"), group.raise_together():
-            own = stream.count()
-        lengths = group.gather(own)
+            length = stream.count()
+        lengths = group.gather(length)
         if not any(lengths):
             raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
-        shown = ", ".join(f"{length:,}" for length in lengths[:_SHOWN]) + (", …" if len(lengths) > _SHOWN else "")
-        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {shown}")
+        listed = ", ".join(f"{length:,}" for length in lengths[:_SHOWN]) + (", …" if len(lengths) > _SHOWN else "")
+        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {listed}")
     data = config.data
     assert data.global_batch_size is not None
     rows = -(-data.global_batch_size // group.size)
     if not is_training:
         rows = config.eval.batch_size_per_rank or rows
-    steps = given or -(-max(lengths or [0]) // rows)
+    steps = steps_per_epoch or -(-max(lengths or [0]) // rows)
     return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
 
 
@@ -72,8 +72,8 @@ def _describe(config: Config, group: WorkerGroup) -> None:
     assert config.data.dataset is not None
     name, steps = config.data.dataset.name, config.data.steps_per_epoch
     log.info(
-        f"{name} is a stream: ranks end each epoch together, and a run resumes inside an epoch on as many ranks, by "
-        "reading up to where it stopped. Whether each record comes once, and in the same order again, is up to it."
+        f"{name} is a stream: ranks end each epoch together, and a run resumes inside an epoch on as many ranks, "
+        "by reading up to where it stopped. The stream decides whether each record comes once, and in the same order."
     )
     if steps:
         log.info(f"an epoch of {name} has {steps} steps: longer streams are cut, shorter ones are filled by weight 0")

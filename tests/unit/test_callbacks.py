@@ -62,12 +62,12 @@ def test_a_state_returns_and_equal_names_are_told_apart() -> None:
     plateau = Spec("ReduceLROnPlateau", {"patience": 1})
     before, after = (load_callbacks([plateau, Spec("user_callbacks:Recorder"), plateau]) for _ in range(2))
     assert [named.name for named in before.named] == [plateau.name, "user_callbacks:Recorder", f"{plateau.name}#2"]
-    before.named[0].callback.wait, before.named[2].callback.best, before.told = 3, 0.25, 40
+    before.named[0].callback.wait, before.named[2].callback.best, before.epoch_ended_at = 3, 0.25, 40
     before.named[1].callback.epochs = 7
     assert before.digests() != after.digests()
     after.restore(before.state(), 0)
     assert before.digests() == after.digests()
-    assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.told) == (3, 7, 40)
+    assert (after.named[0].callback.wait, after.named[1].callback.epochs, after.epoch_ended_at) == (3, 7, 40)
     assert load_callbacks([]).state() == {}
 
 
@@ -82,7 +82,7 @@ def test_what_is_better_must_be_known_before_the_first_epoch_ends(name: str) -> 
 def test_callbacks_that_a_resumed_run_adds_are_not_told_of_the_epoch_before_it() -> None:
     callbacks = load_callbacks([Spec("user_callbacks:Recorder")])
     callbacks.restore({}, 40)
-    assert callbacks.told == 40
+    assert callbacks.epoch_ended_at == 40
     assert callbacks.ended() is None
 
 

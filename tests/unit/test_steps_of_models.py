@@ -115,7 +115,7 @@ def test_a_step_that_does_not_look_at_sample_weight_is_noted(batches: Pipeline) 
 
 def test_a_model_with_a_loss_is_evaluated_by_it_and_else_needs_a_test_step(batches: Pipeline) -> None:
     config = build(Config, {"loss": {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}}, "")
-    assert build_evaluation(config, ALONE, made(), batches).step.seen.names == ["loss"]
+    assert build_evaluation(config, ALONE, made(), batches).step.metrics.names == ["loss"]
     with pytest.raises(UserError, match=r"^data.eval: the model has a train_step of its own and no test_step"):
         build_evaluation(Config(), ALONE, made(), batches)
 
@@ -125,7 +125,7 @@ def test_an_own_evaluation_takes_no_metrics_of_the_config(batches: Pipeline) -> 
         def test_step(self, data: Any) -> Any:
             return {"own": self.loss_of(data)}
 
-    assert build_evaluation(Config(), ALONE, made(Tested()), batches).step.seen.names == ["own"]
+    assert build_evaluation(Config(), ALONE, made(Tested()), batches).step.metrics.names == ["own"]
     with pytest.raises(UserError, match=r"^metrics: has no effect, because the model evaluates by its own test_step"):
         build_evaluation(build(Config, {"metrics": ["mean"]}, ""), ALONE, made(Tested()), batches)
 

@@ -37,8 +37,8 @@ class Hook:
 
     def next_step(self, step: int) -> float:
         """Return the first step after `step` at which the hook is due."""
-        given = min((at for at in self.at_steps if at > step), default=math.inf)
-        return min(given, (step // self.every_steps + 1) * self.every_steps) if self.every_steps else given
+        listed = min((number for number in self.at_steps if number > step), default=math.inf)
+        return min(listed, (step // self.every_steps + 1) * self.every_steps) if self.every_steps else listed
 
     def is_due(self, step: int) -> bool:
         return step in self.at_steps or (self.every_steps is not None and step % self.every_steps == 0)

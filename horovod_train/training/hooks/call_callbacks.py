@@ -24,24 +24,26 @@ def begin(run: Run) -> None:
     step, epoch = int(run.state.step), int(run.state.epoch)
     run.state.model.stop_training = False
     rates = {rate.ref(): rate.numpy() for rate in run.state.rates.values()}
-    kept = run.group.broadcast_object(_kept(run.found, run.config) if run.found else {})
+    saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
     tell(run, step, "on_train_begin")
-    callbacks.restore(kept, step)
+    callbacks.restore(saved, step)
     per_epoch = run.parts.train.steps_per_epoch
-    if step < run.parts.last_step and (step % per_epoch or callbacks.told == step):  # else the hook ends an epoch first
-        has_begun = callbacks.begun == epoch
+    if step < run.parts.last_step and (
+        step % per_epoch or callbacks.epoch_ended_at == step
+    ):  # else the hook ends an epoch first
+        has_begun = callbacks.epoch_begun == epoch
         tell(run, step, "on_epoch_begin", epoch)
-        callbacks.begun = epoch
+        callbacks.epoch_begun = epoch
         tell(run, step, "on_train_batch_begin", step % per_epoch)
-        for rate, before in rates.items() if has_begun else ():
-            rate.deref().assign(before)  # has what on_epoch_begin made of the rate before it
+        for rate, value in rates.items() if has_begun else ():
+            rate.deref().assign(value)  # has what on_epoch_begin made of the rate before it
 
 
-def _kept(found: Checkpoint, config: Config) -> dict[str, Any]:
+def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
     """Return the state of the callbacks in a checkpoint. That they ended the run counts for the same callbacks only."""
-    now, then = as_dict(config)["callbacks"], found.facts.setting("callbacks")
+    now, then = as_dict(config)["callbacks"], checkpoint.facts.setting("callbacks")
     is_same = json.dumps(now, default=str) == json.dumps(then, default=str)
-    return {name: value for name, value in found.facts.callbacks.items() if is_same or name != "have_stopped"}
+    return {name: value for name, value in checkpoint.facts.callbacks.items() if is_same or name != "have_stopped"}
 
 
 def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
@@ -57,7 +59,7 @@ def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
 
     return [
         *([every(1, _end_batch)] if callbacks.see_batches else []),
-        every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.told == step),
+        every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.epoch_ended_at == step),
         every(None, end, at_end="done"),
     ]
 
@@ -74,11 +76,11 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
     epoch = step // run.parts.train.steps_per_epoch
     logs = run.group.broadcast_object(_logs(run, step))
     tell(run, step, "on_epoch_end", epoch - 1, logs)
-    run.parts.callbacks.told = step
+    run.parts.callbacks.epoch_ended_at = step
     reason = _stop(run)
     if reason is None and step < run.parts.last_step:
         tell(run, step, "on_epoch_begin", epoch)
-        run.parts.callbacks.begun = epoch
+        run.parts.callbacks.epoch_begun = epoch
         tell(run, step, "on_train_batch_begin", 0)
     run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
     return reason
@@ -86,26 +88,26 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
 
 def _logs(run: Run, step: int) -> dict[str, float]:
     """Return on root the figures of the newest line of training, and of the evaluation at this step, as `val_…`."""
-    found = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.seen.names}
+    figures = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.metrics.names}
     if run.parts.eval_step and is_evaluated(run, step):
         values = run.output.last_metrics("eval")
-        found |= {f"val_{name}": values.get(name) for name in run.parts.eval_step.seen.names}
-    return {name: float(value) for name, value in found.items() if value is not None}
+        figures |= {f"val_{name}": values.get(name) for name in run.parts.eval_step.metrics.names}
+    return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def end(run: Run, step: int) -> None:
     """Tell the callbacks that training ends, unless they were told so at this step in an earlier start."""
     averages, callbacks = run.state.averages, run.parts.callbacks
-    if callbacks.ended_at == step:
+    if callbacks.train_ended_at == step:
         return
     # As `fit` does: with use_ema it ends with the averages in the model.
     with averages.in_place() if averages.are_of_optimizer else nullcontext():
         tell(run, step, "on_train_end")
-    callbacks.ended_at = step
+    callbacks.train_ended_at = step
 
 
 def _stop(run: Run) -> StopReason | None:
     """Collective: return why to stop, on all ranks, if `stop_training` is set on any."""
-    (asking,) = run.group.sum([bool(run.state.model.stop_training)])
-    run.parts.callbacks.have_stopped |= bool(asking)
+    (stops,) = run.group.sum([bool(run.state.model.stop_training)])
+    run.parts.callbacks.have_stopped |= bool(stops)
     return run.parts.callbacks.ended()

@@ -65,15 +65,15 @@ class LogTraining:
         verdict = judge(seconds, run.group.name)
         run.output.append_times(step, verdict, dict(zip(MEASURED_PHASES, seconds.T.tolist(), strict=True)))
         shares = zip(MEASURED_PHASES, seconds.sum(axis=0) / seconds.sum(), strict=True)
-        own = seconds[:, :-1].sum(axis=1) / judged_steps  # without the exchange, where ranks wait for each other
+        busy = seconds[:, :-1].sum(axis=1) / judged_steps  # without the exchange, where ranks wait for each other
         figures = {f"{phase}_share": float(share) for phase, share in shares if share or phase != HOOK}
-        figures |= {"own_s_per_step_min": own.min(), "own_s_per_step_median": np.median(own)}
-        figures |= {"own_s_per_step_max": own.max(), "slowest_rank": float(own.argmax())}
+        figures |= {"own_s_per_step_min": busy.min(), "own_s_per_step_median": np.median(busy)}
+        figures |= {"own_s_per_step_max": busy.max(), "slowest_rank": float(busy.argmax())}
         return Aside(figures, verdict)
 
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:
-    values = run.parts.train_step.seen.result(run.group)
+    values = run.parts.train_step.metrics.result(run.group)
     averages = run.state.average_losses(run.group)
     if not averages:  # the figures of a model's own step
         return values

@@ -22,10 +22,12 @@ class Save:
 
     def __init__(self, run: Run, first_step: int, audit: Audit, copies: Copies) -> None:
         self._audit, self._copies = audit, copies
-        self._began = _place(run, first_step)
-        self._saved: tuple[int, ...] | None = self._began
-        due = run.config.checkpoint
-        if run.group.is_root and (due.every_steps or due.every_epochs or due.every_minutes is not None or due.best):
+        self._start = _place(run, first_step)
+        self._saved: tuple[int, ...] | None = self._start
+        config = run.config.checkpoint
+        if run.group.is_root and (
+            config.every_steps or config.every_epochs or config.every_minutes is not None or config.best
+        ):
             self._copies.reserve(run.state.variables())
 
     def __call__(self, run: Run, step: int) -> None:
@@ -47,11 +49,11 @@ class Save:
 
     def at_end(self, run: Run, step: int) -> None:
         """Save what callbacks and hooks may have changed at the end, and what could not be saved before."""
-        if self._began == _place(run, step):
+        if self._start == _place(run, step):
             return  # the run had ended before
         with run.group.heartbeat.phase("save"):
             has_failed = run.group.broadcast_object(run.store.wait())
-        has_ended = run.parts.callbacks.ended_at == step
+        has_ended = run.parts.callbacks.train_ended_at == step
         if has_failed or has_ended or any(hook.at_end != "no" for hook in run.parts.users_hooks):
             self._saved = None
         self(run, step)
@@ -73,15 +75,15 @@ class SaveByTime:
         if not self._pace.is_due():
             return
         is_over = run.group.is_root and time.monotonic() - self._last >= 60 * self._minutes
-        (over,) = self._pace.meet([float(is_over)])
-        if over:
+        (is_due,) = self._pace.meet([float(is_over)])
+        if is_due:
             self._last = time.monotonic()
             self._save(run, step)
 
 
 def _place(run: Run, step: int) -> tuple[int, int, int]:
     """Return what moves on with each step, and with an evaluation or the end of an epoch after it."""
-    return step, int(run.parts.evaluated), run.parts.callbacks.told
+    return step, int(run.parts.evaluated), run.parts.callbacks.epoch_ended_at
 
 
 def check_agreement(run: Run, step: int) -> None:

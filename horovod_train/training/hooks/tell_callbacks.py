@@ -14,7 +14,7 @@ def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
     """Call METHOD(*arguments) of each callback, on this rank. Raises RunError if one fails."""
     for named in run.parts.callbacks.named:
         with run.outside_training(HOOK, f"calling {named.name}"):
-            # Each gets values of its own, which callbacks add to.
-            own = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
+            # Each gets a copy, because callbacks add to it.
+            copies = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
             with raised_as(f"callbacks: {named.name} failed in {method} after step {step}"):
-                getattr(named.callback, method)(*own)
+                getattr(named.callback, method)(*copies)

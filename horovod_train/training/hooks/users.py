@@ -27,10 +27,10 @@ def load_hooks(names: Sequence[str], every_steps: int) -> tuple[Hook, ...]:
 def _load(name: str, where: str, every_steps: int) -> Hook:
     if ":" not in name:
         raise UserError(f"{where}: expected package.module:function; received {name!r}.")
-    found = load_function(name, where)
-    hook = found if isinstance(found, Hook) else every(every_steps, found)
+    function = load_function(name, where)
+    hook = function if isinstance(function, Hook) else every(every_steps, function)
     if not callable(hook.function):
-        raise UserError(f"{where}: {name} must be a function (run, step); it is {type(found).__name__}.")
+        raise UserError(f"{where}: {name} must be a function (run, step); it is {type(function).__name__}.")
     if hook.every_steps is not None and hook.every_steps < 1:
         raise UserError(f"{where}: {name} must be due every 1 or more steps; received {hook.every_steps}.")
     if hook.at_end not in get_args(AtEnd):
@@ -79,11 +79,11 @@ def raised_as(failed: str) -> Iterator[None]:
         raise RunError(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
 
 
-def _first_reason(group: WorkerGroup, own: StopReason | None) -> StopReason | None:
+def _first_reason(group: WorkerGroup, reason: StopReason | None) -> StopReason | None:
     """Collective: return the reason of the lowest rank that has one, the same on all ranks."""
-    (count,) = group.sum([own is not None])
+    (count,) = group.sum([reason is not None])
     if not count:
         return None
-    reasons = group.gather(None if own is None else [own.text, own.restartable])
-    text, restartable = next(reason for reason in reasons if reason is not None)
+    reasons = group.gather(None if reason is None else [reason.text, reason.restartable])
+    text, restartable = next(first for first in reasons if first is not None)
     return StopReason(str(text), bool(restartable))

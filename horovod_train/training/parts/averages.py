@@ -34,7 +34,7 @@ class Averages:
     def __init__(self, averaged: Sequence[tuple[Any, tf.Variable]]) -> None:
         """averaged: weights, Keras' or TensorFlow's, each with its average."""
         self._weights = [as_tf_variable(weight) for weight, _ in averaged]
-        self.variables = by_unique_name((one.path, average) for one, average in averaged)
+        self.variables = by_unique_name((weight.path, average) for weight, average in averaged)
         self._trained: list[tf.Tensor] = []
 
     def update(self, step: tf.Tensor) -> None:
@@ -77,15 +77,15 @@ class MovingAverages(Averages):
 
     def __init__(self, model: keras.Model, decay: float | None) -> None:
         self.decay = decay
-        kept = [] if decay is None else model.trainable_variables
-        super().__init__([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in kept])
+        weights = [] if decay is None else model.trainable_variables
+        super().__init__([(weight, variable_beside(weight, as_tf_variable(weight))) for weight in weights])
 
     def update(self, step: tf.Tensor) -> None:
         if self.decay is None:
             return
         with tf.name_scope("moving_average"):
-            done = tf.cast(step, tf.float32)
-            decay = tf.minimum(self.decay, (1 + done) / (10 + done))
+            updates = tf.cast(step, tf.float32)
+            decay = tf.minimum(self.decay, (1 + updates) / (10 + updates))
             for weight, average in zip(self._weights, self.variables.values(), strict=True):
                 average.assign_sub(tf.cast(1 - decay, average.dtype) * (average - weight))
 
@@ -101,30 +101,30 @@ class AverageSlots:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Call it before the optimizer is built. Raises UserError if it has been."""
-        self._made: list[tuple[Any, tf.Variable]] = []
+        self._pairs: list[tuple[Any, tf.Variable]] = []
         averaging = getattr(optimizer, "inner_optimizer", optimizer)
         self.are_kept = bool(averaging.use_ema)
         if self.are_kept and averaging.built:
             raise UserError("optimizer: keeps averages (use_ema) and is built already; leave out its build().")
         if self.are_kept:
-            take_class(averaging, _noting_slots(type(averaging), self._made))
+            take_class(averaging, _noting_slots(type(averaging), self._pairs))
 
     def averages(self) -> OptimizerAverages | None:
         """Return the averages of a built optimizer; None without `use_ema`."""
         if not self.are_kept:
             return None
         # A later version of Keras may name them otherwise.
-        assert self._made, f"the optimizer has made no slots by the name {SLOT}"
-        return OptimizerAverages(self._made)
+        assert self._pairs, f"the optimizer has made no slots by the name {SLOT}"
+        return OptimizerAverages(self._pairs)
 
 
-def _noting_slots(base: type, made: list[tuple[Any, tf.Variable]]) -> type:
+def _noting_slots(base: type, pairs: list[tuple[Any, tf.Variable]]) -> type:
     class NotingSlots(base):
         def add_optimizer_variables(self, trainable_variables: Sequence[Any], name: Any, *args: Any, **kw: Any) -> Any:
             slots = super().add_optimizer_variables(trainable_variables, name, *args, **kw)
             if name == SLOT:
-                pairs = zip(trainable_variables, slots, strict=True)
-                made.extend((weight, as_tf_variable(slot)) for weight, slot in pairs if slot is not None)
+                new = zip(trainable_variables, slots, strict=True)
+                pairs.extend((weight, as_tf_variable(slot)) for weight, slot in new if slot is not None)
             return slots
 
     return NotingSlots

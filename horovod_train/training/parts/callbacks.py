@@ -32,7 +32,7 @@ _INSTEAD = {
     "TerminateOnNaN": "train.non_finite: stop, which is the default",
 }
 """Callbacks of Keras that would write on each rank, or do what the trainer does: what to use instead."""
-_KEPT: tuple[tuple[type[keras.callbacks.Callback], tuple[str, ...]], ...] = (
+_STATE_NAMES: tuple[tuple[type[keras.callbacks.Callback], tuple[str, ...]], ...] = (
     (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter")),
     (keras.callbacks.EarlyStopping, ("best", "wait", "best_epoch", "stopped_epoch")),
 )
@@ -70,19 +70,19 @@ class Named:
                 return json.loads(json.dumps(self.callback.get_state(), default=_plain))
             except (TypeError, ValueError) as error:
                 raise RunError(f"callbacks: {self.name}: get_state() must give what JSON can hold: {error}.") from error
-        kept = {name: getattr(self.callback, name) for name in self._kept()}
-        return json.loads(json.dumps(kept, default=_plain)) if kept else None
+        state = {name: getattr(self.callback, name) for name in self._state_names()}
+        return json.loads(json.dumps(state, default=_plain)) if state else None
 
     def restore(self, state: Any) -> None:
         """Give it a state that `state` returned."""
         if hasattr(self.callback, "set_state"):
             self.callback.set_state(state)
         else:
-            for name in self._kept():
+            for name in self._state_names():
                 setattr(self.callback, name, state[name])
 
-    def _kept(self) -> tuple[str, ...]:
-        return next((names for kind, names in _KEPT if isinstance(self.callback, kind)), ())
+    def _state_names(self) -> tuple[str, ...]:
+        return next((names for kind, names in _STATE_NAMES if isinstance(self.callback, kind)), ())
 
 
 class SwapAverages(keras.callbacks.Callback):
@@ -115,13 +115,13 @@ class SwapAverages(keras.callbacks.Callback):
 class Callbacks:
     """The callbacks of a run on this rank, in the order of the config.
 
-    told: the step after which on_epoch_end was called last; ended_at: on_train_end. begun: the epoch for which
-    on_epoch_begin was called last. have_stopped: whether one has ended the run.
+    epoch_ended_at: the step after which on_epoch_end was called last; train_ended_at: on_train_end. epoch_begun: the
+    epoch for which on_epoch_begin was called last. have_stopped: whether one has ended the run.
     """
 
     def __init__(self, named: Sequence[Named]) -> None:
         self.named = list(named)
-        self.told, self.ended_at, self.begun, self.have_stopped = 0, -1, -1, False
+        self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.have_stopped = 0, -1, -1, False
 
     def __bool__(self) -> bool:
         return bool(self.named)
@@ -164,13 +164,18 @@ class Callbacks:
     def state(self) -> dict[str, Any]:
         """Return for a checkpoint what the callbacks must have again; empty if there are none. Raises RunError."""
         states = {named.name: state for named in self.named if (state := named.state()) is not None}
-        own = {name: getattr(self, name) for name in ("told", "ended_at", "begun", "have_stopped")}
-        return {**own, "states": states} if self else {}
+        progress = {
+            "told": self.epoch_ended_at,
+            "ended_at": self.train_ended_at,
+            "begun": self.epoch_begun,
+            "have_stopped": self.have_stopped,
+        }
+        return {**progress, "states": states} if self else {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Take what `state` returned at the checkpoint of a step; {}: it is of a run without callbacks."""
-        self.told, self.ended_at = state.get("told", step), state.get("ended_at", -1)
-        self.begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
+        self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
+        self.epoch_begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
         for named in self.named:
             if named.name in state.get("states", {}):
                 named.restore(state["states"][named.name])
@@ -178,7 +183,9 @@ class Callbacks:
     def digests(self) -> dict[str, str]:
         """Return what must be equal on all ranks: a digest of each state, by name. Raises RunError."""
         states = self.state().get("states", {})
-        digests = {f"the state of callback {name}": digest(json.dumps(own).encode()) for name, own in states.items()}
+        digests = {
+            f"the state of callback {name}": digest(json.dumps(state).encode()) for name, state in states.items()
+        }
         return digests | {"whether a callback has ended the run": str(self.have_stopped)}
 
     def ended(self) -> StopReason | None:
@@ -201,8 +208,8 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
             callback = _swapping(callback, spec, where)
         before = sum(earlier.name.split("#")[0] == spec.name for earlier in named)
         named.append(Named(f"{spec.name}#{before + 1}" if before else spec.name, callback))
-        if found := named[-1].overrides(_NEVER_CALLED):
-            raise UserError(f"{where}: {spec.name} has {', '.join(found)}, which a training run never calls.")
+        if methods := named[-1].overrides(_NEVER_CALLED):
+            raise UserError(f"{where}: {spec.name} has {', '.join(methods)}, which a training run never calls.")
         if hasattr(callback, "get_state") != hasattr(callback, "set_state"):
             raise UserError(f"{where}: {spec.name} needs both get_state() and set_state(state), or neither.")
     return Callbacks(named)
@@ -233,11 +240,11 @@ def _check_there_are_averages(name: str, averages: Averages) -> None:
 
 
 def _check_rate_is_free(name: str, model: keras.Model, optimizer: Any) -> None:
-    own: Any = getattr(model, "optimizer", None)
-    if own is not optimizer and not any(own is applied for applied in optimizer.by_path.values()):
+    models_optimizer: Any = getattr(model, "optimizer", None)
+    if models_optimizer is not optimizer and models_optimizer not in optimizer.by_path.values():
         raise UserError(f"callbacks: {name} sets the rate of model.optimizer, which the model's step does not apply.")
     try:
-        own.learning_rate = float(own.learning_rate)
+        models_optimizer.learning_rate = float(models_optimizer.learning_rate)
     except TypeError as error:
         raise UserError(
             f"callbacks: {name} sets the learning rate, which follows a schedule here. Leave out lr_schedule.decay and "

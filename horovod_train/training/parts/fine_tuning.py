@@ -1,6 +1,6 @@
 """Which weights of a model are trained, at the start and after so many epochs: model.freeze, unfreeze and lora.
 
-Does not compile steps: whoever changes in a run what is trained compiles the step again; see hooks.unfreeze.
+Does not compile steps: hooks.unfreeze, which changes in a run what is trained, compiles the step again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Freezing:
         self._frozen = _matching(spec.freeze, paths, "model.freeze")
         self._unfrozen: dict[int, set[str]] = {}
         for epoch, patterns in unfrozen_by_epoch(spec):
-            where, before = f"model.unfreeze.{epoch}", {path for found in self._unfrozen.values() for path in found}
-            self._unfrozen[epoch] = _matching(patterns, sorted(self._frozen - before), where)
+            where, earlier = f"model.unfreeze.{epoch}", {path for paths in self._unfrozen.values() for path in paths}
+            self._unfrozen[epoch] = _matching(patterns, sorted(self._frozen - earlier), where)
         if self._frozen and not any(was and weight.path not in self._frozen for weight, was in self._weights):
             raise UserError(f"model.freeze: {', '.join(spec.freeze)} leaves nothing to train at the start.")
 
@@ -47,7 +47,9 @@ class Freezing:
 
     def apply(self, epoch: float) -> list[str]:
         """Freeze what is frozen after so many complete epochs, or for ever (infinity); return the weights' paths."""
-        frozen = self._frozen.difference(*(found for at, found in self._unfrozen.items() if at <= epoch))
+        frozen = self._frozen.difference(
+            *(paths for first_epoch, paths in self._unfrozen.items() if first_epoch <= epoch)
+        )
         for layer, was in self._layers if self._frozen else ():
             # This sets the layers inside it too; they follow in the list, with their own values.
             layer.trainable = was and not (layer.weights and all(weight.path in frozen for weight in layer.weights))

@@ -52,9 +52,9 @@ def build_training(
     loss = choose_loss(config, model)
     if schema is not None:
         loss.check_classes(schema)
-    seen = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
+    metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
     has_own_losses = check_fits(
-        model, loss, seen, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
+        model, loss, metrics, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
     )
     plain, slots = prepare_optimizer(config, model, horizon)
     optimizer = DistributedOptimizer(plain, **exchange_options(config))
@@ -62,7 +62,7 @@ def build_training(
     return Training(
         optimizer,
         [*loss.names, "penalty"],
-        lambda state: _build_train_step(config, group, state, loss, seen, train),
+        lambda state: _build_train_step(config, group, state, loss, metrics, train),
         tuple(origins(model, config)),
         tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
         slots.averages(),
@@ -76,9 +76,9 @@ def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pip
     if overridden(model, OWN_TRAINING):
         check_loss_is_known(config, model)
     loss = choose_loss(config, model)
-    seen = build_accumulator(config, model, loss, pipeline.scaled_spec)
-    check_fits(model, loss, seen, pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval")
-    return Evaluation(EvalStep(model, loss, seen, pipeline.scaled))
+    metrics = build_accumulator(config, model, loss, pipeline.scaled_spec)
+    check_fits(model, loss, metrics, pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval")
+    return Evaluation(EvalStep(model, loss, metrics, pipeline.scaled))
 
 
 def _build_train_step(
@@ -125,7 +125,7 @@ def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: boo
 def build_accumulator(
     config: Config, model: keras.Model, loss: Loss, batch: Batch, also: Sequence[str] = ()
 ) -> Accumulator:
-    """Build the loss and the metrics of one split, with variables of their own. batch: of specs. Raises UserError."""
+    """Build the loss and the metrics of one split, with their own variables. batch: of specs. Raises UserError."""
     plain, weighted = (choose_metrics(config, model, part, batch) for part in ("metrics", "weighted_metrics"))
     return Accumulator(loss, plain, weighted, also=also)
 

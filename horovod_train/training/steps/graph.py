@@ -40,8 +40,8 @@ def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str,
 
     def one_step(batches: Any) -> tf.Tensor:
         with tf.name_scope("input_data"):
-            taken = train_step.scaled(next(batches))
-        return train_step.train_on(taken)
+            batch = train_step.scaled(next(batches))
+        return train_step.train_on(batch)
 
     traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
     model = train_step.state.model
@@ -57,13 +57,13 @@ def _variables(train_step: Steps, traced: Any) -> dict[str, str]:
     """Map each node that stands for a variable to the variable's name under its fold."""
     state = {id(variable.handle): name for name, variable in train_step.state.variables().items()}
     others = {id(variable.handle): f"counters/{variable.name.split(':')[0]}" for variable in traced.graph.variables}
-    held = {}
+    names = {}
     handles = traced.captured_inputs
     for handle, node in zip(handles, traced.inputs[-len(handles) :], strict=True):
         name = (others | state).get(id(handle))
         if name:
             name = name.removeprefix("model/")
-            for room, part in (("optimizer/", "update_parameters/"), ("ema/", "moving_average/")):
-                name = part + name.removeprefix(room) if name.startswith(room) else name
-            held[node.op.name] = re.sub(r"[^\w./\\-]", "_", name)
-    return held
+            for prefix, part in (("optimizer/", "update_parameters/"), ("ema/", "moving_average/")):
+                name = part + name.removeprefix(prefix) if name.startswith(prefix) else name
+            names[node.op.name] = re.sub(r"[^\w./\\-]", "_", name)
+    return names

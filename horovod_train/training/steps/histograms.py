@@ -54,9 +54,9 @@ class Summaries:
         for variable, gradient in zip(trained, gradients, strict=True):
             if gradient is not None:
                 values[f"gradients/{names[variable.ref()]}"] = gradient
-        for name, found in outputs.items():
-            for number, output in enumerate(found):
-                values[name if len(found) == 1 else f"{name}/{number}"] = output
+        for name, tensors in outputs.items():
+            for number, output in enumerate(tensors):
+                values[name if len(tensors) == 1 else f"{name}/{number}"] = output
         return values
 
     def _first_part(self, batch: Batch) -> Batch:
@@ -71,29 +71,29 @@ class Summaries:
         optimizer, variables = self.train_step.state.optimizer, self.train_step.state.model.trainable_variables
         with tf.GradientTape() as tape:
             # The scope receives assignments to Keras variables and drops them. Regularizers find the weights in it.
-            held = [(variable, as_tf_variable(variable).read_value()) for variable in variables]
-            with keras.StatelessScope(held, collect_losses=True), _noting_outputs(self.layers) as outputs:
+            values = [(variable, as_tf_variable(variable).read_value()) for variable in variables]
+            with keras.StatelessScope(values, collect_losses=True), _noting_outputs(self.layers) as outputs:
                 _, _, _, total = self.train_step.objective.forward(batch)
             scaled = optimizer.scale_loss(total)
-        own = tape.gradient(scaled, [as_tf_variable(variable) for variable in variables])
+        gradients = tape.gradient(scaled, [as_tf_variable(variable) for variable in variables])
         scale = optimizer.scale_loss(tf.constant(1.0))
-        combined = [_values(gradient) for gradient in optimizer.combine(own)]
+        combined = [_values(gradient) for gradient in optimizer.combine(gradients)]
         real = batch.ids >= 0
         return (
             [None if gradient is None else tf.cast(gradient, tf.float32) / scale for gradient in combined],
-            {name: [_without_padding(output, real) for output in found] for name, found in outputs.items()},
+            {name: [_without_padding(output, real) for output in tensors] for name, tensors in outputs.items()},
         )
 
 
 def find_layers(model: keras.Model, activations: Mapping[str, Any]) -> dict[str, keras.Layer]:
     """Map each name to show to its layer. Raises UserError if the model has no layer of that name."""
     known = dict(_layers(model))
-    for shown, name in activations.items():
+    for label, name in activations.items():
         if name not in known:
             raise UserError(
-                f"log.activations.{shown}: the model has no layer {name!r}; {suggest(str(name), list(known))}"
+                f"log.activations.{label}: the model has no layer {name!r}; {suggest(str(name), list(known))}"
             )
-    return {shown: known[name] for shown, name in activations.items()}
+    return {label: known[name] for label, name in activations.items()}
 
 
 def _layers(model: keras.Model, prefix: str = "") -> Iterator[tuple[str, keras.Layer]]:

@@ -21,7 +21,7 @@ from horovod_train.training.parts.losses import Loss, Weighed
 from horovod_train.training.parts.metrics import Accumulator
 
 
-def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, where: str) -> bool:
+def check_fits(model: keras.Model, loss: Loss, metrics: Accumulator, batch: Batch, where: str) -> bool:
     """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
     Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do. Raises
@@ -35,7 +35,7 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
         of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
         has_own_losses = len(model.losses) > len(of_weights)
         losses = loss.weigh(records.targets, outputs, records.weights)
-        seen.add(losses, records.targets, outputs, records.real)
+        metrics.add(losses, records.targets, outputs, records.real)
 
     try:
         tf.function(forward, autograph=False).get_concrete_function(batch)
@@ -46,7 +46,7 @@ def check_fits(model: keras.Model, loss: Loss, seen: Accumulator, batch: Batch, 
     return has_own_losses
 
 
-class Passed(NamedTuple):
+class PassResult(NamedTuple):
     """Result of a forward and a backward pass over some rows."""
 
     gradients: list[Any]
@@ -86,73 +86,73 @@ class Objective:
         if self.jit_compile:
             self._pass = tf.function(self._forward_backward, autograph=False, jit_compile=True)
 
-    def gradients(self, batch: Batch, seen: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
+    def gradients(self, batch: Batch, metrics: Accumulator) -> tuple[list[Any], dict[str, tf.Tensor]]:
         """In the compiled step: return this rank's gradients, and its parts of the global means times `size` (float32).
 
-        The parts are of each loss and of "penalty", by name. Adds outputs and losses to `seen`. The records are
+        The parts are of each loss and of "penalty", by name. Adds outputs and losses to `metrics`. The records are
         processed in `accumulate_steps` parts, to bound memory.
         """
         if self.accumulate_steps == 1:
-            passed = self._pass(batch)
-            _note(seen, batch, passed)
-            return passed.gradients, self._shares(passed.losses.sums, passed.penalty, batch)
+            result = self._pass(batch)
+            _note(metrics, batch, result)
+            return result.gradients, self._scaled_losses(result.losses.sums, result.penalty, batch)
 
         def part(index: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
             length = value.shape[0] // self.accumulate_steps
             return value[index * length : (index + 1) * length]
 
-        def rows(index: tf.Tensor) -> Batch:
-            own = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
-            return own._replace(count=batch.count)
+        def part_of_batch(index: tf.Tensor) -> Batch:
+            rows_of_part = tf.nest.map_structure(lambda value: part(index, value), batch._replace(count=()))
+            return rows_of_part._replace(count=batch.count)
 
         def one_part(
             index: tf.Tensor, sums: list[Any], losses: dict[str, tf.Tensor], penalty: tf.Tensor
         ) -> tuple[Any, ...]:
-            own = rows(index)
-            passed = self._pass(own)
-            _note(seen, own, passed)
-            added = [_add(*pair, index) for pair in zip(sums, passed.gradients, strict=True)]
-            losses = {name: losses[name] + value for name, value in passed.losses.sums.items()}
-            return index + 1, added, losses, penalty + passed.penalty
+            part_batch = part_of_batch(index)
+            result = self._pass(part_batch)
+            _note(metrics, part_batch, result)
+            added = [_add_gradient(*pair, index) for pair in zip(sums, result.gradients, strict=True)]
+            losses = {name: losses[name] + value for name, value in result.losses.sums.items()}
+            return index + 1, added, losses, penalty + result.penalty
 
-        kinds = self._kinds_of_gradients(rows(0))
-        nothing = [_nothing(kind, self.accumulate_steps) for kind in kinds]
+        kinds = self._kinds_of_gradients(part_of_batch(0))
+        zeros = [_zero_total(kind, self.accumulate_steps) for kind in kinds]
         _, sums, losses, penalty = tf.while_loop(
             lambda index, *_: index < self.accumulate_steps,
             one_part,
-            (0, nothing, dict.fromkeys(self.loss.terms, tf.constant(0.0)), tf.constant(0.0)),
+            (0, zeros, dict.fromkeys(self.loss.terms, tf.constant(0.0)), tf.constant(0.0)),
             parallel_iterations=1,  # a forward pass may communicate too
         )
-        totals = [_total(*pair) for pair in zip(kinds, sums, strict=True)]
-        return totals, self._shares(losses, penalty / self.accumulate_steps, batch)
+        totals = [_finish_total(*pair) for pair in zip(kinds, sums, strict=True)]
+        return totals, self._scaled_losses(losses, penalty / self.accumulate_steps, batch)
 
-    def _shares(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
+    def _scaled_losses(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
         """Scale so that the average over ranks is the sum over all ranks, divided by the weights of all ranks."""
-        own = {name: value * self.size for name, value in sums.items()}
-        return self.loss.means(own, batch.count) | {"penalty": penalty}
+        scaled = {name: value * self.size for name, value in sums.items()}
+        return self.loss.means(scaled, batch.count) | {"penalty": penalty}
 
     def _kinds_of_gradients(self, batch: Batch) -> list[_Kind | None]:
         """Return the kind of each gradient of such a batch, in order; None if a variable has no part in the loss."""
-        found: list[Any] = []
+        gradients: list[Any] = []
 
         def trace(records: Batch) -> None:
-            found[:] = self._forward_backward(records).gradients
+            gradients[:] = self._forward_backward(records).gradients
 
         shapes = tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), batch)
         tf.function(trace, autograph=False).get_concrete_function(shapes)
         return [
             None if gradient is None else _Kind(tuple(variable.shape), gradient.dtype, _indices_dtype(gradient))
-            for variable, gradient in zip(self.model.trainable_variables, found, strict=True)
+            for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True)
         ]
 
-    def _forward_backward(self, batch: Batch) -> Passed:
+    def _forward_backward(self, batch: Batch) -> PassResult:
         with tf.GradientTape() as tape:
             outputs, losses, penalty, total = self.forward(batch, passes=self.accumulate_steps)
             scaled = self.optimizer.scale_loss(total)
-        return Passed(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
+        return PassResult(tape.gradient(scaled, self.model.trainable_variables), outputs, losses, penalty)
 
     def forward(self, batch: Batch, *, passes: int = 1) -> tuple[Any, Weighed, tf.Tensor, tf.Tensor]:
-        """Run a forward pass in training: return outputs, losses, penalty as in Passed, and the value to differentiate.
+        """Run a forward pass in training; return outputs, losses, penalty, and what to differentiate.
 
         The last is a float32 scalar. passes: the number of such passes whose gradients are added up.
         """
@@ -161,8 +161,8 @@ class Objective:
         with tf.name_scope("loss_function"):
             losses = self.loss.weigh(batch.targets, outputs, batch.weights)
             penalty = self._penalty()
-            share = self._shares(losses.sums, penalty, batch)["loss"]
-            return outputs, losses, penalty, share + penalty / passes
+            loss = self._scaled_losses(losses.sums, penalty, batch)["loss"]
+            return outputs, losses, penalty, loss + penalty / passes
 
     def _penalty(self) -> tf.Tensor:
         penalties = [tf.cast(value, tf.float32) for value in self.model.losses]
@@ -172,11 +172,11 @@ class Objective:
         return tf.add_n(penalties) if penalties else tf.constant(0.0)
 
 
-def _note(seen: Accumulator, batch: Batch, passed: Passed) -> None:
+def _note(metrics: Accumulator, batch: Batch, result: PassResult) -> None:
     # The penalty is the same for every record, so that its mean over records is itself.
-    sums = passed.losses.sums | {"penalty": passed.penalty * tf.reduce_sum(batch.real)}
-    weights = passed.losses.weights | {"penalty": batch.real}
-    seen.add(Weighed(sums, weights), batch.targets, passed.outputs, batch.real)
+    sums = result.losses.sums | {"penalty": result.penalty * tf.reduce_sum(batch.real)}
+    weights = result.losses.weights | {"penalty": batch.real}
+    metrics.add(Weighed(sums, weights), batch.targets, result.outputs, batch.real)
 
 
 class _Kind(NamedTuple):
@@ -192,7 +192,7 @@ def _indices_dtype(gradient: Any) -> tf.DType | None:
     return gradient.indices.dtype if isinstance(gradient, tf.IndexedSlices) else None
 
 
-def _nothing(kind: _Kind | None, passes: int) -> Any:
+def _zero_total(kind: _Kind | None, passes: int) -> Any:
     """Return a zero total for adding up gradients of one kind over the parts; sparse ones keep all rows."""
     if kind is None:
         return ()
@@ -204,7 +204,7 @@ def _nothing(kind: _Kind | None, passes: int) -> Any:
     )
 
 
-def _add(total: Any, gradient: Any, index: tf.Tensor) -> Any:
+def _add_gradient(total: Any, gradient: Any, index: tf.Tensor) -> Any:
     if gradient is None:
         return ()
     if not isinstance(gradient, tf.IndexedSlices):
@@ -213,7 +213,7 @@ def _add(total: Any, gradient: Any, index: tf.Tensor) -> Any:
     return rows.write(index, gradient.values), indices.write(index, gradient.indices)
 
 
-def _total(kind: _Kind | None, total: Any) -> Any:
+def _finish_total(kind: _Kind | None, total: Any) -> Any:
     if kind is None or kind.indices_dtype is None:
         return None if kind is None else total
     rows, indices = total

@@ -19,7 +19,7 @@ from horovod_train.data.order.counter_rng import mix
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.chunks import Batches, Place, each
 from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
-from horovod_train.training.nonfinite import are_finite, present, spoilt_by, taken_back
+from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, restored_if_nonfinite
 from horovod_train.training.parts.losses import Loss
 from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.state import TrainState
@@ -33,7 +33,7 @@ MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _unscaled(batch: Batch) -> Batch:
     return batch
 
 
@@ -70,7 +70,7 @@ class Steps:
     _: KW_ONLY
     rank: int
     seed: int
-    scaled: Callable[[Batch], Batch] = _as_it_is
+    scaled: Callable[[Batch], Batch] = _unscaled
     """Casts and scales a batch of the iterator; see Pipeline.scaled."""
     placement: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
@@ -127,7 +127,7 @@ class Steps:
 
 @dataclass(eq=False, repr=False)
 class TrainStep(Steps):
-    """Updates a TrainState from batches and adds losses and metrics to `seen`.
+    """Updates a TrainState from batches and adds losses and metrics to `metrics`.
 
     The update is the gradient of the mean loss over exactly the records that all ranks together use in a step, by their
     weights if they have any. Each rank divides its sum by the global count or weight, so ranks may have different
@@ -135,7 +135,7 @@ class TrainStep(Steps):
     """
 
     objective: Objective
-    seen: Accumulator
+    metrics: Accumulator
     _: KW_ONLY
     count_over_ranks: Callable[[Batch], tf.Tensor]
     """Returns what the sums of the losses are divided by in the step of a batch: the records of all ranks, or their
@@ -168,16 +168,18 @@ class TrainStep(Steps):
             batch = tf.nest.map_structure(tf.identity, batch)  # what computes must wait until the phase is recorded
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), self._without_poison():
-            own, shares = self.objective.gradients(batch, self.seen)
-            total = shares["loss"] + shares["penalty"]
+            gradients, scaled_losses = self.objective.gradients(batch, self.metrics)
+            total = scaled_losses["loss"] + scaled_losses["penalty"]
             losses = (total, self.state.failure.last_loss.read_value())
             self.state.failure.last_loss.assign(total)
-            self.state.note_losses(shares)
+            self.state.note_losses(scaled_losses)
         # Not after `waiting`: each gradient is exchanged as soon as it is computed, beside the rest of the pass.
         with tf.name_scope("exchange"), tf.control_dependencies([computing]):
-            waiting = self.phase_variable.enter("exchange", after=own)
-            exchanged = self.state.synchronization.exchange(spoilt_by(total, own), tf.identity(self.state.step))
-        with tf.control_dependencies([waiting, *present(exchanged.gradients)]):  # counts a step only after its exchange
+            waiting = self.phase_variable.enter("exchange", after=gradients)
+            gradients = poison_if_nonfinite(total, gradients)
+            exchanged = self.state.synchronization.exchange(gradients, tf.identity(self.state.step))
+        # A step counts only after its exchange.
+        with tf.control_dependencies([waiting, *gradient_values(exchanged.gradients)]):
             self.state.step.assign_add(1)
             self.phase_variable.enter("compute")
         with tf.name_scope("update_parameters"):
@@ -204,29 +206,29 @@ class TrainStep(Steps):
 
         def skip() -> tf.Tensor:
             self.skipped.assign_add(1)
-            before, step = self.skipped_in_a_row, self.state.step - delay
-            is_first = tf.logical_and(before >= self.max_skips_in_a_row, failure.step == 0)
-            tf.cond(is_first, lambda: failure.note(step, exchanged.own, loss, before), lambda: None)
-            return before + 1
+            skips, step = self.skipped_in_a_row, self.state.step - delay
+            is_first = tf.logical_and(skips >= self.max_skips_in_a_row, failure.step == 0)
+            tf.cond(is_first, lambda: failure.note(step, exchanged.local, loss, skips), lambda: None)
+            return skips + 1
 
         self.skipped_in_a_row.assign(tf.cond(are_finite(gradients), update, skip))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
-        without = ExitStack()
+        contexts = ExitStack()
         if self.max_skips_in_a_row:  # otherwise the run ends at the first such step without saving
-            without.enter_context(taken_back(self.state.statistics, self.state.finite_statistics))
-            without.enter_context(taken_back(self.seen.variables, list(self.seen.sums.values())))
-        return without
+            contexts.enter_context(restored_if_nonfinite(self.state.statistics, self.state.finite_statistics))
+            contexts.enter_context(restored_if_nonfinite(self.metrics.variables, list(self.metrics.sums.values())))
+        return contexts
 
 
 class EvalStep:
-    """Evaluates batches: adds their loss and metrics to `seen`."""
+    """Evaluates batches: adds their loss and metrics to `metrics`."""
 
     def __init__(
-        self, model: keras.Model, loss: Loss, seen: Accumulator, scaled: Callable[[Batch], Batch] = _as_it_is
+        self, model: keras.Model, loss: Loss, metrics: Accumulator, scaled: Callable[[Batch], Batch] = _unscaled
     ) -> None:
-        self.model, self.loss, self.seen, self.scaled = model, loss, seen, scaled
+        self.model, self.loss, self.metrics, self.scaled = model, loss, metrics, scaled
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Batches, steps: int) -> None:
@@ -238,7 +240,7 @@ class EvalStep:
             batch = self.scaled(batch)
             outputs = self.model(batch.inputs, training=False)
             losses = self.loss.weigh(batch.targets, outputs, batch.weights)
-            self.seen.add(losses, batch.targets, outputs, batch.real)
+            self.metrics.add(losses, batch.targets, outputs, batch.real)
             return ()
 
         return each(place, steps, one_step, ())

@@ -1,6 +1,6 @@
 """When ranks exchange, and what: gradients at every step, gradients one step late, or weights every few steps.
 
-Each strategy is a class with the methods of SyncStrategy, in a file of its own.
+Each strategy is a class with the methods of SyncStrategy, in its own file.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class EveryStep:
         self.variables: dict[str, tf.Variable] = {}
         self.must_be_finite: list[tf.Variable] = []
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        return Exchanged(self.optimizer.combine(own), own)
+    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(self.optimizer.combine(local_gradients), local_gradients)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return failed  # comes from combined gradients, so ranks agree

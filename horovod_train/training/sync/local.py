@@ -28,25 +28,27 @@ class Local:
         self.group, self.every = parts.group, parts.config.average_every_steps
         model, optimizer = parts.model, parts.optimizer
         slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
-        held = [*model.trainable_variables, *slots, *parts.averages]
+        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *slots, *parts.averages)]
         self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
-        self.held = [as_tf_variable(variable) for variable in held if as_tf_variable(variable).dtype.is_floating]
+        self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         self.settled = settled_step()
-        self.apart = tf.Variable(0.0, trainable=False)
+        self.squared_distance = tf.Variable(0.0, trainable=False)
         """float32: squared distance of this rank's variables from the mean, at the last average."""
-        nothing = tf.zeros([len(self.weights)], tf.float64)
-        self.start, self.changed, self.apart_squared = (tf.Variable(nothing, trainable=False) for _ in range(3))
+        zeros = tf.zeros([len(self.weights)], tf.float64)
+        self.sums_at_start, self.changes, self.squared_distances = (
+            tf.Variable(zeros, trainable=False) for _ in range(3)
+        )
         """float64 [weights]: sums when ranks were last equal; their change and squared distance at the last average."""
         self.has_averaged = tf.Variable(False, trainable=False)
         self.variables = {"settled_step": self.settled}
         self.must_be_finite: list[tf.Variable] = []
         self._average_now = tf.function(self._average, autograph=False)
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
+    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
         # Ranks diverge from here on.
         tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
-        rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in own]
-        return Exchanged(rows_once, own)
+        rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
+        return Exchanged(rows_once, local_gradients)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         # Other ranks learn about a failed rank at the next average.
@@ -68,13 +70,13 @@ class Local:
         return -(-step // self.every) * self.every
 
     def drift(self) -> Drift:
-        (mean,) = self.group.average([self.apart.numpy()])
+        (mean,) = self.group.average([self.squared_distance.numpy()])
         moves = self._moves() if bool(self.has_averaged) else {}
         return Drift(math.sqrt(float(mean)), moves)
 
     def _moves(self) -> dict[str, Moves]:
-        own = np.stack([self.changed.numpy(), self.apart_squared.numpy()])
-        by_rank = self.group.to_root(own[np.newaxis])
+        moves = np.stack([self.changes.numpy(), self.squared_distances.numpy()])
+        by_rank = self.group.to_root(moves[np.newaxis])
         counts = [max(1, math.prod(weight.shape)) for weight in self.weights.values()]
         return {
             path: Moves((by_rank[:, 0, index] / count).tolist(), np.sqrt(by_rank[:, 1, index] / count).tolist())
@@ -83,18 +85,18 @@ class Local:
         }
 
     def _note_start(self) -> None:
-        self.start.assign(self._sums())
+        self.sums_at_start.assign(self._sums())
 
     def _sums(self) -> tf.Tensor:
         return tf.stack([tf.reduce_sum(tf.cast(weight, tf.float64)) for weight in self.weights.values()])
 
     def _average(self) -> None:
-        self.changed.assign(self._sums() - self.start)
+        self.changes.assign(self._sums() - self.sums_at_start)
         squares = []
-        for index, variable in enumerate(self.held):
+        for index, variable in enumerate(self.averaged):
             mean = self.group.average_in_step(variable, f"local.{index}")
             squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
             variable.assign(mean)
-        self.apart.assign(tf.add_n(squares))
+        self.squared_distance.assign(tf.add_n(squares))
         self.has_averaged.assign(True)
-        self.apart_squared.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))
+        self.squared_distances.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))

@@ -27,27 +27,29 @@ class Stale:
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
         self.settled = settled_step()
         self._paths = paths = [weight.path for weight in trained]
-        self.variables = by_unique_name((f"pending/{path}", own) for path, own in zip(paths, self.pending, strict=True))
+        self.variables = by_unique_name(
+            (f"pending/{path}", variable) for path, variable in zip(paths, self.pending, strict=True)
+        )
         self.variables["settled_step"] = self.settled
         # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
         self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        present = [index for index, gradient in enumerate(own) if gradient is not None]
-        sparse = [index for index in present if isinstance(own[index], tf.IndexedSlices)]
+    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        indices = [index for index, gradient in enumerate(local_gradients) if gradient is not None]
+        sparse = [index for index in indices if isinstance(local_gradients[index], tf.IndexedSlices)]
         if sparse and not self._sparse_as_dense:
             raise UserError(
                 "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
                 f"{self._paths[sparse[0]]} waits for a step, and is then exchanged, as a whole table."
             )
-        # Nothing here waits for `own`, so that `own` is computed during the exchange.
-        before = [tf.convert_to_tensor(self.pending[index]) for index in present]
-        late = tf.cond(tf.equal(self.settled, step), lambda: before, lambda: self.optimizer.combine(before))
-        combined: list[Any] = [None] * len(own)
-        for index, gradient in zip(present, late, strict=True):
-            self.pending[index].assign(tf.convert_to_tensor(own[index]))
+        # Nothing here waits for `local_gradients`, so that they are computed during the exchange.
+        previous = [tf.convert_to_tensor(self.pending[index]) for index in indices]
+        exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: self.optimizer.combine(previous))
+        combined: list[Any] = [None] * len(local_gradients)
+        for index, gradient in zip(indices, exchanged, strict=True):
+            self.pending[index].assign(tf.convert_to_tensor(local_gradients[index]))
             combined[index] = gradient
-        return Exchanged(combined, before)
+        return Exchanged(combined, previous)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return failed  # comes from combined gradients, so ranks agree
@@ -55,8 +57,8 @@ class Stale:
     def settle(self, step: int) -> bool:
         if int(self.settled) == step:
             return False
-        own = [tf.convert_to_tensor(variable) for variable in self.pending]
-        for variable, mean in zip(self.pending, self.optimizer.combine(own), strict=True):
+        gradients = [tf.convert_to_tensor(variable) for variable in self.pending]
+        for variable, mean in zip(self.pending, self.optimizer.combine(gradients), strict=True):
             variable.assign(mean)
         self.settled.assign(step)
         return True

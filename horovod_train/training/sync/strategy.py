@@ -20,7 +20,7 @@ class Exchanged(NamedTuple):
 
     gradients: list[Any]
     """Combined gradients, to apply now."""
-    own: Sequence[Any]
+    local: Sequence[Any]
     """This rank's part of them."""
 
 
@@ -30,14 +30,14 @@ class Moves(NamedTuple):
     changed: list[float]
     """Change of the mean of its elements; 0.0 if unchanged."""
     apart: list[float]
-    """Root mean square, over its elements, of own − mean over ranks."""
+    """Root mean square, over its elements, of value − mean over ranks."""
 
 
 class Drift(NamedTuple):
     """How far ranks had moved apart at their last average."""
 
     ranks_apart: float
-    """The root mean square over ranks of ‖own − mean‖."""
+    """The root mean square over ranks of ‖value − mean‖."""
     moves: Mapping[str, Moves]
     """By the path of each parameter; only on root, and empty before the first average."""
 
@@ -59,10 +59,11 @@ class SyncStrategy(Protocol):
     def must_be_finite(self) -> Sequence[tf.Variable]:
         """Those of `variables` that hold numbers not applied yet."""
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        """Collective, in the compiled step: return the gradients to apply now, given this rank's own.
+    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
 
-        own: one for each trainable variable, or None; the same ones are None on every rank. step: int64, steps done.
+        local_gradients: one for each trainable variable, or None; the same ones are None on every rank. step: int64,
+        steps done.
         """
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -105,9 +106,9 @@ def settled_step() -> tf.Variable:
 
 def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Variable]:
     """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
-    seen: Counter[str] = Counter()
-    found = {}
+    counts: Counter[str] = Counter()
+    unique = {}
     for name, variable in named:
-        seen[name] += 1
-        found[name if seen[name] == 1 else f"{name}#{seen[name]}"] = variable
-    return found
+        counts[name] += 1
+        unique[name if counts[name] == 1 else f"{name}#{counts[name]}"] = variable
+    return unique

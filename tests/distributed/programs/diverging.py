@@ -108,7 +108,7 @@ def train(
         "done": done,
         "goes_on": goes_on,
         "why": why_not_saved(state) if goes_on else str(state.failure.divergence(group)),
-        "loss": step.seen.result(group)["loss"],
+        "loss": step.metrics.result(group)["loss"],
         "skipped": int(step.skipped),
         "is_finite": all(np.all(np.isfinite(weight.numpy())) for weight in model.weights),
         "moved": float(np.abs(model.non_trainable_weights[0].numpy()).max()),

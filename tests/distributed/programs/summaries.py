@@ -117,7 +117,11 @@ def gradients(values: dict[str, Any]) -> list[np.ndarray]:
 
 
 def all_bytes(step: TrainStep) -> str:
-    seen = [*step.seen.weights.values(), *step.seen.sums.values(), *(v for m in step.seen.metrics for v in m.variables)]
+    seen = [
+        *step.metrics.weights.values(),
+        *step.metrics.sums.values(),
+        *(v for m in step.metrics.metrics for v in m.variables),
+    ]
     kept = [
         *step.state.variables().values(),
         *step.state.model.variables,

@@ -58,13 +58,13 @@ def build_own_training(
         model, "train_step", train.scaled_spec, "data.dataset" if config.data.dataset else "data.train", optimizers
     )
     if not optimizers.by_path:
-        held = ", ".join(optimizers.paths) or "none"
-        raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({held}).")
+        paths = ", ".join(optimizers.paths) or "none"
+        raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
     if slots is None:
         _check_averages_are_read(optimizers)
     optimizers.distribute(GradientExchange(**exchange_options(config)))
     origin = f"training step: the model's own {_own(model, OWN_TRAINING)}; it applies {', '.join(optimizers.by_path)}"
-    seen = Logs(tried.sources, metrics_in(model))
+    metrics = Logs(tried.sources, metrics_in(model))
     warnings = _padding("train_step", tried, train, group.size)
     averages = slots.averages() if slots else None
 
@@ -73,7 +73,7 @@ def build_own_training(
         return OwnTrainStep(
             state,
             optimizers,
-            seen,
+            metrics,
             rank=group.rank,
             seed=config.seed,
             size=group.size,
@@ -90,12 +90,12 @@ def build_own_evaluation(config: Config, group: WorkerGroup, model: keras.Model,
     why = f"the model evaluates by its own {_own(model, OWN_EVALUATION)}"
     _refuse(config, _BY_OUR_EVALUATION, why)
     tried = _try(model, "test_step", pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval", None)
-    seen, seeds = Logs(tried.sources, metrics_in(model)), Seeds(find_seeds(model), config.seed, group.rank)
+    metrics, seeds = Logs(tried.sources, metrics_in(model)), Seeds(find_seeds(model), config.seed, group.rank)
     steps = pipeline.steps_per_epoch
     # Of a stream `num_records` is the room in its steps.
     records = sum(map(pipeline.count, range(steps)))
     scale = pipeline.batch_size_per_rank * group.size * steps / records
-    step = OwnEvalStep(model, seen, seeds, scale, pipeline.scaled)
+    step = OwnEvalStep(model, metrics, seeds, scale, pipeline.scaled)
     origin = f"evaluation step: the model's own {_own(model, OWN_EVALUATION)}"
     return Evaluation(step, (origin,), _padding("test_step", tried, pipeline, group.size))
 
@@ -106,7 +106,7 @@ def refuse_unused_loss(config: Config) -> None:
 
 
 def check_loss_is_known(config: Config, model: keras.Model) -> None:
-    """Raise UserError if a model with a train_step of its own is to be evaluated by a loss that nothing says."""
+    """Raise UserError if a model with its own train_step is to be evaluated, and no loss is given anywhere."""
     if lookup(config, "loss") == lookup(Config(), "loss") and not brings(model, config)["loss"]:
         raise UserError(
             "data.eval: the model has a train_step of its own and no test_step, so its loss is not known. Give it a "
@@ -151,10 +151,12 @@ def _choose_optimizers(
 
     Then also what averages that one keeps.
     """
-    found = optimizers_in(model)
-    if overridden(model, ["compile"]) or not set(found) <= {"optimizer"}:
-        _refuse(config, _BY_OUR_OPTIMIZER, f"{why}, with optimizers that it keeps itself: {', '.join(found) or 'none'}")
-        return Optimizers(found), None
+    optimizers = optimizers_in(model)
+    if overridden(model, ["compile"]) or not set(optimizers) <= {"optimizer"}:
+        _refuse(
+            config, _BY_OUR_OPTIMIZER, f"{why}, with optimizers that it keeps itself: {', '.join(optimizers) or 'none'}"
+        )
+        return Optimizers(optimizers), None
     optimizer, slots = prepare_optimizer(config, model, horizon)
     if model.compiled:
         model.optimizer = optimizer
@@ -166,7 +168,9 @@ def _choose_optimizers(
 def _try(model: keras.Model, method: str, batch: Batch, where: str, optimizers: Optimizers | None) -> Tried:
     tried = try_step(model, method, batch, where, optimizers.only_noted if optimizers else nullcontext)
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
-    check_variables(tried, [*model.variables, *metrics, *(optimizers.held if optimizers else [])], method, "model.name")
+    check_variables(
+        tried, [*model.variables, *metrics, *(optimizers.all_variables if optimizers else [])], method, "model.name"
+    )
     return tried
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.subclass import take_class
 from horovod_train.distributed.sync_batch_norm import layers_inside
-from horovod_train.training.nonfinite import are_finite, present
+from horovod_train.training.nonfinite import are_finite, gradient_values
 
 
 def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
@@ -20,14 +20,14 @@ def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
 
     Looks into lists, tuples and dictionaries too; one that several attributes hold comes once.
     """
-    found: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
+    by_id: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
     for layer in layers_inside(model):
         prefix = "" if layer is model else f"{layer.name}."
         # Keras keeps copies of what `compile` was given under names that begin with an underscore.
         for name, value in sorted(vars(layer).items(), key=lambda item: item[0].startswith("_")):
             for path, optimizer in _inside(f"{prefix}{name}", value):
-                found.setdefault(id(optimizer), (path, optimizer))
-    return dict(found.values())
+                by_id.setdefault(id(optimizer), (path, optimizer))
+    return dict(by_id.values())
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
@@ -49,9 +49,11 @@ class Optimizers:
     enter: Callable[..., tf.Operation]
     """Records the phase of the step, as PhaseVariable.enter; set before the step is compiled."""
 
-    def __init__(self, found: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = True) -> None:
+    def __init__(
+        self, optimizers: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = True
+    ) -> None:
         """are_kept_by_the_model: False if it is that of Keras' own `compile`, which settings of the config change."""
-        self._found, self.are_kept_by_the_model = found, are_kept_by_the_model
+        self._by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
         self.by_path: dict[str, keras.optimizers.Optimizer] = {}
         """Those that the step applies, known after `only_noted`."""
         self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
@@ -59,12 +61,12 @@ class Optimizers:
     @property
     def paths(self) -> list[str]:
         """The attributes that hold them."""
-        return list(self._found)
+        return list(self._by_attribute)
 
     @property
-    def held(self) -> list[Any]:
+    def all_variables(self) -> list[Any]:
         """The variables of all of them, applied or not."""
-        return [variable for optimizer in self._found.values() for variable in optimizer.variables]
+        return [variable for optimizer in self._by_attribute.values() for variable in optimizer.variables]
 
     @property
     def variables(self) -> list[Any]:
@@ -86,28 +88,28 @@ class Optimizers:
 
         def noting(path: str, optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
             def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-                if not present(grads):
+                if not gradient_values(grads):
                     raise ValueError(f"{path} is applied without any gradient")
-                own = list(trainable_variables or ())
+                variables = list(trainable_variables or ())
                 if not optimizer.built:
-                    if not own:
+                    if not variables:
                         raise ValueError(f"{path} is applied without variables before it is built")
-                    slots[path] = {id(variable) for variable in own}
+                    slots[path] = {id(variable) for variable in variables}
                     with tf.init_scope():  # slots must exist before the broadcast
-                        optimizer.build(own)
-                if path in slots and not {id(variable) for variable in own} <= slots[path]:
+                        optimizer.build(variables)
+                if path in slots and not {id(variable) for variable in variables} <= slots[path]:
                     raise ValueError(f"{path} is applied to other variables than before; build it with all of them")
                 self.by_path[path] = optimizer
 
             return apply
 
-        for path, optimizer in self._found.items():
+        for path, optimizer in self._by_attribute.items():
             optimizer.apply = noting(path, optimizer)
 
         try:
             yield
         finally:
-            for optimizer in self._found.values():
+            for optimizer in self._by_attribute.values():
                 del optimizer.apply
 
     def distribute(self, exchange: GradientExchange) -> None:
@@ -123,21 +125,21 @@ class Optimizers:
             # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
             # differ, only on some of them.
             with tf.control_dependencies([self.enter("compute")]):
-                found = exchange.each(grads, f"{path}.gradient")
+                combined = exchange.each(grads, f"{path}.gradient")
             waiting = self.enter("exchange", after=grads)
             with tf.control_dependencies([waiting]):
-                applying = self.enter("compute", after=found)
+                applying = self.enter("compute", after=combined)
             with tf.control_dependencies([applying]):
                 return [
-                    None if one is None else tf.nest.map_structure(tf.identity, one, expand_composites=True)
-                    for one in found
+                    None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+                    for gradient in combined
                 ]
 
         return combine
 
     def _only_finite(self, base: type) -> type:
-        def note(own: Sequence[Any]) -> tf.Tensor:
-            self.is_cause.assign(tf.logical_or(self.is_cause, tf.logical_not(are_finite(own))))
+        def note(local_gradients: Sequence[Any]) -> tf.Tensor:
+            self.is_cause.assign(tf.logical_or(self.is_cause, tf.logical_not(are_finite(local_gradients))))
             return tf.constant(True)
 
         class OnlyFinite(base):  # `this` is the optimizer, `self` what it shares with the others

@@ -29,7 +29,7 @@ class OwnTrainStep(Steps):
     """
 
     optimizers: Optimizers
-    seen: Logs
+    metrics: Logs
     _: KW_ONLY
     size: int
     count_over_ranks: Callable[[Batch], tf.Tensor]
@@ -51,7 +51,7 @@ class OwnTrainStep(Steps):
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"), rows_that_count(batch.real):
             logs = state.model.train_step(data_of(batch, tf.math.divide_no_nan(float(rows), count)))
-        self.seen.add(logs)
+        self.metrics.add(logs)
         failed = self.optimizers.failed.read_value()
         with tf.control_dependencies([failed]):  # counts a step only after its exchanges
             state.step.assign_add(1)
@@ -64,30 +64,30 @@ class OwnTrainStep(Steps):
 
 
 class OwnEvalStep:
-    """Evaluates batches by the model's test_step, with (x, y, sample_weight): adds what it returns to `seen`.
+    """Evaluates batches by the model's test_step, with (x, y, sample_weight): adds what it returns to `metrics`.
 
     sample_weight is scaled by one number for the whole evaluation, so that the average over ranks and steps of `mean
     over rows of value · sample_weight` is that over records, and so is a Keras metric that gets sample_weight.
     """
 
     def __init__(
-        self, model: keras.Model, seen: Logs, seeds: Seeds, scale: float, scaled: Callable[[Batch], Batch]
+        self, model: keras.Model, metrics: Logs, seeds: Seeds, scale: float, scaled: Callable[[Batch], Batch]
     ) -> None:
         """scale: the rows of all ranks in all steps, padding included, by the number of records."""
-        self.model, self.seen, self._scale, self.scaled = model, seen, scale, scaled
+        self.model, self.metrics, self._scale, self.scaled = model, metrics, scale, scaled
         self._run = tf.function(self._run_steps, autograph=False)
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
     def run(self, batches: Batches, steps: int) -> None:
         """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
-        if self.seen.begin():
+        if self.metrics.begin():
             self._begin()
         batches.call(self._run, tf.constant(steps, tf.int32))
 
     def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[()]]:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
             batch = self.scaled(batch)
-            self.seen.add(self.model.test_step(data_of(batch, tf.constant(self._scale, tf.float32))))
+            self.metrics.add(self.model.test_step(data_of(batch, tf.constant(self._scale, tf.float32))))
             return ()
 
         return each(place, steps, one_step, ())
