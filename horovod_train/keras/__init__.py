@@ -12,7 +12,7 @@ from horovod_train.keras import callbacks, elastic
 from horovod_train.keras.saving import load_model
 from horovod_train.keras.values import allgather, allreduce, broadcast, reducescatter
 from horovod_train.tensorflow import (
-    INSTEAD,
+    REPLACEMENTS,
     Adasum,
     Average,
     Compression,
@@ -108,4 +108,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, INSTEAD)
+    refuse(__name__, name, REPLACEMENTS)

@@ -16,9 +16,9 @@ from horovod_train.tensorflow.elastic import run
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 
 _CUT_SHORT = "this epoch, not the training"
-"""In `model.stop_training`: true, and not the True of a callback that wants to end the training.
+"""A value of `model.stop_training`: true, but not the True of a callback that ends the training.
 
-Not EndEpoch: of data without a length Keras would remember this epoch's batches as the length, and only this is short.
+EndEpoch would not do: for data without a length Keras would keep the batches of this short epoch as the length.
 """
 
 
@@ -27,7 +27,7 @@ class KerasState(TensorFlowKerasState):
 
 
 class _Progress(keras.callbacks.Callback):
-    """Keeps how far `fit` is in an attribute of the state. Its methods may be called twice for one event."""
+    """Keeps the progress of `fit` in an attribute of the state. Its methods may be called twice for one event."""
 
     attribute: str
 
@@ -56,8 +56,8 @@ class UpdateBatchStateCallback(_Progress):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.state.batch = self.batches_before + batch + 1
         steps = self.params["steps"]
-        is_done = self.batches_before and steps is not None and self.state.batch >= steps
-        if is_done and not self.model.stop_training:
+        is_last = self.batches_before and steps is not None and self.state.batch >= steps
+        if is_last and not self.model.stop_training:
             self.model.stop_training = _CUT_SHORT
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -72,11 +72,11 @@ class UpdateEpochStateCallback(_Progress):
     attribute = "epoch"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._done_before, self._epochs = self.state.epoch, set[int]()
+        self._epochs_before, self._finished_epochs = self.state.epoch, set[int]()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epochs.add(epoch)  # which begin at the initial_epoch of this fit
-        self.state.epoch = self._done_before + len(self._epochs)
+        self._finished_epochs.add(epoch)  # numbered from the initial_epoch of this fit
+        self.state.epoch = self._epochs_before + len(self._finished_epochs)
 
 
 class CommitStateCallback(keras.callbacks.Callback):
@@ -98,20 +98,20 @@ class CommitStateCallback(keras.callbacks.Callback):
         switch_off_xla(self.model)
         self._callbacks = callbacks_of_fit()
         self._progress = [callback for callback in self._callbacks if isinstance(callback, _Progress)]
-        self._committed = 0
+        self._committed_batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         for callback in self._progress:
             callback.on_train_batch_end(batch, logs)
-        done, batches = batch + 1, batches_of_epoch(self.params["steps"], self._callbacks)
+        batches_done, total_batches = batch + 1, batches_of_epoch(self.params["steps"], self._callbacks)
         # Not after the last batch: to begin again there, `fit` would have to run an epoch of no batch.
-        is_last = batches is not None and done >= batches
-        if done - self._committed >= self.batches_per_commit and not is_last:
-            self._committed = done
+        is_last = total_batches is not None and batches_done >= total_batches
+        if batches_done - self._committed_batches >= self.batches_per_commit and not is_last:
+            self._committed_batches = batches_done
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         for callback in self._progress:
             callback.on_epoch_end(epoch, logs)
-        self._committed = 0
+        self._committed_batches = 0
         self.state.commit()

@@ -29,8 +29,8 @@ def load_model(
     """
     if legacy_opts:
         raise UserError("hvd.load_model: Keras 3 has no legacy optimizers. Leave legacy_opts out.")
-    known = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    optimizer_classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**optimizer_classes, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model

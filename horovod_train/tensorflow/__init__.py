@@ -129,20 +129,20 @@ __all__ = [
     "synchronise_batch_norm",
 ]
 
-INSTEAD = {
+REPLACEMENTS = {
     "BroadcastGlobalVariablesHook": "Estimators are TensorFlow 1: use model.fit and "
     "hvd.callbacks.BroadcastGlobalVariablesCallback of horovod_train.keras",
     "SyncBatchNormalization": "it is a layer of Keras 2: call hvd.synchronise_batch_norm(model) for Keras' own",
     "broadcast_object_fn": "it is for sessions of TensorFlow 1: call hvd.broadcast_object",
 }
-"""What Horovod has and this has not, and what to do."""
+"""Horovod's names that are not served, and what to use in their place."""
 
 
-def refuse(module: str, name: str, instead: dict[str, str]) -> NoReturn:
+def refuse(module: str, name: str, replacements: dict[str, str]) -> NoReturn:
     """Raise AttributeError that says what to do in place of a name that is not served."""
-    what = f": {instead[name]}." if name in instead else ""
-    raise AttributeError(f"{module} has no {name!r}{what}")
+    advice = f": {replacements[name]}." if name in replacements else ""
+    raise AttributeError(f"{module} has no {name!r}{advice}")
 
 
 def __getattr__(name: str) -> Any:
-    refuse(__name__, name, INSTEAD)
+    refuse(__name__, name, REPLACEMENTS)

@@ -15,7 +15,7 @@ from horovod_train.tensorflow import watch
 from horovod_train.tensorflow.names import name_of
 
 _SEED = "seed_generator_state"
-"""How Keras names the variables in which its random layers keep their seed."""
+"""Part of the names of the variables in which Keras' random layers keep their seed."""
 
 
 def broadcast_variables(
@@ -29,16 +29,16 @@ def broadcast_variables(
 
     Raises UserError for a dtype that Horovod cannot send, and for anything else.
     """
-    found = [variable for variable in _variables(variables) if _SEED not in name_of(variable)]
-    check_sendable(found)
+    targets = [variable for variable in _variables_in(variables) if _SEED not in name_of(variable)]
+    check_sendable(targets)
     if process_set is hvd.global_process_set:
         with tf.init_scope():  # a script may broadcast inside its compiled step
             watch.begin()
-    own = [as_tf_variable(variable) for variable in found]
+    tf_variables = [as_tf_variable(variable) for variable in targets]
     if inplace:
-        hvd.broadcast_variables(own, root_rank, process_set, inplace)
+        hvd.broadcast_variables(tf_variables, root_rank, process_set, inplace)
     else:
-        _by_position(own, root_rank, process_set)
+        _broadcast_by_position(tf_variables, root_rank, process_set)
 
 
 def broadcast_model(
@@ -64,32 +64,32 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def _by_position(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet) -> None:
-    """Named by position: the names of variables contain numbers that Keras gives in each process by itself."""
+def _broadcast_by_position(variables: Sequence[tf.Variable], root_rank: int, process_set: hvd.ProcessSet) -> None:
+    """Broadcast variables under names by position: Keras numbers their names in each process separately."""
     # Broadcasts of one compiled step overlap, so they need different names.
     prefix = "broadcast_variables"
     if not tf.executing_eagerly():
         prefix = tf.compat.v1.get_default_graph().unique_name(prefix)
 
-    def together() -> None:
+    def broadcast_all() -> None:
         for number, variable in enumerate(variables):
             name = f"{prefix}.{number}"
             value = hvd.broadcast(variable, root_rank, name=name, ignore_name_scope=True, process_set=process_set)
             variable.assign(value)
 
-    # As a whole, so that the exchanges overlap. TensorFlow would warn of a function that is made again and again.
-    tf.function(together, autograph=False).get_concrete_function()()
+    # One graph, so that the exchanges overlap. Not called as a tf.function: TensorFlow would warn of retracing.
+    tf.function(broadcast_all, autograph=False).get_concrete_function()()
 
 
-def _variables(given: Any) -> Iterator[Any]:
-    if isinstance(given, keras.Variable | tf.Variable):
-        yield given
-    elif isinstance(given, keras.Layer | keras.optimizers.Optimizer):
-        yield from given.variables
-    elif isinstance(given, Iterable) and not isinstance(given, str):
-        for part in given:
-            yield from _variables(part)
+def _variables_in(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, keras.Variable | tf.Variable):
+        yield argument
+    elif isinstance(argument, keras.Layer | keras.optimizers.Optimizer):
+        yield from argument.variables
+    elif isinstance(argument, Iterable) and not isinstance(argument, str):
+        for part in argument:
+            yield from _variables_in(part)
     else:
         raise UserError(
-            f"hvd.broadcast_variables: expected variables, layers or optimizers; received {type(given).__name__}."
+            f"hvd.broadcast_variables: expected variables, layers or optimizers; received {type(argument).__name__}."
         )

@@ -21,17 +21,17 @@ from horovod_train.tensorflow.broadcasting import broadcast_variables
 class CommittedState(State):
     """Variables, and objects that are attributes: `state.epoch`. Subclasses say which variables.
 
-    given: of the types that serialize.dump takes, such as numbers, text, lists, arrays. They are copied at each
+    attributes: of the types that serialize.dump takes, such as numbers, text, lists, arrays. They are copied at each
     commit, so one that is changed in place is restored too. Raises UserError for one of another type.
     """
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **attributes: Any) -> None:
         super().__init__(bcast_object=None, get_rank=hvd.rank)  # check_host_updates does without
-        if taken := [name for name in given if hasattr(self, name)]:
-            raise UserError(f"hvd.elastic: a state has {taken[0]!r} already. Give what you keep another name.")
-        self._names = list(given)
+        if clashes := [name for name in attributes if hasattr(self, name)]:
+            raise UserError(f"hvd.elastic: a state has {clashes[0]!r} already. Give what you keep another name.")
+        self._names = list(attributes)
         self._hosts_changed = threading.Event()
-        for name, value in given.items():
+        for name, value in attributes.items():
             setattr(self, name, value)
         self.save()
 
@@ -41,17 +41,17 @@ class CommittedState(State):
 
     def save(self) -> None:
         """Copy the variables and objects to this rank's memory."""
-        self._values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
+        self._saved_values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
         try:
-            self._objects = serialize.dump({name: getattr(self, name) for name in self._names})
+            self._saved_objects = serialize.dump({name: getattr(self, name) for name in self._names})
         except TypeError as error:
             raise UserError(f"hvd.elastic: what the state keeps: {error}") from error
 
     def restore(self) -> None:
         """Set the variables and objects to what was saved last."""
-        for variable, value in zip(self.live_variables(), self._values, strict=True):
+        for variable, value in zip(self.live_variables(), self._saved_values, strict=True):
             as_tf_variable(variable).assign(value)
-        self._set_objects(self._objects)
+        self._set_objects(self._saved_objects)
 
     def sync(self) -> None:
         """Collective: give all ranks root's variables and objects, as they are, and save them.
@@ -67,8 +67,8 @@ class CommittedState(State):
             )
         broadcast_variables(variables, root_rank=0)
         self.save()
-        self._objects = objects.broadcast(self._objects, "elastic.objects")
-        self._set_objects(self._objects)
+        self._saved_objects = objects.broadcast(self._saved_objects, "elastic.objects")
+        self._set_objects(self._saved_objects)
 
     def _set_objects(self, saved: bytes) -> None:
         for name, value in serialize.load(saved).items():
@@ -76,8 +76,8 @@ class CommittedState(State):
 
     def check_host_updates(self) -> None:
         """Collective: raise HostsUpdatedInterrupt on all ranks if the launcher has told any of them of new hosts."""
-        told = int(self._hosts_changed.is_set())
-        if hvd.allgather(tf.constant([told]), name="elastic.hosts").numpy().any():
+        has_changed = int(self._hosts_changed.is_set())
+        if hvd.allgather(tf.constant([has_changed]), name="elastic.hosts").numpy().any():
             raise HostsUpdatedInterrupt(skip_sync=False)
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
@@ -92,19 +92,19 @@ class CommittedState(State):
 class TensorFlowState(CommittedState):
     """The state of a script with variables of its own.
 
-    variables: Keras' or TensorFlow's, as `[*model.weights, *optimizer.variables]`. given: objects, see CommittedState.
+    variables: Keras' or TensorFlow's, as `[*model.weights, *optimizer.variables]`. attributes: see CommittedState.
 
     Raises UserError for session, which is for TensorFlow 1, and without variables.
     """
 
-    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **given: Any) -> None:
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **attributes: Any) -> None:
         if session is not None or not variables:
             raise UserError(
                 "hvd.elastic.TensorFlowState: expected the variables to keep, and no session; TensorFlow 2 has no "
                 "global variables. Give it [*model.weights, *optimizer.variables]."
             )
         self._variables = list(variables)
-        super().__init__(**given)
+        super().__init__(**attributes)
 
     def live_variables(self) -> Sequence[Any]:
         return self._variables
@@ -116,7 +116,7 @@ class TensorFlowKerasState(CommittedState):
     All ranks get root's values, of local variables too. Gradients that were added up over backward_passes_per_step but
     not applied are dropped when ranks change, so commit after so many batches.
 
-    optimizer: default the one that the model is compiled with. given: objects, see CommittedState.
+    optimizer: default the one that the model is compiled with. attributes: see CommittedState.
 
     Raises UserError for a model that has no variables yet or no optimizer, and for backend, which is for TensorFlow 1.
     """
@@ -126,7 +126,7 @@ class TensorFlowKerasState(CommittedState):
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer | None = None,
         backend: Any = None,
-        **given: Any,
+        **attributes: Any,
     ) -> None:
         if backend is not None:
             raise UserError("hvd.elastic: backend is for TensorFlow 1. Leave it out.")
@@ -135,17 +135,17 @@ class TensorFlowKerasState(CommittedState):
         if not model.weights:
             raise UserError("hvd.elastic: the model has no variables yet. Build it, or call it once, before the state.")
         self.model, self._optimizer = model, optimizer
-        super().__init__(**given)
+        super().__init__(**attributes)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given, or the one that the model is compiled with now."""
-        found = self._optimizer if self._optimizer is not None else getattr(self.model, "optimizer", None)
-        if found is None:
+        """The optimizer that was given, or the one that the model is compiled with now."""
+        optimizer = self._optimizer if self._optimizer is not None else getattr(self.model, "optimizer", None)
+        if optimizer is None:
             raise UserError("hvd.elastic: the model has no optimizer. Compile it before the state, or give optimizer=.")
-        if not found.built:
-            found.build(self.model.trainable_variables)
-        return found
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        return optimizer
 
     def live_variables(self) -> Sequence[Any]:
         return [*self.model.weights, *self.optimizer.variables]

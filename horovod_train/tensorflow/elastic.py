@@ -21,12 +21,12 @@ from horovod_train.distributed.launch import launcher, reconnect
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.committed_state import CommittedState, TensorFlowKerasState, TensorFlowState
-from horovod_train.tensorflow.optimizer import drop_added_up
+from horovod_train.tensorflow.optimizer import drop_accumulated_gradients
 
 __all__ = ["State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
 TRIES_TO_MEET = 10
-"""One by one hosts may be lost while the others meet, but a launcher that has gone will not come back."""
+"""Hosts may be lost one by one while the others meet. A launcher that has gone will not come back."""
 
 log = logging.getLogger(__name__)
 
@@ -63,36 +63,38 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
-    why, changed_at, failures = "", 0.0, 0
+    reason, changed_at, failures = "", 0.0, 0
     while True:
         try:
-            if why:
-                _meet_again(state)
+            if reason:
+                _reconnect(state)
             state.sync()
-            agreement.count_anew()
-            if why and hvd.rank() == 0:
-                log.warning(f"elastic: {why}; {hvd.size()} ranks train, after {time.monotonic() - changed_at:.1f} s.")
+            agreement.reset_counts()
+            if reason and hvd.rank() == 0:
+                log.warning(
+                    f"elastic: {reason}; {hvd.size()} ranks train, after {time.monotonic() - changed_at:.1f} s."
+                )
             changed_at, failures = 0.0, 0
             return train()
         except HostsUpdatedInterrupt:
-            # State.commit has saved what is there, and check_host_updates alone keeps it.
-            why, changed_at = "the hosts have changed", changed_at or time.monotonic()
+            # Nothing to restore: State.commit has saved the state, and check_host_updates alone leaves it as it is.
+            reason, changed_at = "the hosts have changed", changed_at or time.monotonic()
         except Exception as error:
             if not isinstance(error, HorovodInternalError) and not is_connection_loss(error):
                 raise
             failures += 1
             if failures > TRIES_TO_MEET:
                 raise RunError(f"elastic: the ranks did not meet, in {TRIES_TO_MEET} tries: {error}") from error
-            why, changed_at = "ranks were lost, back to the last commit", changed_at or time.monotonic()
+            reason, changed_at = "ranks were lost, back to the last commit", changed_at or time.monotonic()
             state.restore()
 
 
-def _meet_again(state: State) -> None:
+def _reconnect(state: State) -> None:
     """Collective: learn from the launcher which ranks there are now, and connect to them."""
     reconnect.disconnect()
     if isinstance(state, CommittedState):
         state.forget_host_updates()
     reconnect.connect()
-    agreement.count_anew()  # also before the callbacks, which may exchange gradients
-    drop_added_up()
+    agreement.reset_counts()  # also before the callbacks, which may exchange gradients
+    drop_accumulated_gradients()
     state.on_reset()

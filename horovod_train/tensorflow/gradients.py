@@ -47,7 +47,7 @@ class GradientCombiner:
     def __init__(self, owner: str, arguments: Arguments) -> None:
         self._owner, self._arguments = owner, arguments
         self.ranks = arguments.process_set
-        """Those that combine their gradients."""
+        """The ranks that combine their gradients."""
         if self.ranks.process_set_id is None:
             raise UserError(f"{owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it.")
         if not arguments.gradient_predivide_factor > 0:
@@ -65,16 +65,16 @@ class GradientCombiner:
         is_number = isinstance(self._groups, int) and self._groups >= 1
         if self._groups is not None and not is_number and not isinstance(self._groups, list):
             raise UserError(f"{owner}: groups must be at least 1, or lists of variables; received {self._groups!r}.")
-        self._local: dict[Any, Any] = {}
+        self._local_variables: dict[Any, Any] = {}
         for argument, device in (("device_dense", arguments.device_dense), ("device_sparse", arguments.device_sparse)):
             self._check_device(argument, device)
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
-        self._local[key_of(variable)] = variable
+        self._local_variables[key_of(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
-        return key_of(variable) in self._local
+        return key_of(variable) in self._local_variables
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> list[Any]:
@@ -82,32 +82,34 @@ class GradientCombiner:
 
         Raises UserError if local variables or groups of variables cannot be told without `variables`.
         """
-        combined, name = list(grads), self._name(variables)
+        combined, prefix = list(grads), self._exchange_prefix(variables)
         if not self.ranks.included():
             return combined
-        if variables is None and (self._local or isinstance(self._groups, list)):
+        if variables is None and (self._local_variables or isinstance(self._groups, list)):
             raise UserError(f"{self._owner}: local variables and groups need apply(grads, trainable_variables).")
-        known = variables or [None] * len(combined)
-        local = {i for i, variable in enumerate(known) if variable is not None and self.is_local(variable)}
-        shared = [i for i, grad in enumerate(combined) if grad is not None and i not in local]
-        # A tape may also differentiate by tensors, such as inputs, which are other ones on each rank.
-        weights = [known[i] for i in shared if known[i] is not None and not isinstance(known[i], tf.Tensor)]
+        variables = variables or [None] * len(combined)
+        local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
+        indices = [i for i, grad in enumerate(combined) if grad is not None and i not in local_indices]
+        # A tape may also differentiate by tensors, such as inputs, which differ by rank.
+        weights = [
+            variables[i] for i in indices if variables[i] is not None and not isinstance(variables[i], tf.Tensor)
+        ]
         if weights:
-            count_exchange(weights, name, self.ranks)
+            count_exchange(weights, prefix, self.ranks)
         if self._arguments.scale_local_gradients:
-            for i in local:
-                combined[i] = _divided(combined[i], number_of_ranks(self.ranks))
-        for number, members in enumerate(self._grouped(combined, shared, known)):
-            if len(members) == 1:
-                combined[members[0]] = self._combine(combined[members[0]], f"{name}.gradient.{members[0]}")
+            for i in local_indices:
+                combined[i] = _divide(combined[i], number_of_ranks(self.ranks))
+        for number, bucket in enumerate(self._split_by_dtype(combined, indices, variables)):
+            if len(bucket) == 1:
+                combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{bucket[0]}")
                 continue
             with tf.device(self._arguments.device_dense):
-                sums = self._exchange.together([combined[i] for i in members], f"{name}.group.{number}")
-            for i, total in zip(members, sums, strict=True):
-                combined[i] = total
+                exchanged = self._exchange.together([combined[i] for i in bucket], f"{prefix}.group.{number}")
+            for i, gradient in zip(bucket, exchanged, strict=True):
+                combined[i] = gradient
         return combined
 
-    def _name(self, variables: Sequence[Any] | None) -> str:
+    def _exchange_prefix(self, variables: Sequence[Any] | None) -> str:
         """Return the first part of the names of exchanges: the same on all ranks, and different for each use."""
         first = variables[0] if variables else None
         if self._arguments.name or first is None or isinstance(first, tf.Tensor):
@@ -119,18 +121,22 @@ class GradientCombiner:
         with tf.device(self._arguments.device_sparse if is_sparse else self._arguments.device_dense):
             return self._exchange(grad, name)
 
-    def _grouped(self, grads: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield indices of gradients that are exchanged together: those of one dtype in each group."""
-        for group in self._groups_of(grads, shared, variables):
+    def _split_by_dtype(
+        self, grads: Sequence[Any], indices: Sequence[int], variables: Sequence[Any]
+    ) -> Iterator[list[int]]:
+        """Yield the indices of gradients that are exchanged together: those of one dtype in each group."""
+        for group in self._group_indices(grads, indices, variables):
             by_dtype: dict[str, list[int]] = {}
             for i in group:
                 by_dtype.setdefault(grads[i].dtype.name, []).append(i)
             yield from by_dtype.values()
 
-    def _groups_of(self, grads: Sequence[Any], shared: Sequence[int], variables: Sequence[Any]) -> Iterator[list[int]]:
-        """Yield the indices of the dense gradients of each group; of the others each alone."""
-        dense = [i for i in shared if not isinstance(grads[i], tf.IndexedSlices)]
-        yield from ([i] for i in shared if i not in set(dense))
+    def _group_indices(
+        self, grads: Sequence[Any], indices: Sequence[int], variables: Sequence[Any]
+    ) -> Iterator[list[int]]:
+        """Yield the indices of the dense gradients of each group, and each sparse one alone."""
+        dense = [i for i in indices if not isinstance(grads[i], tf.IndexedSlices)]
+        yield from ([i] for i in indices if i not in set(dense))
         if self._groups is None:
             yield from ([i] for i in dense)
         elif isinstance(self._groups, int):
@@ -139,10 +145,10 @@ class GradientCombiner:
             ends = [sum(sizes[: number + 1]) for number in range(self._groups)]
             yield from (dense[end - size : end] for end, size in zip(ends, sizes, strict=True) if size)
         else:
-            place = {key_of(variable): number for number, group in enumerate(self._groups) for variable in group}
+            group_of = {key_of(variable): number for number, group in enumerate(self._groups) for variable in group}
             members: dict[int, list[int]] = {}
             for i in dense:
-                members.setdefault(place.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
+                members.setdefault(group_of.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
             yield from members.values()
 
     def _name_of_op(self, op: Any) -> str:
@@ -157,34 +163,34 @@ class GradientCombiner:
 
 
 class CombinedGradients:
-    """The gradients that tapes have combined and that still exist, so that an optimizer does not combine them again."""
+    """Existing gradients that tapes have combined, so that an optimizer does not combine them again."""
 
     def __init__(self) -> None:
-        self._found: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._combined: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
-    def note(self, grads: Sequence[Any]) -> None:
-        self._found.update({id(grad): grad for grad in grads if grad is not None})
+    def add(self, grads: Sequence[Any]) -> None:
+        self._combined.update({id(grad): grad for grad in grads if grad is not None})
 
-    def are_all(self, grads: Sequence[Any]) -> bool:
-        """Return whether all gradients are such. One that has been clipped or scaled since is a new tensor."""
-        given = [grad for grad in grads if grad is not None]
-        return bool(given) and all(self._found.get(id(grad)) is grad for grad in given)
+    def contains_all(self, grads: Sequence[Any]) -> bool:
+        """Return whether tapes have combined all gradients. One that has been clipped since is a new tensor."""
+        gradients = [grad for grad in grads if grad is not None]
+        return bool(gradients) and all(self._combined.get(id(grad)) is grad for grad in gradients)
 
 
-by_tape = CombinedGradients()
+combined_by_tape = CombinedGradients()
 
 
 def variables_of(layers: Any, owner: str) -> list[Any]:
     """Return the trainable variables of a layer, or of several. Raises UserError for what is not a Keras layer."""
-    found = [layers] if isinstance(layers, keras.Layer) else list(layers or ())
-    if wrong := [layer for layer in found if not isinstance(layer, keras.Layer)]:
+    layers = [layers] if isinstance(layers, keras.Layer) else list(layers or ())
+    if wrong := [layer for layer in layers if not isinstance(layer, keras.Layer)]:
         raise UserError(f"{owner}: local_layers must be Keras layers; received {type(wrong[0]).__name__}.")
-    if unbuilt := [layer.name for layer in found if not layer.built]:
+    if unbuilt := [layer.name for layer in layers if not layer.built]:
         raise UserError(f"{owner}: local layer {unbuilt[0]} has no variables yet. Build it, or call the model once.")
-    return [variable for layer in found for variable in layer.trainable_weights]
+    return [variable for layer in layers for variable in layer.trainable_weights]
 
 
-def _divided(grad: Any, by: Any) -> Any:
+def _divide(grad: Any, divisor: Any) -> Any:
     if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(grad.values, by), grad.indices, grad.dense_shape)
-    return None if grad is None else grad / tf.cast(by, grad.dtype)
+        return tf.IndexedSlices(_divide(grad.values, divisor), grad.indices, grad.dense_shape)
+    return None if grad is None else grad / tf.cast(divisor, grad.dtype)

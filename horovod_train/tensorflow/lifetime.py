@@ -64,7 +64,7 @@ def init(
     guards.switch(guards.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = stall_environment(limits) if watch_ranks and not is_elastic else None
     started = start_process(environment=environment, process_sets=process_sets)
-    device = _pin(started) if pin_device else _AS_IT_IS
+    device = _pin(started) if pin_device else _UNPINNED
     watch.prepare(started, device, limits if watch_ranks else None)
 
 
@@ -86,11 +86,11 @@ def add_process_set(process_set: hvd.ProcessSet | Sequence[int]) -> hvd.ProcessS
 
 def remove_process_set(process_set: hvd.ProcessSet) -> bool:
     """Collective: remove a set of ranks; return whether there was one. Needs init(process_sets="dynamic")."""
-    number = process_set.process_set_id
+    process_set_id = process_set.process_set_id
     is_removed = bool(hvd.remove_process_set(process_set))
-    if is_removed and number is not None:
-        agreement.forget(number)
-        names.forget(number)
+    if is_removed and process_set_id is not None:
+        agreement.forget_process_set(process_set_id)
+        names.forget_process_set(process_set_id)
     return is_removed
 
 
@@ -100,18 +100,18 @@ def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
 
-_AS_IT_IS = Device("as the script chose", "", (), ())
+_UNPINNED = Device("as the script chose", "", (), ())
 
 
 def _pin(started: StartedProcess) -> Device:
     """Pin this process to its device, unless the script has chosen one or has started TensorFlow already."""
     if len(tf.config.get_visible_devices("GPU")) < len(tf.config.list_physical_devices("GPU")):
-        return _AS_IT_IS
+        return _UNPINNED
     try:
         return started.pin(DeviceConfig())
     except RuntimeError as error:  # TensorFlow has started, and keeps what it has
         log.warning(f"hvd.init could not pin this process to a device: {error}. Call it before the first operation.")
-        return _AS_IT_IS
+        return _UNPINNED
     except UserError:
         started.rendezvous.close()
         raise

@@ -1,4 +1,4 @@
-"""Tell variables apart, whether Keras' or TensorFlow's; make variables of our own for them."""
+"""Keys, numbers and names of variables, whether Keras' or TensorFlow's; values that belong to them."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ T = TypeVar("T")
 
 
 def key_of(variable: Any) -> Any:
-    """Return what stands for a variable or tensor in a dictionary: equal for a Keras variable and its tf one."""
+    """Return the dictionary key of a variable or tensor: equal for a Keras variable and the tf.Variable behind it."""
     return (variable if isinstance(variable, tf.Tensor) else as_tf_variable(variable)).ref()
 
 
-def made_outside(make: Callable[[], T]) -> T:
-    """Return make(), called outside of any tf.function that is being traced.
+def make_outside_graphs(make: Callable[[], T]) -> T:
+    """Call `make` outside any tf.function that is being traced; return its result.
 
-    In a thread, because TensorFlow lets a function make variables in its first trace only, also in an init_scope.
+    In a thread, because TensorFlow lets a function make variables only in its first trace, even in an init_scope.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
 
 
 class PerVariable(Generic[T]):
-    """What belongs to each variable, made when it is first asked for and dropped with the variable."""
+    """One value for each variable, made at the first lookup and dropped with the variable."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._found: dict[int, T] = {}
+        self._values: dict[int, T] = {}
 
     def __getitem__(self, variable: Any) -> T:
-        if id(variable) not in self._found:
-            self._found[id(variable)] = self._make()
-            weakref.finalize(variable, self._found.pop, id(variable), None)
-        return self._found[id(variable)]
+        if id(variable) not in self._values:
+            self._values[id(variable)] = self._make()
+            weakref.finalize(variable, self._values.pop, id(variable), None)
+        return self._values[id(variable)]
 
     def values(self) -> list[T]:
-        return list(self._found.values())
+        return list(self._values.values())
 
 
 _numbers: defaultdict[int | None, PerVariable[int]] = defaultdict(lambda: PerVariable(itertools.count().__next__))
 
 
 def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_set) -> int:
-    """Return a number that stands for a variable in a process set: how many others were asked for before, in it.
+    """Return the number of a variable in a process set. Variables are numbered in the order of their first lookup.
 
-    All its ranks ask in the same order; ranks outside need not ask. Names would not do: Keras numbers layers and
-    optimizers by how many there have been in the process, and rank 0 may have made some more.
+    All ranks of the set look up in the same order. Names would not do: Keras numbers layers and optimizers by how many
+    there have been in the process, and rank 0 may have made more of them.
     """
     return _numbers[process_set.process_set_id][variable]
 
 
-def forget(process_set_id: int) -> None:
-    """Forget the numbers in a process set that is removed: Horovod gives its own number to another."""
+def forget_process_set(process_set_id: int) -> None:
+    """Forget the numbers in a process set that is removed: Horovod gives its id to another."""
     _numbers.pop(process_set_id, None)
 
 

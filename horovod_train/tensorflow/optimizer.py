@@ -14,12 +14,12 @@ import tensorflow as tf
 from horovod_train.distributed.optimizer import Combine, distribute
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
-from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
-from horovod_train.tensorflow.names import key_of, made_outside
+from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, combined_by_tape, variables_of
+from horovod_train.tensorflow.names import key_of, make_outside_graphs
 
 log = logging.getLogger(__name__)
 
-_with_several_passes: WeakSet[Any] = WeakSet()
+_accumulating_optimizers: WeakSet[Any] = WeakSet()
 """Optimizers with backward_passes_per_step above 1."""
 
 
@@ -83,18 +83,18 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     combiner = GradientCombiner("DistributedOptimizer", arguments)
-    distribute(optimizer, _unless_by_tape(combiner))
+    distribute(optimizer, _combine_once(combiner))
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
-        take_class(optimizer, _adding_up(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
-        _with_several_passes.add(optimizer)
+        take_class(optimizer, _accumulating(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
+        _accumulating_optimizers.add(optimizer)
     return optimizer
 
 
-def drop_added_up() -> None:
-    """Forget the gradients that optimizers have added up and not applied: ranks that join have none."""
-    for optimizer in list(_with_several_passes):
-        optimizer.drop_added_up()
+def drop_accumulated_gradients() -> None:
+    """Drop the gradients that optimizers have accumulated and not applied: ranks that join have none."""
+    for optimizer in list(_accumulating_optimizers):
+        optimizer.drop_accumulated_gradients()
 
 
 def PartialDistributedOptimizer(
@@ -104,20 +104,20 @@ def PartialDistributedOptimizer(
 
     local_layers: a built Keras layer, or several.
     """
-    local = variables_of(local_layers, "PartialDistributedOptimizer")
+    local_variables = variables_of(local_layers, "PartialDistributedOptimizer")
     wrapped: Any = DistributedOptimizer(optimizer, name, **options)
-    for variable in local:
+    for variable in local_variables:
         wrapped.register_local_var(variable)
     return optimizer
 
 
-def _unless_by_tape(combiner: GradientCombiner) -> Combine:
-    """Combine gradients, but for those that a tape has combined. Says so once."""
+def _combine_once(combiner: GradientCombiner) -> Combine:
+    """Return a Combine that leaves gradients as they are if a tape has combined them, and warns once."""
     has_warned = False
 
     def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
         nonlocal has_warned
-        if not by_tape.are_all(grads):
+        if not combined_by_tape.contains_all(grads):
             return combiner(grads, variables)
         if hvd.rank() == 0 and not has_warned:
             has_warned = True
@@ -134,7 +134,7 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
     class WithLocalVariables(base):
         @property
         def gradient_combiner(self) -> GradientCombiner:
-            """Which gradients are combined, and over which ranks."""
+            """Knows which gradients are combined, and over which ranks."""
             return combiner
 
         def register_local_var(self, var: Any) -> None:
@@ -149,32 +149,31 @@ def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
     return WithLocalVariables
 
 
-def _adding_up(base: type, passes: int, averages: bool) -> type:
+def _accumulating(base: type, passes: int, average: bool) -> type:
     """Return a subclass of a distributed optimizer's class that applies the sum of the gradients of several calls."""
 
-    found: dict[Any, tuple[list[tf.Variable], tf.Variable, list[bool]]] = {}
+    accumulators: dict[Any, tuple[list[tf.Variable], tf.Variable, list[bool]]] = {}
 
-    def sums_of(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
-        """Return, for these variables: the sums, the number of calls, and which ever had a gradient.
+    def accumulators_of(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        """Return, for these variables: the sums, the number of calls, and whether each has ever had a gradient.
 
-        Each set of variables has its own, because an optimizer may be called for one and then for another.
+        Each set of variables has separate ones, because an optimizer may be called for one set and then for another.
         """
         key = tuple(key_of(variable) for variable in variables)
-        if key not in found:
-            found[key] = made_outside(lambda: new_sums(variables))
-        return found[key]
+        if key not in accumulators:
+            accumulators[key] = make_outside_graphs(lambda: new_accumulators(variables))
+        return accumulators[key]
 
-    def new_sums(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
-        sums = [tf.Variable(tf.zeros(of.shape, of.dtype), trainable=False) for of in variables]
+    def new_accumulators(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        sums = [tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables]
         with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do
-            passes_done = tf.Variable(0, dtype=tf.int64, trainable=False)
-        return sums, passes_done, [False] * len(sums)
+            pass_count = tf.Variable(0, dtype=tf.int64, trainable=False)
+        return sums, pass_count, [False] * len(sums)
 
-    class AddingUp(base):
-        def drop_added_up(self) -> None:
-            """Forget gradients that are not applied yet."""
-            for sums, passes_done, _ in found.values():
-                for variable in (*sums, passes_done):
+    class Accumulating(base):
+        def drop_accumulated_gradients(self) -> None:
+            for sums, pass_count, _ in accumulators.values():
+                for variable in (*sums, pass_count):
                     variable.assign(tf.zeros_like(variable))
 
         def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -184,7 +183,7 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
             with tf.init_scope():
                 if not self.built:
                     self.build(variables)
-            sums, passes_done, have_grads = sums_of(variables)
+            sums, pass_count, have_grads = accumulators_of(variables)
             for i, (total, grad) in enumerate(zip(sums, grads, strict=True)):
                 have_grads[i] |= grad is not None
                 if isinstance(grad, tf.IndexedSlices):
@@ -193,15 +192,17 @@ def _adding_up(base: type, passes: int, averages: bool) -> type:
                     total.assign_add(grad)
 
             def update() -> tf.Tensor:
-                divisor = passes if averages else 1
-                own = [total / divisor if has else None for total, has in zip(sums, have_grads, strict=True)]
-                super(AddingUp, self).apply(own, variables)
+                divisor = passes if average else 1
+                accumulated = [
+                    total / divisor if has_grad else None for total, has_grad in zip(sums, have_grads, strict=True)
+                ]
+                super(Accumulating, self).apply(accumulated, variables)
                 for total in sums:
                     total.assign(tf.zeros_like(total))
                 return tf.constant(True)
 
             with tf.device("CPU:0"):
-                is_due = tf.equal(passes_done.assign_add(1) % passes, 0)
+                is_due = tf.equal(pass_count.assign_add(1) % passes, 0)
             tf.cond(is_due, update, lambda: tf.constant(False))
 
-    return AddingUp
+    return Accumulating

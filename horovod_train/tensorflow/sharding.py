@@ -47,11 +47,11 @@ def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:
         raise UserError(f"hvd.shard: expected a dataset of (x, y), not batched; received {dataset.element_spec}.")
     _check_count(count)
     rank, size = hvd.rank(), hvd.size()
-    mine = dataset.shard(size, rank)
-    own = mine.map(lambda x, y: (x, y, tf.constant(1.0)))
+    rank_records = dataset.shard(size, rank)
+    weighted = rank_records.map(lambda x, y: (x, y, tf.constant(1.0)))
     if rank < count % size or count % size == 0:
-        return own
-    return own.concatenate(mine.take(1).map(lambda x, y: (x, y, tf.constant(0.0))))
+        return weighted
+    return weighted.concatenate(rank_records.take(1).map(lambda x, y: (x, y, tf.constant(0.0))))
 
 
 def _check_count(count: int) -> None:

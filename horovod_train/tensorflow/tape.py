@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
-from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, by_tape, variables_of
+from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, combined_by_tape, variables_of
 
 
 class _Distributed:
@@ -62,9 +62,9 @@ def PartialDistributedGradientTape(
 
     local_layers: a built Keras layer, or several.
     """
-    local = variables_of(local_layers, "PartialDistributedGradientTape")
+    local_variables = variables_of(local_layers, "PartialDistributedGradientTape")
     tape: Any = DistributedGradientTape(gradtape, **options)
-    for variable in local:
+    for variable in local_variables:
         tape.register_local_source(variable)
     return gradtape
 
@@ -87,10 +87,10 @@ def _distributed(base: type, combiner: GradientCombiner) -> type:
 
             use_generic_names: the names of exchanges never depend on the graph here, so both values are served.
             """
-            own = super().gradient(target, sources, output_gradients, unconnected_gradients)
-            flat = tf.nest.flatten(sources)
-            grads = combiner(tf.nest.flatten(own), flat)
-            by_tape.note(grads)
+            local_gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+            flat_sources = tf.nest.flatten(sources)
+            grads = combiner(tf.nest.flatten(local_gradients), flat_sources)
+            combined_by_tape.add(grads)
             return tf.nest.pack_sequence_as(sources, grads)
 
         def get_local_and_global_gradients(

@@ -23,7 +23,7 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog
 from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog
-from horovod_train.tensorflow.agreement import cause_of, exchanges_begun
+from horovod_train.tensorflow.agreement import cause_of, exchange_count
 
 STEPS_BEFORE_STOP = 2
 """The second step, or the first after it, may still be compiling; later ones do not."""
@@ -40,10 +40,10 @@ class _Watch:
         self._group: WorkerGroup | None = None
         self._run_end: RunEnd | None = None
         self._exit_code: int | None = None
-        self._show = sys.excepthook
+        self._previous_excepthook = sys.excepthook
         sys.excepthook = self._report
         # First of all, so that it runs last of all: Python would end with 1 after any exception.
-        atexit.register(self._leave)
+        atexit.register(self._exit)
 
     def begin(self) -> None:
         """Collective, the first time. Not where ranks may be lost: the others train on; nor where there is only one."""
@@ -72,33 +72,33 @@ class _Watch:
         """Return a context in which this rank waits for the others."""
         return self._group.heartbeat.phase("exchange") if self._group is not None else nullcontext()
 
-    def _report(self, kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
 
         Until the ranks have met, each shows its own.
         """
         error = cause_of(error)
         if not isinstance(error, Exception):
-            self._show(kind, error, at)
+            self._previous_excepthook(kind, error, traceback)
         elif self._run_end is not None:
             try:
-                self._run_end.__exit__(type(error), error, at)
-            except AlreadySaid as said:
-                self._exit_code = said.exit_code
+                self._run_end.__exit__(type(error), error, traceback)
+            except AlreadySaid as outcome:
+                self._exit_code = outcome.exit_code
         elif isinstance(error, RunError):
             to_stderr(f"error: {error}")
             self._exit_code = error.exit_code
         else:
-            self._show(kind, error, at)
+            self._previous_excepthook(kind, error, traceback)
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         if self._exit_code is not None:
             end_process(self._exit_code)
 
 
 def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
     def probe() -> tuple[int, str | None, str]:
-        step = exchanges_begun()
+        step = exchange_count()
         if step > STEPS_BEFORE_STOP:
             group.heartbeat.first_step_is_over()
         return step, None, files_being_read()
@@ -107,17 +107,17 @@ def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
 
 
 _watch: _Watch | None = None
-_unwatched: StartedProcess | None = None
+_unwatched_process: StartedProcess | None = None
 """Kept, because its rendezvous ends with it, and ranks that come late still look for it."""
 
 
 def prepare(started: StartedProcess, device: Device, limits: WatchConfig | None) -> None:
     """Let `begin` begin a watch; None: nothing is watched. device: what this rank computes on, for messages."""
-    global _watch, _unwatched
+    global _watch, _unwatched_process
     if limits is not None and limits.enabled:
         _watch = _Watch(started, device, limits)
     else:
-        _unwatched = started
+        _unwatched_process = started
 
 
 def begin() -> None:

@@ -19,7 +19,7 @@ import horovod_train.keras.callbacks
 import horovod_train.tensorflow
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import INSTEAD
+from horovod_train.tensorflow import REPLACEMENTS
 
 HELPERS = {
     *("LocalGradientAggregationHelper", "check_extension", "check_num_rank_power_of_2", "gpu_available", "split_list"),
@@ -58,7 +58,7 @@ def test_every_name_is_served_or_refused_with_what_to_do(stock: ModuleType, ours
     assert len(names(stock)) >= 5
     for name in names(stock):
         if not hasattr(ours, name):
-            assert name in INSTEAD, f"{ours.__name__} has no {name}"
+            assert name in REPLACEMENTS, f"{ours.__name__} has no {name}"
             with pytest.raises(AttributeError, match=f"has no '{name}': .*"):
                 getattr(ours, name)
 

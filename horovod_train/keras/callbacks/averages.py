@@ -28,11 +28,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
         with watch.exchanging():
-            said = objects.gather(list(values), "MetricAverageCallback.names")
-        if different := [rank for rank, names in enumerate(said) if names != said[0]]:
+            names = objects.gather(list(values), "MetricAverageCallback.names")
+        if differing := [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]:
             raise UserError(
-                f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(said[0])}, rank "
-                f"{different[0]} logs {', '.join(said[different[0]])}. Give validation_data to all ranks or to none."
+                f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(names[0])}, rank "
+                f"{differing[0]} logs {', '.join(names[differing[0]])}. Give validation_data to all ranks or to none."
             )
         if logs and values:
             packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))

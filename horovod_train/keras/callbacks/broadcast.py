@@ -30,8 +30,8 @@ from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import key_of, name_of
 
-_UNKNOWN, _NONE_MORE = -1, -2
-"""These replace the number of batches in an epoch."""
+_UNKNOWN, _STOPS = -1, -2
+"""Values in place of the number of batches in an epoch."""
 _STOPPED_WITHIN_S = 30.0
 """Ranks that stop in the same batch reach the end of their epoch within one step of each other."""
 
@@ -69,24 +69,26 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int = 0, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank, self._device = root_rank, device
-        self._local = {key_of(variable) for variable in keras.tree.flatten(local_variables) if variable is not None}
+        self._local_keys = {
+            key_of(variable) for variable in keras.tree.flatten(local_variables) if variable is not None
+        }
         self._epoch, self._batches_done, self._has_broadcast = 0, 0, False
         self._averages: MetricAverageCallback | None = None
         self._callbacks: list[keras.callbacks.Callback] = []
-        self._planned: int | None = None
+        self._planned_batches: int | None = None
         """Number of batches in the current epoch."""
 
     def register_local_var(self, var: Any) -> None:
         """Let each rank keep its own value of this variable."""
-        self._local.add(key_of(var))
+        self._local_keys.add(key_of(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._has_broadcast = False
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
-        self._end = EndEpoch()
-        self._has_said_end = False
-        callbacks.append(self._end)
+        self._end_epoch = EndEpoch()
+        self._has_warned = False
+        callbacks.append(self._end_epoch)
         if guards().files_on_root_only:
             keep_to_root(callbacks, self.root_rank)
         self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
@@ -94,7 +96,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def _is_built_on_all_ranks(self) -> bool:
-        """Collective. Root may have loaded weights into a model that the others build at their first batch."""
+        """Collective: return whether all have built the model. Root may have loaded weights that others lack so far."""
         is_built = all(layer.built for layer in layers_inside(self.model))
         with watch.exchanging():
             return bool(hvd.allreduce(tf.constant([float(is_built)]), op=hvd.Min, name="fit.built").numpy()[0])
@@ -107,15 +109,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 optimizer.build(self.model.trainable_variables)
             variables += optimizer.variables
         with watch.exchanging(), tf.device(self._device):
-            broadcast_variables(self._shared(variables), self.root_rank)
+            broadcast_variables(self._without_local(variables), self.root_rank)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches_done = epoch + 1, 0
-        self._planned = batches_of_epoch(self.params["steps"], self._callbacks)
-        plans = _gather_plans(self._epoch, _UNKNOWN if self._planned is None else self._planned)
+        self._planned_batches = batches_of_epoch(self.params["steps"], self._callbacks)
+        plans = _gather_plans(self._epoch, _UNKNOWN if self._planned_batches is None else self._planned_batches)
         if len(set(plans)) > 1:
             self._end_together(plans)
-        if self._planned is None and hvd.size() > 1:
+        if self._planned_batches is None and hvd.size() > 1:
             raise UserError(
                 f"model.fit: the number of batches in an epoch must be known, so that {hvd.size()} ranks can compare "
                 "theirs; received data of unknown length. Give fit(steps_per_epoch=...), and data.repeat()."
@@ -127,22 +129,22 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._check_whole()  # before the evaluation, because the other ranks do not wait for it
+        self._check_epoch_is_complete()  # now: the other ranks do not wait for the evaluation
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         watch.note_progress()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._check_whole()
+        self._check_epoch_is_complete()
         self._check_agreement()
         if self._averages:
             self._averages.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._planned = None
-        plans = _gather_plans(self._epoch, _NONE_MORE)
+        self._planned_batches = None
+        plans = _gather_plans(self._epoch, _STOPS)
         if len(set(plans)) > 1:
-            raise _different(plans)
+            raise _plans_differ(plans)
 
     def _end_together(self, plans: list[tuple[int, int]]) -> None:
         """End this epoch after the fewest batches that a rank has; raise UserError if that cannot be."""
@@ -150,17 +152,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         per_call = self.model.steps_per_execution
         batches -= batches % per_call  # a compiled call is not cut
         if not guards().end_epochs_together or len(epochs) > 1 or batches < 1:
-            raise _different(plans)
-        self._end.batches = self._planned = batches
-        if not self._has_said_end and hvd.rank() == self.root_rank:
-            self._has_said_end = True
+            raise _plans_differ(plans)
+        self._end_epoch.batches = self._planned_batches = batches
+        if not self._has_warned and hvd.rank() == self.root_rank:
+            self._has_warned = True
             log.warning(
-                f"model.fit: ranks have different numbers of batches ({_shown(plans)}); all end each epoch after "
-                f"{batches}, and what is left is not trained on. hvd.shard(x, y) gives each rank as many rows."
+                f"model.fit: ranks have different numbers of batches ({_plans_text(plans)}); all end each epoch "
+                f"after {batches}, and what is left is not trained on. hvd.shard(x, y) gives each rank as many rows."
             )
 
-    def _shared(self, variables: Iterable[Any]) -> list[Any]:
-        return [variable for variable in variables if key_of(variable) not in self._local]
+    def _without_local(self, variables: Iterable[Any]) -> list[Any]:
+        return [variable for variable in variables if key_of(variable) not in self._local_keys]
 
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
@@ -168,69 +170,69 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         ranks = combiner.ranks if combiner else hvd.global_process_set
         if not guards().check_weights or not ranks.included():
             return
-        variables = self._shared(self.model.trainable_variables)
+        variables = self._without_local(self.model.trainable_variables)
         variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
-        own = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
+        rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
         with watch.exchanging():
-            digests = hvd.allgather(own[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
+            digests = hvd.allgather(rank_digests[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
         check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
 
-    def _check_whole(self) -> None:
+    def _check_epoch_is_complete(self) -> None:
         """Raise UserError if this rank ends its epoch while the others wait for it in the next exchange."""
-        done, planned = self._batches_done, self._planned
+        done, planned = self._batches_done, self._planned_batches
         if hvd.size() == 1 or planned is None or done >= planned:
             return
-        story = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
+        progress = f"model.fit: rank {hvd.rank()} has taken {done} of {planned} batches in epoch {self._epoch}"
         if not self.model.stop_training:
-            raise UserError(f"{story}: its data ended, and the other ranks wait for it. Give it data.repeat().")
+            raise UserError(f"{progress}: its data ended, and the other ranks wait for it. Give it data.repeat().")
         # A callback has stopped this rank, and may have stopped all the others at the same batch.
-        if not _all_come_within(_STOPPED_WITHIN_S):
-            raise UserError(f"{story}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
+        if not _all_ranks_meet_within(_STOPPED_WITHIN_S):
+            raise UserError(f"{progress}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
 
 
 def _gather_plans(epoch: int, batches: int) -> list[tuple[int, int]]:
-    """Collective: return the arguments of all ranks. batches: may be _UNKNOWN, …"""
+    """Collective: return the arguments of all ranks. batches: a number, _UNKNOWN or _STOPS."""
     with watch.exchanging():
         plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
     return [(epoch, batches) for epoch, batches in plans]
 
 
-def _different(plans: list[tuple[int, int]]) -> UserError:
+def _plans_differ(plans: list[tuple[int, int]]) -> UserError:
     return UserError(
-        f"model.fit: all ranks must take the same steps; received {_shown(plans)}. hvd.shard(x, y) gives each rank "
-        "as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
+        f"model.fit: all ranks must take the same steps; received {_plans_text(plans)}. hvd.shard(x, y) gives each "
+        "rank as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
     )
 
 
-def _shown(plans: list[tuple[int, int]]) -> str:
-    ranks: dict[tuple[int, int], list[int]] = {}
+def _plans_text(plans: list[tuple[int, int]]) -> str:
+    ranks_by_plan: dict[tuple[int, int], list[int]] = {}
     for rank, plan in enumerate(plans):
-        ranks.setdefault(plan, []).append(rank)
-    return "; ".join(f"{_listed(those)}: {_plan(*plan)}" for plan, those in ranks.items())
+        ranks_by_plan.setdefault(plan, []).append(rank)
+    return "; ".join(f"{_ranks_text(ranks)}: {_plan_text(*plan)}" for plan, ranks in ranks_by_plan.items())
 
 
-def _plan(epoch: int, batches: int) -> str:
-    if batches == _NONE_MORE:
+def _plan_text(epoch: int, batches: int) -> str:
+    if batches == _STOPS:
         return f"stops after epoch {epoch}"
     return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
 
 
-def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _ranks_text(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
-def _all_come_within(seconds: float) -> bool:
-    """Collective: return whether all ranks have called this within that time."""
-    come: Future[None] = Future()
+def _all_ranks_meet_within(seconds: float) -> bool:
+    """Collective: return whether all ranks call this within that time."""
+    meeting: Future[None] = Future()
 
     def meet() -> None:
         hvd.allreduce(tf.zeros(1), name="fit.stopped")
-        come.set_result(None)
+        meeting.set_result(None)
 
     Thread(target=meet, daemon=True).start()
     try:
-        come.result(seconds)
+        meeting.result(seconds)
     except FutureTimeout:
         return False
     return True

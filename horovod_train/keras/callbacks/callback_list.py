@@ -1,4 +1,4 @@
-"""The other callbacks of a `model.fit`: those that write files run on one rank, those that decide see equal values."""
+"""The other callbacks of a `model.fit`: file writers run on one rank, those that decide see equal values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
 from horovod_train.tensorflow import watch
 
-WRITE = (
+FILE_WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.TensorBoard,
     keras.callbacks.CSVLogger,
     keras.callbacks.ProgbarLogger,
 )
-DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
     """Return the list of callbacks that `model.fit` runs, itself; only for a callback's on_train_begin.
 
-    Keras does not tell a callback of the others, so this looks at who called it: a CallbackList. Empty if called by
-    anything else.
+    Keras does not tell a callback of the others, so this looks for its caller, a CallbackList. Empty if there is none.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -60,7 +59,7 @@ class EndEpoch(keras.callbacks.Callback):
         if self.batches is not None and batch + 1 >= self.batches:
             self._filters.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Your input ran out of data")
-            raise StopIteration  # which Keras takes for the end of the data
+            raise StopIteration  # Keras takes it for the end of the data
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._filters.close()
@@ -70,10 +69,10 @@ class EndEpoch(keras.callbacks.Callback):
 def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback]) -> int | None:
     """Return how many batches this epoch has. steps: as Keras plans, None if it does not know.
 
-    Fewer in the first epoch of a `fit` that goes on inside it; see elastic.UpdateBatchStateCallback.
+    Fewer in the first epoch of a `fit` that resumes inside it; see elastic.UpdateBatchStateCallback.
     """
-    before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
-    return None if steps is None else min([max(1, steps - before), *early_ends(callbacks)])
+    batches_before = sum(getattr(callback, "batches_before", 0) for callback in callbacks)
+    return None if steps is None else min([max(1, steps - batches_before), *early_ends(callbacks)])
 
 
 def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
@@ -82,12 +81,12 @@ def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
 
 
 def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
-    """Replace what writes files, or the progress, by a callback that does nothing, on all ranks but one."""
+    """Replace callbacks that write files or show progress by one that does nothing, on all ranks except root_rank."""
     if hvd.rank() == root_rank:
         return
     names = []
     for index, callback in enumerate(callbacks):
-        if isinstance(callback, WRITE):
+        if isinstance(callback, FILE_WRITERS):
             callbacks[index] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
             if not isinstance(callback, keras.callbacks.ProgbarLogger):
                 names.append(type(callback).__name__)
@@ -99,24 +98,24 @@ def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> N
         )
 
 
-def need_averages(callbacks: list[keras.callbacks.Callback], own: keras.callbacks.Callback) -> bool:
-    """Collective: return whether `own` must average the logged values, because callbacks would decide differently.
+def need_averages(callbacks: list[keras.callbacks.Callback], broadcaster: keras.callbacks.Callback) -> bool:
+    """Collective: return whether `broadcaster` must average the logs, because callbacks would decide differently.
 
     True on all ranks if on any: a script may give such a callback to one rank only. Raises UserError on all ranks if on
-    one of them it comes before both `own` and a MetricAverageCallback.
+    one of them it comes before both `broadcaster` and a MetricAverageCallback.
     """
-    deciding = [index for index, callback in enumerate(callbacks) if isinstance(callback, DECIDE)]
-    at, name = (deciding[0], type(callbacks[deciding[0]]).__name__) if deciding else (0, "")
-    before = callbacks[:at]
-    is_averaged = any(isinstance(callback, MetricAverageCallback) for callback in before)
+    deciding = [index for index, callback in enumerate(callbacks) if isinstance(callback, DECIDERS)]
+    first_index, name = (deciding[0], type(callbacks[deciding[0]]).__name__) if deciding else (0, "")
+    earlier = callbacks[:first_index]
+    is_averaged = any(isinstance(callback, MetricAverageCallback) for callback in earlier)
     needs = bool(name) and not is_averaged
-    too_early = needs and own not in before
-    said = tf.constant([float(needs), float(too_early)])
+    too_early = needs and broadcaster not in earlier
+    flags = tf.constant([float(needs), float(too_early)])
     with watch.exchanging():
-        any_needs, any_early = hvd.allreduce(said, op=hvd.Sum, name="fit.averages").numpy()
+        any_needs, any_early = hvd.allreduce(flags, op=hvd.Sum, name="fit.averages").numpy()
     if any_early:
         raise UserError(
-            f"model.fit: {name or 'EarlyStopping'} must come after {type(own).__name__} in callbacks, so that it "
-            "decides on the means over all ranks."
+            f"model.fit: {name or 'EarlyStopping'} must come after {type(broadcaster).__name__} in callbacks, so that "
+            "it decides on the means over all ranks."
         )
     return bool(any_needs)

@@ -12,8 +12,8 @@ from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.callback_list import callbacks_of_fit, early_ends
 from horovod_train.optim.lars import LARS
 
-_UPDATES = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
-"""How the slots are called in which an optimizer accumulates updates that contain the learning rate."""
+_VELOCITY_SLOTS = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}
+"""Names of the slots in which optimizers accumulate updates that contain the learning rate."""
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -45,12 +45,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.initial_lr, self.start_epoch, self.end_epoch = initial_lr, start_epoch, end_epoch
         self.staircase, self.momentum_correction, self.steps_per_epoch = staircase, momentum_correction, steps_per_epoch
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
-        self._epoch, self._are_steps_given = 0, bool(steps_per_epoch)
+        self._epoch, self._has_fixed_steps = 0, bool(steps_per_epoch)
         self._callbacks: list[keras.callbacks.Callback] = []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._callbacks = callbacks_of_fit()
-        if not self.staircase and not self._are_steps_given and not self.params.get("steps"):
+        if not self.staircase and not self._has_fixed_steps and not self.params.get("steps"):
             raise UserError(f"{type(self).__name__}: give steps_per_epoch; model.fit does not know it.")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -60,24 +60,24 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if self._epoch < self.start_epoch or (self.end_epoch is not None and self._epoch >= self.end_epoch):
             return
         if not self.staircase:
-            if not self._are_steps_given and (batch == 0 or not self.steps_per_epoch):
+            if not self._has_fixed_steps and (batch == 0 or not self.steps_per_epoch):
                 # Where ranks have different numbers of batches, the same rate on all of them.
                 self.steps_per_epoch = min([self.params["steps"], *early_ends(self._callbacks)])
             assert self.steps_per_epoch
-            self._set(self._epoch + batch / self.steps_per_epoch)
+            self._set_rate(self._epoch + batch / self.steps_per_epoch)
         elif batch == 0:
-            self._set(self._epoch)
+            self._set_rate(self._epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
-    def _set(self, epoch: float) -> None:
+    def _set_rate(self, epoch: float) -> None:
         optimizer = self.model.optimizer
         old, new = float(optimizer.learning_rate), self.initial_lr * self.multiplier(epoch)
         optimizer.learning_rate = new
         inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-        slot = next((slot for kind, slot in _UPDATES.items() if isinstance(inner, kind)), None)
+        slot = next((slot for kind, slot in _VELOCITY_SLOTS.items() if isinstance(inner, kind)), None)
         if self.momentum_correction and old and slot:
             for variable in optimizer.variables:
                 if variable.path.endswith(f"_{slot}"):
@@ -101,8 +101,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch
-            ahead = epoch + 1 / self.steps_per_epoch
-            return (ahead * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
+            position = epoch + 1 / self.steps_per_epoch
+            return (position * (hvd.size() - 1) / warmup_epochs + 1) / hvd.size()
 
         super().__init__(
             initial_lr,

@@ -32,7 +32,7 @@ from twenty_steps import (
 
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
-from horovod_train.tensorflow.optimizer import drop_added_up
+from horovod_train.tensorflow.optimizer import drop_accumulated_gradients
 
 OUT = Path(sys.argv[1])
 
@@ -85,7 +85,7 @@ def after_two_passes(others_before: int) -> float:
     for value in [4.0] * others_before + [1.0] * 2:
         optimizer.apply([tf.constant([value])], [weight])
         if value != 1.0:
-            drop_added_up()
+            drop_accumulated_gradients()
     return float(weight.numpy()[0])
 
 
