@@ -17,33 +17,32 @@ import tensorflow as tf
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 
-_names: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_name_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 """How often each name has been used for an exchange in a graph."""
 
 
 def exchange_name(name: str) -> str:
     """Return `name`, numbered from its second exchange in a graph on; for Horovod operations with ignore_name_scope.
 
-    The name is then the same on all ranks, however their graphs are arranged, and differs between exchanges under way.
+    The name is then the same on all ranks, whatever their graphs look like, and differs between exchanges under way.
     Raises UserError in a graph that XLA is to compile, because XLA cannot compile an exchange.
     """
     if tf.executing_eagerly():
         return name
     graph = tf.compat.v1.get_default_graph()
-    if _is_for_xla(graph):
+    if _is_compiled_by_xla(graph):
         raise UserError(
             "XLA cannot compile the exchange between ranks: give compile(..., jit_compile=False), or the callback "
             "BroadcastGlobalVariablesCallback(), which does so; a tf.function around the exchange must not have "
             "jit_compile=True."
         )
-    given = _names.setdefault(graph, Counter())
-    given[name] += 1
-    return name if given[name] == 1 else f"{name}.{given[name]}"
+    counts = _name_counts.setdefault(graph, Counter())
+    counts[name] += 1
+    return name if counts[name] == 1 else f"{name}.{counts[name]}"
 
 
-def _is_for_xla(graph: Any) -> bool:
-    # TensorFlow has no public way to ask. If this private one disappears, TensorFlow raises its own error at the first
-    # step.
+def _is_compiled_by_xla(graph: Any) -> bool:
+    # TensorFlow has no public way to ask. Without this private one, TensorFlow raises its own error at the first step.
     while graph is not None:
         context = getattr(graph, "_get_control_flow_context", lambda: None)()
         if context is not None and context.IsXLAContext():
@@ -78,7 +77,7 @@ def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.globa
     From three ranks on, the result of an allreduce depends on the order in which the library adds. That order depends
     on what else the library exchanges at that time. name: unique among the exchanges under way.
     """
-    return _by_slices(values, _add, name, ranks)
+    return _reduce_by_slices(values, _sum_slices, name, ranks)
 
 
 def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: Any) -> tf.Tensor:
@@ -87,11 +86,12 @@ def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor
     values: float32 or float64. Horovod 0.28.1 cannot add bfloat16, but it can send 16-bit words.
     """
 
-    def add(words: tf.Tensor) -> tf.Tensor:
+    def reduce(words: tf.Tensor) -> tf.Tensor:
         total = tf.reduce_sum(tf.cast(tf.bitcast(words, tf.bfloat16), tf.float32), axis=0)
         return tf.bitcast(tf.cast(total / tf.cast(divisor, tf.float32), tf.bfloat16), tf.uint16)
 
-    return tf.cast(_by_slices(tf.cast(values, tf.bfloat16), add, name, ranks, sent_as=tf.uint16), values.dtype)
+    combined = _reduce_by_slices(tf.cast(values, tf.bfloat16), reduce, name, ranks, wire_dtype=tf.uint16)
+    return tf.cast(combined, values.dtype)
 
 
 def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
@@ -100,59 +100,61 @@ def add_up_rows(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
     Squares and norms over repeated rows are not those of the gradient, so Adam and clipping would compute wrong values.
     On a GPU the order of additions may change from call to call, and with it the last bit.
     """
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    indices, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(indices))
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def add_up_rows_in_order(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Do as add_up_rows, but add rows with the same index in the order in which they stand. For few rows per index.
+    """Return the same as add_up_rows, but add rows with one index in their order in the gradient. For few rows each.
 
     Ranks with the same rows get the same bits, on GPUs too: no operation here adds two numbers into one element, which
     GPUs do in any order.
     """
-    indices, places, counts = tf.unique_with_counts(gradient.indices)
-    by_place = tf.argsort(places, stable=True)
-    in_order = tf.gather(places, by_place)
-    first = tf.cast(tf.where(in_order != tf.concat([[-1], in_order], axis=0)[:-1])[:, 0], tf.int32)
+    indices, positions, counts = tf.unique_with_counts(gradient.indices)
+    order = tf.argsort(positions, stable=True)
+    sorted_positions = tf.gather(positions, order)
+    first_rows = tf.cast(tf.where(sorted_positions != tf.concat([[-1], sorted_positions], axis=0)[:-1])[:, 0], tf.int32)
 
-    def add_next(done: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        have_more = tf.where(counts > done)[:, 0]
-        rows = tf.gather(gradient.values, tf.gather(by_place, tf.gather(first, have_more) + done))
-        return done + 1, tf.tensor_scatter_nd_add(total, have_more[:, tf.newaxis], rows)
+    def add_next_rows(next_row: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        unfinished = tf.where(counts > next_row)[:, 0]
+        rows = tf.gather(gradient.values, tf.gather(order, tf.gather(first_rows, unfinished) + next_row))
+        return next_row + 1, tf.tensor_scatter_nd_add(total, unfinished[:, tf.newaxis], rows)
 
-    values = tf.gather(gradient.values, tf.gather(by_place, first))
-    most = tf.reduce_max(tf.concat([counts, [0]], axis=0))
-    _, values = tf.while_loop(lambda done, _: done < most, add_next, (tf.constant(1), values), parallel_iterations=1)
+    values = tf.gather(gradient.values, tf.gather(order, first_rows))
+    max_count = tf.reduce_max(tf.concat([counts, [0]], axis=0))
+    _, values = tf.while_loop(
+        lambda next_row, _: next_row < max_count, add_next_rows, (tf.constant(1), values), parallel_iterations=1
+    )
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def _add(slices: tf.Tensor) -> tf.Tensor:
+def _sum_slices(slices: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(slices, axis=0)
 
 
-def _by_slices(
+def _reduce_by_slices(
     values: tf.Tensor,
-    add: Callable[[tf.Tensor], tf.Tensor],
+    reduce: Callable[[tf.Tensor], tf.Tensor],
     name: str,
     ranks: hvd.ProcessSet,
     *,
-    sent_as: tf.DType | None = None,
+    wire_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-    """Apply `add` to what all ranks have of one slice: [size, n] → [n], of the same dtype.
+    """Collective: apply `reduce` to all ranks' values of each slice: [size, n] → [n], of the same dtype.
 
-    sent_as: the dtype as which the bits of the values are sent and added.
+    wire_dtype: the dtype as which the bits of the values are sent and reduced; default that of the values.
     """
-    words = sent_as or values.dtype
+    dtype = wire_dtype or values.dtype
     if is_alone(ranks):
-        summed = add(tf.bitcast(tf.reshape(values, [1, -1]), words))
-        return tf.reshape(tf.bitcast(summed, values.dtype), tf.shape(values))
+        reduced = reduce(tf.bitcast(tf.reshape(values, [1, -1]), dtype))
+        return tf.reshape(tf.bitcast(reduced, values.dtype), tf.shape(values))
     size = number_of_ranks(ranks)
     length = tf.size(values)
     slice_length = -(-length // size)
     # Padded before the bits are taken: GPUs cannot pad uint16.
     padded = tf.pad(tf.reshape(values, [-1]), [[0, slice_length * size - length]])
-    slices = hvd.alltoall(tf.bitcast(padded, words), name=f"{name}.scatter", ignore_name_scope=True, process_set=ranks)
-    summed = add(tf.reshape(slices, [size, -1]))
-    whole = hvd.allgather(summed, name=f"{name}.gather", ignore_name_scope=True, process_set=ranks)
-    return tf.reshape(tf.bitcast(whole, values.dtype)[:length], tf.shape(values))
+    slices = hvd.alltoall(tf.bitcast(padded, dtype), name=f"{name}.scatter", ignore_name_scope=True, process_set=ranks)
+    reduced = reduce(tf.reshape(slices, [size, -1]))
+    gathered = hvd.allgather(reduced, name=f"{name}.gather", ignore_name_scope=True, process_set=ranks)
+    return tf.reshape(tf.bitcast(gathered, values.dtype)[:length], tf.shape(values))

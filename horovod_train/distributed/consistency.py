@@ -27,11 +27,11 @@ def digest(data: bytes) -> str:
 def code_digest() -> str:
     """Return the SHA-256 of this package's source files; it differs between hosts with different checkouts."""
     root = Path(__file__).parent.parent
-    total = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        total.update(str(path.relative_to(root)).encode())
-        total.update(path.read_bytes())
-    return total.hexdigest()
+        sha256.update(str(path.relative_to(root)).encode())
+        sha256.update(path.read_bytes())
+    return sha256.hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -64,12 +64,12 @@ def check(group: WorkerGroup, facts: Mapping[str, str], when: str, error: type[R
 
 def _describe(group: WorkerGroup, name: str, values: list[str], when: str) -> str:
     # If two values are equally frequent, root's value counts as the common one.
-    common = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
-    others = [rank for rank, value in enumerate(values) if value != common]
-    shown = ", ".join(f"{group.name(rank)} has {_short(values[rank])}" for rank in others[:4])
-    more = f" and {len(others) - 4} more ranks" if len(others) > 4 else ""
-    agreeing = values.count(common)
-    return f"ranks disagree {when} on {name}: {shown}{more}; {agreeing} of {group.size} have {_short(common)}."
+    majority = max(Counter(values).items(), key=lambda item: (item[1], item[0] == values[0]))[0]
+    dissenters = [rank for rank, value in enumerate(values) if value != majority]
+    examples = ", ".join(f"{group.name(rank)} has {_short(values[rank])}" for rank in dissenters[:4])
+    more = f" and {len(dissenters) - 4} more ranks" if len(dissenters) > 4 else ""
+    agreement = f"{values.count(majority)} of {group.size} have {_short(majority)}"
+    return f"ranks disagree {when} on {name}: {examples}{more}; {agreement}."
 
 
 def _short(value: str) -> str:

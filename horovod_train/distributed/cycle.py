@@ -24,10 +24,10 @@ def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
     """
     if group.size == 1 or group.exchange != "MPI" or any(device.gpu_keys for device in group.devices):
         return None
-    is_free = any(setting.name == _NAME and setting.origin == "default" for setting in group.settings)
-    is_free = is_free and TIMELINE not in os.environ  # would be written from the beginning again
-    wishes = group.gather(is_free and gradient_bytes <= SMALL_BYTES)
-    if not all(wishes):
+    may_change = any(setting.name == _NAME and setting.origin == "default" for setting in group.settings)
+    may_change = may_change and TIMELINE not in os.environ  # a second start would overwrite it
+    votes = group.gather(may_change and gradient_bytes <= SMALL_BYTES)
+    if not all(votes):
         return None
     start_again({_NAME: SMALL_MODEL_CYCLE_MS})
     return f"{_NAME}={SMALL_MODEL_CYCLE_MS} (ms; a step's gradients have only {gradient_bytes} bytes)"

@@ -20,7 +20,7 @@ class Device:
     """The devices that this rank computes on, in words and in TensorFlow's names."""
 
     name: str
-    found: str
+    host_summary: str
     gpu_keys: tuple[str, ...]
     """The host's names of this rank's GPUs; two ranks of a host that share a GPU have a name in common. Empty on CPU.
     """
@@ -37,11 +37,11 @@ def choose_gpus(gpu_count: int, local_rank: int, local_size: int, per_rank: int 
     if gpu_count in (0, per_rank):
         return range(gpu_count)
     if gpu_count < local_size * per_rank:
-        each = "one GPU" if per_rank == 1 else f"{per_rank} GPUs (device.per_rank)"
-        fits = gpu_count // per_rank
-        advice = f"Start at most {fits} ranks on a host" if fits else "Lower device.per_rank"
+        needed = "one GPU" if per_rank == 1 else f"{per_rank} GPUs (device.per_rank)"
+        max_ranks = gpu_count // per_rank
+        advice = f"Start at most {max_ranks} ranks on a host" if max_ranks else "Lower device.per_rank"
         raise UserError(
-            f"{local_size} ranks on this host see {gpu_count} GPUs; expected {each} for each rank. "
+            f"{local_size} ranks on this host see {gpu_count} GPUs; expected {needed} for each rank. "
             f"{advice}, have the scheduler give each task its own (srun --gpus-per-task={per_rank}), or hide the GPUs "
             "with CUDA_VISIBLE_DEVICES=."
         )
@@ -59,10 +59,10 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     host_cores: cores that the ranks of this host may use together.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    mine = [gpus[index] for index in choose_gpus(len(gpus), local_rank, local_size, config.per_rank)]
-    if mine:
-        tf.config.set_visible_devices(mine, "GPU")
-        for gpu in mine:
+    rank_gpus = [gpus[index] for index in choose_gpus(len(gpus), local_rank, local_size, config.per_rank)]
+    if rank_gpus:
+        tf.config.set_visible_devices(rank_gpus, "GPU")
+        for gpu in rank_gpus:
             if tf.config.get_logical_device_configuration(gpu) is None:  # a script may have limited its memory before
                 tf.config.experimental.set_memory_growth(gpu, config.memory_growth)
     else:
@@ -72,15 +72,15 @@ def pin(config: DeviceConfig, local_rank: int, local_size: int, host_cores: int)
     tf.config.threading.set_inter_op_parallelism_threads(config.inter_op_threads or threads)
     tf.config.set_soft_device_placement(config.soft_placement)
     tf.debugging.set_log_device_placement(config.log_placement)
-    found = f"{_count(len(gpus), 'GPU')}; {_count(host_cores, 'core')} for {_count(local_size, 'rank')} of this host"
-    logical = _names("GPU" if mine else "CPU", config.per_rank)
-    if not mine:
-        as_devices = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
-        return Device(f"CPU{as_devices}, {_count(config.intra_op_threads or threads, 'thread')}", found, (), logical)
-    indices = [gpus.index(gpu) for gpu in mine]
+    summary = f"{_count(len(gpus), 'GPU')}; {_count(host_cores, 'core')} for {_count(local_size, 'rank')} of this host"
+    names = _names("GPU" if rank_gpus else "CPU", config.per_rank)
+    if not rank_gpus:
+        parts = f" as {config.per_rank} devices" if config.per_rank > 1 else ""
+        return Device(f"CPU{parts}, {_count(config.intra_op_threads or threads, 'thread')}", summary, (), names)
+    indices = [gpus.index(gpu) for gpu in rank_gpus]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
-    return Device(f"GPU {', '.join(map(str, indices))}", found, keys, logical)
+    gpu_keys = host_keys(indices, len(gpus), local_rank, visible, list_gpus())
+    return Device(f"GPU {', '.join(map(str, indices))}", summary, gpu_keys, names)
 
 
 def _count(number: int, noun: str) -> str:
@@ -96,8 +96,8 @@ def pin_to_cpu(per_rank: int) -> Device:
 
 def _split_cpu(parts: int) -> None:
     if parts > 1:
-        each = [tf.config.LogicalDeviceConfiguration()] * parts
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], each)
+        configurations = [tf.config.LogicalDeviceConfiguration()] * parts
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], configurations)
 
 
 def _names(kind: str, count: int) -> tuple[str, ...]:

@@ -12,29 +12,33 @@ from collections.abc import Mapping, Sequence
 
 
 def host_keys(
-    mine: Sequence[int], seen: int, local_rank: int, visible: str | None, listed: Mapping[int, str]
+    indices: Sequence[int],
+    visible_count: int,
+    local_rank: int,
+    cuda_visible_devices: str | None,
+    uuids: Mapping[int, str],
 ) -> tuple[str, ...]:
-    """Return names of the GPUs that this process calls `mine`; ranks of a host that share a GPU get a common name.
+    """Return names of the GPUs that have `indices` in this process. Ranks of a host that share a GPU get a common name.
 
-    seen: how many GPUs the process sees. visible: its CUDA_VISIBLE_DEVICES. listed: from list_gpus. The name is the
-    UUID if there is one. A number is ambiguous if the process sees only its own GPUs: when the scheduler hides the
-    others (SLURM's ConstrainDevices), every task counts from 0. The name then contains local_rank.
+    visible_count: how many GPUs the process sees. uuids: from list_gpus. The name is the UUID if there is one. A number
+    is ambiguous if the process sees only its own GPUs: when the scheduler hides the others (SLURM's ConstrainDevices),
+    every task counts from 0. The name then contains local_rank.
     """
-    names = [name.strip() for name in visible.split(",")] if visible else []
+    visible_names = [name.strip() for name in cuda_visible_devices.split(",")] if cuda_visible_devices else []
     keys = []
-    for index in mine:
-        name = names[index] if index < len(names) else str(index)
-        key = find_uuid(name, listed) or name
-        keys.append(f"{key} of local rank {local_rank}" if key.isdigit() and seen == len(mine) else key)
+    for index in indices:
+        name = visible_names[index] if index < len(visible_names) else str(index)
+        key = find_uuid(name, uuids) or name
+        keys.append(f"{key} of local rank {local_rank}" if key.isdigit() and visible_count == len(indices) else key)
     return tuple(keys)
 
 
-def find_uuid(name: str, listed: Mapping[int, str]) -> str | None:
+def find_uuid(name: str, uuids: Mapping[int, str]) -> str | None:
     """Return the UUID for an index, a UUID or the beginning of one; None if the driver lists no such GPU."""
     if name.isdigit():
-        return listed.get(int(name))
-    full = [uuid for uuid in listed.values() if uuid.startswith(name)]
-    return full[0] if len(full) == 1 else None
+        return uuids.get(int(name))
+    matches = [uuid for uuid in uuids.values() if uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def list_gpus() -> dict[int, str]:

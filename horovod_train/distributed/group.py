@@ -104,8 +104,8 @@ class WorkerGroup:
         words = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
         with self.heartbeat.phase("exchange"), tf.device(HOST):
             splits = [len(rows), *[0] * (self.size - 1)]
-            found, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
-        return found.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+            received, _ = hvd.alltoall(tf.constant(words), splits=splits, name="group.to_root")
+        return received.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
 
     def barrier(self) -> None:
         """Collective: return when every rank has called it."""
@@ -128,15 +128,15 @@ class WorkerGroup:
         except RunError as error:
             failure = error
         exit_codes = self.gather(None if failure is None else failure.exit_code)
-        failed = {rank: exit_code for rank, exit_code in enumerate(exit_codes) if exit_code is not None}
-        if not failed:
+        failed_ranks = {rank: exit_code for rank, exit_code in enumerate(exit_codes) if exit_code is not None}
+        if not failed_ranks:
             return
-        first = min(failed)
-        if self.rank == first:
+        first_rank = min(failed_ranks)
+        if self.rank == first_rank:
             assert failure is not None
-            only_some = "" if len(failed) == self.size else f"{self.name(first)}: "
-            raise type(failure)(f"{only_some}{failure}") from failure
-        raise FailedElsewhere(f"{self.name(first)} failed", failed[first])
+            prefix = "" if len(failed_ranks) == self.size else f"{self.name(first_rank)}: "
+            raise type(failure)(f"{prefix}{failure}") from failure
+        raise FailedElsewhere(f"{self.name(first_rank)} failed", failed_ranks[first_rank])
 
     def close(self) -> None:
         """Collective: synchronise for the last time."""
@@ -162,15 +162,16 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
 def check_sendable(variables: Sequence[Any]) -> None:
     """Raise UserError for a variable of a dtype that Horovod can neither send nor add up: bfloat16 and narrower."""
     for variable in variables:
-        own = as_tf_variable(variable)
-        if own.dtype.is_floating and own.dtype not in (tf.float16, tf.float32, tf.float64):
+        dtype = as_tf_variable(variable).dtype
+        if dtype.is_floating and dtype not in (tf.float16, tf.float32, tf.float64):
+            name = getattr(variable, "path", variable.name)
             raise UserError(
-                f"variable {getattr(variable, 'path', own.name)} is {own.dtype.name}, which Horovod cannot exchange. "
+                f"variable {name} is {dtype.name}, which Horovod cannot exchange. "
                 "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
             )
 
 
 def is_connection_loss(error: BaseException) -> bool:
     """Return whether the error only says that another rank has gone: Horovod shuts down; the cause is elsewhere."""
-    is_horovods = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
-    return is_horovods and bool(_CONNECTION_LOSS.search(str(error)))
+    is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)
+    return is_from_horovod and bool(_CONNECTION_LOSS.search(str(error)))

@@ -53,7 +53,7 @@ def horovod_build(group: WorkerGroup) -> Build:
 def mpi_place(group: WorkerGroup) -> tuple[int, int, str] | None:
     """Return rank, size and library as MPI reports them; None if the ranks exchange over gloo.
 
-    Under gloo MPI would see every process as a separate world of one, so it is not asked.
+    Under gloo each process would be the only rank of its own MPI job, so MPI is not asked.
     """
     if not hvd.mpi_enabled() or group.launcher == "none":
         return None
@@ -89,8 +89,8 @@ def _measure(group: WorkerGroup, size: int, seconds: float) -> Speed:
     if mpi_place(group) is not None:
         from mpi4py import MPI
 
-        mine, total = values.numpy(), np.empty_like(values.numpy())
-        mpi_s = _median_seconds(group, lambda: MPI.COMM_WORLD.Allreduce(mine, total), seconds / 2)
+        sent, received = values.numpy(), np.empty_like(values.numpy())
+        mpi_s = _median_seconds(group, lambda: MPI.COMM_WORLD.Allreduce(sent, received), seconds / 2)
     return Speed(int(values.shape[0]) * 4, horovod_s, mpi_s)
 
 
@@ -99,14 +99,14 @@ def _median_seconds(group: WorkerGroup, exchange: Callable[[], object], seconds:
     exchange()
     began = time.perf_counter()
     exchange()
-    once = time.perf_counter() - began
-    times = group.broadcast_object(int(min(100, max(3, seconds / max(once, 1e-6)))))
-    taken = []
-    for _ in range(times):
+    one_exchange_s = time.perf_counter() - began
+    repetitions = group.broadcast_object(int(min(100, max(3, seconds / max(one_exchange_s, 1e-6)))))
+    durations = []
+    for _ in range(repetitions):
         began = time.perf_counter()
         exchange()
-        taken.append(time.perf_counter() - began)
-    return group.broadcast_object(statistics.median(taken))
+        durations.append(time.perf_counter() - began)
+    return group.broadcast_object(statistics.median(durations))
 
 
 def clock_offsets_s(group: WorkerGroup, rounds: int = 5) -> list[float]:

@@ -14,32 +14,32 @@ import tensorflow as tf
 from horovod_train.distributed import serialize
 from horovod_train.errors import RunError
 
-MOST_BYTES = 2**31 - 1
+MAX_BYTES = 2**31 - 1
 """Horovod counts the bytes of an exchange in 32 bits."""
 
 HOST = "CPU:0"
-"""Where data of the host are exchanged: by default, a rank whose GPU is not seen would not fit the others."""
+"""Device on which objects are exchanged: by TensorFlow's default, ranks with and without a GPU would not match."""
 
 
 def broadcast(value: Any, name: str) -> Any:
     """Collective: return root's value on every rank."""
     is_root = hvd.rank() == 0
     with tf.device(HOST):
-        own = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
-        size = int(hvd.broadcast(tf.constant([own.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
+        packed = _as_tensor(serialize.dump(value)) if is_root else tf.zeros([0], tf.uint8)
+        size = int(hvd.broadcast(tf.constant([packed.shape[0]], tf.int64), root_rank=0, name=f"{name}.size").numpy()[0])
         _check_size(size, name)
-        data = hvd.broadcast(own if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
-    return value if is_root else _load(data.numpy(), 0)
+        received = hvd.broadcast(packed if is_root else tf.zeros([size], tf.uint8), root_rank=0, name=f"{name}.bytes")
+    return value if is_root else _load(received.numpy(), 0)
 
 
 def gather(value: Any, name: str) -> list[Any]:
     """Collective: return the values of all ranks, by rank, on every rank."""
     with tf.device(HOST):
-        own = _as_tensor(serialize.dump(value))
-        sizes = hvd.allgather(tf.constant([own.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
+        packed = _as_tensor(serialize.dump(value))
+        sizes = hvd.allgather(tf.constant([packed.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
         _check_size(int(sizes.sum()), name)
-        packed = hvd.allgather(own, name=f"{name}.bytes").numpy()
-    return [_load(data, rank) for rank, data in enumerate(np.split(packed, np.cumsum(sizes)[:-1]))]
+        gathered = hvd.allgather(packed, name=f"{name}.bytes").numpy()
+    return [_load(data, rank) for rank, data in enumerate(np.split(gathered, np.cumsum(sizes)[:-1]))]
 
 
 def _as_tensor(data: bytes) -> tf.Tensor:
@@ -55,5 +55,5 @@ def _load(data: np.ndarray, rank: int) -> Any:
 
 def _check_size(size: int, name: str) -> None:
     """Raise the same error on all ranks, because all know the sizes."""
-    if size > MOST_BYTES:
-        raise RunError(f"{name}: an exchange carries at most {MOST_BYTES} bytes over all ranks; received {size}.")
+    if size > MAX_BYTES:
+        raise RunError(f"{name}: an exchange carries at most {MAX_BYTES} bytes over all ranks; received {size}.")

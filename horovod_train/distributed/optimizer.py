@@ -31,7 +31,7 @@ OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
 
 SMALL_BYTES = 1 << 20
-"""Dense gradients that have no more bytes in all are exchanged as one tensor; see GradientExchange.each."""
+"""Dense gradients that have no more bytes in all are exchanged as one tensor; see GradientExchange.combine_each."""
 
 Combine = Callable[[Sequence[Any], Sequence[Any] | None, str], list[Any]]
 """(gradients, their variables if the caller knows them, name of the optimizer) → gradients combined over the ranks."""
@@ -80,7 +80,7 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
     exchange = GradientExchange(**options)
 
     def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
-        return exchange.each(grads, f"{name}.gradient")
+        return exchange.combine_each(grads, f"{name}.gradient")
 
     return distribute(optimizer, combine)
 
@@ -195,45 +195,45 @@ class GradientExchange:
             return self._combine_dense(gradient, name)
         if self.sparse_as_dense or self.op == "adasum":
             return self._combine_dense(tf.convert_to_tensor(gradient), name)
-        own = add_up_rows(gradient)  # so that no rank sends a row twice
+        local_rows = add_up_rows(gradient)  # so that no rank sends a row twice
         if is_alone(ranks):
-            return own
-        values = hvd.allgather(own.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
-        indices = hvd.allgather(own.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
+            return local_rows
+        values = hvd.allgather(local_rows.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
+        indices = hvd.allgather(local_rows.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
         if self.op == "average":
             values = values / tf.cast(number_of_ranks(ranks), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
-    def each(self, gradients: Sequence[Any], name: str) -> list[Any]:
+    def combine_each(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Combine each gradient, None where it is None; small dense ones of a dtype as one tensor.
 
         An exchange takes one of Horovod's cycles however small it is, and tensors that are there at different moments
         may take several. Small ones gain nothing from an earlier start.
         """
         combined = [None] * len(gradients)
-        for dtype, members in self._small(gradients).items():
-            flat = tf.concat([tf.reshape(gradients[index], [-1]) for index in members], axis=0)
+        for dtype, indices in self._small_indices(gradients).items():
+            flat = tf.concat([tf.reshape(gradients[index], [-1]) for index in indices], axis=0)
             total = self(flat, f"{name}s.{dtype}")
-            parts = tf.split(total, [gradients[index].shape.num_elements() for index in members])
-            for index, part in zip(members, parts, strict=True):
+            parts = tf.split(total, [gradients[index].shape.num_elements() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
                 combined[index] = tf.reshape(part, gradients[index].shape)
         for index, gradient in enumerate(gradients):
             if gradient is not None and combined[index] is None:
                 combined[index] = self(gradient, f"{name}.{index}")
         return combined
 
-    def _small(self, gradients: Sequence[Any]) -> dict[str, list[int]]:
+    def _small_indices(self, gradients: Sequence[Any]) -> dict[str, list[int]]:
         """Return the indices of the gradients to exchange as one tensor, by dtype."""
-        members: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         size = 0
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.Tensor) and gradient.shape.is_fully_defined():
-                members.setdefault(gradient.dtype.name, []).append(index)
+                indices.setdefault(gradient.dtype.name, []).append(index)
                 size += gradient.shape.num_elements() * gradient.dtype.size
         # Adasum scales each tensor by its own norm.
-        return {} if size > SMALL_BYTES or self.op == "adasum" else members
+        return {} if size > SMALL_BYTES or self.op == "adasum" else indices
 
-    def together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+    def combine_together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Combine dense gradients in one exchange, which begins when all of them are there on all ranks.
 
         Raises UserError for what does not go with it: op adasum, compression bf16, deterministic.
@@ -248,7 +248,7 @@ class GradientExchange:
             process_set=self.ranks,
             **self._arithmetic(),
         )
-        return [self._compressor.decompress(total, how) for total, (_, how) in zip(sums, packed, strict=True)]
+        return [self._compressor.decompress(total, context) for total, (_, context) in zip(sums, packed, strict=True)]
 
     @property
     def _compressor(self) -> Any:
@@ -264,19 +264,19 @@ class GradientExchange:
         return {"op": hvd.Sum, **factors}
 
     def _combine_dense(self, gradient: tf.Tensor, name: str) -> tf.Tensor:
-        ranks, averages = self.ranks, self.op == "average"
+        ranks, is_average = self.ranks, self.op == "average"
         if self.compression == "bf16" and gradient.dtype in (tf.float32, tf.float64):
-            return combine_bf16(gradient, name, ranks, divisor=number_of_ranks(ranks) if averages else 1)
+            return combine_bf16(gradient, name, ranks, divisor=number_of_ranks(ranks) if is_average else 1)
         compressor = hvd.Compression.none if self.compression == "bf16" else self._compressor
-        wire, how = compressor.compress(gradient)
+        wire, context = compressor.compress(gradient)
         if is_alone(ranks):
-            return compressor.decompress(wire, how)
+            return compressor.decompress(wire, context)
         if self.deterministic and self.op != "adasum":
-            after = self.predivide / ranks.size() if averages else 1.0
-            combined = sum_in_order(wire / self.predivide, name, ranks) * after
+            postscale = self.predivide / ranks.size() if is_average else 1.0
+            combined = sum_in_order(wire / self.predivide, name, ranks) * postscale
         else:
             combined = hvd.allreduce(wire, name=name, ignore_name_scope=True, process_set=ranks, **self._arithmetic())
-        return compressor.decompress(combined, how)
+        return compressor.decompress(combined, context)
 
 
 def _check_adasum(compression: str | type) -> None:

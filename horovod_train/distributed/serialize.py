@@ -67,42 +67,42 @@ def _encode(value: Any, where: str, blobs: list[bytes]) -> Any:
     )
 
 
-def _decode(encoded: Any, data: bytes, at: int) -> tuple[Any, int]:
+def _decode(encoded: Any, data: bytes, offset: int) -> tuple[Any, int]:
     """Return the value, and the offset in `data` where the bytes of the next array begin."""
     if type(encoded) in _PLAIN:
-        return encoded, at
+        return encoded, offset
     if isinstance(encoded, list):
         items = []
         for item in encoded:
-            value, at = _decode(item, data, at)
+            value, offset = _decode(item, data, offset)
             items.append(value)
-        return items, at
+        return items, offset
     ((kind, content),) = encoded.items()
     if kind == "tuple":
-        items, at = _decode(list(content), data, at)
-        return tuple(items), at
+        items, offset = _decode(list(content), data, offset)
+        return tuple(items), offset
     if kind == "dict":
-        values, at = _decode(list(content.values()), data, at)
-        return dict(zip(content, values, strict=True)), at
+        values, offset = _decode(list(content.values()), data, offset)
+        return dict(zip(content, values, strict=True)), offset
     if kind == "bytes":
-        return _cut(data, at, content), at + content
+        return _cut(data, offset, content), offset + content
     if kind == "number":
-        array, at = _decode({"array": [content, []]}, data, at)
-        return array[()], at
+        array, offset = _decode({"array": [content, []]}, data, offset)
+        return array[()], offset
     if kind == "array":
         name, shape = content
         dtype = np.dtype(name)
         if not _is_numeric(dtype) or any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"an array of {name} {shape}")
         size = dtype.itemsize * int(np.prod(shape, dtype=object))
-        return np.frombuffer(_cut(data, at, size), dtype).reshape(shape).copy(), at + size
+        return np.frombuffer(_cut(data, offset, size), dtype).reshape(shape).copy(), offset + size
     raise ValueError(f"kind {kind!r}")
 
 
-def _cut(data: bytes, at: int, size: int) -> bytes:
-    if not 0 <= size <= len(data) - at:
-        raise ValueError(f"{size} bytes expected, {len(data) - at} received")
-    return data[at : at + size]
+def _cut(data: bytes, offset: int, size: int) -> bytes:
+    if not 0 <= size <= len(data) - offset:
+        raise ValueError(f"{size} bytes expected, {len(data) - offset} received")
+    return data[offset : offset + size]
 
 
 def _is_numeric(dtype: np.dtype) -> bool:

@@ -18,6 +18,8 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import initialize, launcher, tuning
 from horovod_train.errors import UserError
 
+_MAX_SHOWN = 4
+
 
 @dataclass(frozen=True)
 class StartedProcess:
@@ -28,7 +30,7 @@ class StartedProcess:
     host_cores: int
     """Cores that the ranks of this host may use together."""
     rendezvous: ExitStack
-    """To be left open until the group is formed: ranks that come late still look for it."""
+    """Must stay open until the group is formed: ranks that start late still need it."""
 
     def pin(self, devices: DeviceConfig) -> device.Device:
         """Pin this process to its device, see device.pin."""
@@ -65,9 +67,6 @@ def start_process(
         return StartedProcess(started_by, tuple(settings), len(cores), rendezvous.pop_all())
 
 
-_SHOWN = 4
-
-
 @contextmanager
 def horovod_alone() -> Iterator[None]:
     """Run Horovod for this process alone inside the block: what is built there may ask for the rank and the size.
@@ -93,23 +92,23 @@ def _library(started_by: launcher.Launch) -> tuning.Library:
     return "MPI" if started_by.uses_mpi else "elastic" if started_by.is_elastic else "gloo"
 
 
-def form_group(started: StartedProcess, mine: device.Device, *, deterministic: bool = False) -> WorkerGroup:
+def form_group(started: StartedProcess, rank_device: device.Device, *, deterministic: bool = False) -> WorkerGroup:
     """Collective: learn which ranks there are, as the last part of `start`.
 
-    mine: this rank's device. Raises UserError if ranks of one host would share a GPU.
+    rank_device: this rank's device. Raises UserError if ranks of one host would share a GPU.
     """
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    facts = objects.gather((socket.gethostname(), dataclasses.astuple(mine)), "group.start")
+    facts = objects.gather((socket.gethostname(), dataclasses.astuple(rank_device)), "group.start")
     group = WorkerGroup(
         rank=hvd.rank(),
         size=hvd.size(),
         local_rank=hvd.local_rank(),
         local_size=hvd.local_size(),
         launcher=started.started_by.launcher,
-        exchange="NCCL" if mine.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
+        exchange="NCCL" if rank_device.gpu_keys and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "gloo",
         hosts=tuple(host for host, _ in facts),
-        devices=tuple(device.Device(*found) for _, found in facts),
+        devices=tuple(device.Device(*fields) for _, fields in facts),
         settings=started.settings,
         deterministic=deterministic,
     )
@@ -141,19 +140,19 @@ def start(
 
 def check_devices(group: WorkerGroup) -> None:
     """Raise UserError if ranks of one host have a GPU in common, or only some ranks have one for NCCL."""
-    without = [group.name(rank) for rank, found in enumerate(group.devices) if not found.gpu_keys]
-    if 0 < len(without) < group.size and hvd.nccl_built():
-        shown = ", ".join(without[:_SHOWN]) + (", …" if len(without) > _SHOWN else "")
+    without_gpu = [group.name(rank) for rank, rank_device in enumerate(group.devices) if not rank_device.gpu_keys]
+    if 0 < len(without_gpu) < group.size and hvd.nccl_built():
+        examples = ", ".join(without_gpu[:_MAX_SHOWN]) + (", …" if len(without_gpu) > _MAX_SHOWN else "")
         raise UserError(
-            f"{len(without)} of {group.size} ranks see no GPU, though the others do: {shown}. Look at nvidia-smi "
-            "there, leave those hosts out, or hide all GPUs with CUDA_VISIBLE_DEVICES=."
+            f"{len(without_gpu)} of {group.size} ranks see no GPU, though the others do: {examples}. Look at "
+            "nvidia-smi there, leave those hosts out, or hide all GPUs with CUDA_VISIBLE_DEVICES=."
         )
     holders: dict[tuple[str, str], int] = {}
-    for rank, (host, found) in enumerate(zip(group.hosts, group.devices, strict=True)):
-        for key in found.gpu_keys:
-            other = holders.setdefault((host, key), rank)
-            if other != rank:
+    for rank, (host, rank_device) in enumerate(zip(group.hosts, group.devices, strict=True)):
+        for key in rank_device.gpu_keys:
+            holder = holders.setdefault((host, key), rank)
+            if holder != rank:
                 raise UserError(
-                    f"ranks {other} and {rank} on {host} would both use GPU {key}; expected one GPU for "
+                    f"ranks {holder} and {rank} on {host} would both use GPU {key}; expected one GPU for "
                     "each rank. Ask the scheduler for one GPU a task, or start fewer ranks there."
                 )

@@ -20,11 +20,11 @@ def take_class(instance: Any, derived: type) -> None:
 
 
 def _register_as(base: type, derived: type) -> None:
-    """Let Keras save `derived` under the name that `base` is registered by, if it is, and load that as before."""
+    """Register `derived` under the name of `base`, if that is registered; what is saved loads as `base`."""
     name = keras.saving.get_registered_name(base)
-    package, has_package, own_name = name.partition(">")
+    package, has_package, class_name = name.partition(">")
     original = keras.saving.get_registered_object(name)
     if has_package and original is not None:
-        register = keras.saving.register_keras_serializable(package, own_name)
+        register = keras.saving.register_keras_serializable(package, class_name)
         register(derived)
         register(original)

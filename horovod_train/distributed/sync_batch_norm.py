@@ -58,15 +58,15 @@ def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
         _row_weights.reset(token)
 
 
-def layers_inside(layer: keras.Layer, seen: set[int] | None = None) -> Iterator[keras.Layer]:
-    """Yield a layer and the layers inside it, each once, in the order of their attachment. seen: ids to skip."""
-    seen = set() if seen is None else seen
-    if id(layer) in seen:
+def layers_inside(layer: keras.Layer, visited: set[int] | None = None) -> Iterator[keras.Layer]:
+    """Yield a layer and the layers inside it, each once, in the order of their attachment. visited: ids to skip."""
+    visited = set() if visited is None else visited
+    if id(layer) in visited:
         return
-    seen.add(id(layer))
+    visited.add(id(layer))
     yield layer
     for inner in parts_in(vars(layer), keras.Layer):
-        yield from layers_inside(inner, seen)
+        yield from layers_inside(inner, visited)
 
 
 def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
@@ -93,7 +93,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, determini
                 return super().call(inputs, training=training, mask=mask)
             x = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
             axis = self.axis % len(x.shape)
-            normal, mean, variance = _normalise(
+            normalised, mean, variance = _normalise(
                 x,
                 _position_weights(x, axis, mask, layer.path),
                 axis,
@@ -102,13 +102,13 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, determini
                 deterministic=deterministic,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):
-                kept = tf.cast(average, x.dtype) * self.momentum
-                average.assign(kept + tf.reshape(value, average.shape) * (1.0 - self.momentum))
+                decayed = tf.cast(average, x.dtype) * self.momentum
+                average.assign(decayed + tf.reshape(value, average.shape) * (1.0 - self.momentum))
             if self.scale:
-                normal *= tf.reshape(tf.cast(self.gamma, x.dtype), mean.shape)
+                normalised *= tf.reshape(tf.cast(self.gamma, x.dtype), mean.shape)
             if self.center:
-                normal += tf.reshape(tf.cast(self.beta, x.dtype), mean.shape)
-            return tf.cast(normal, self.compute_dtype)
+                normalised += tf.reshape(tf.cast(self.beta, x.dtype), mean.shape)
+            return tf.cast(normalised, self.compute_dtype)
 
     take_class(layer, Synchronised)
 
@@ -140,36 +140,35 @@ def _normalise(
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
 
-    def total(values: tf.Tensor) -> tf.Tensor:
+    def sum_over_axes(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values, axes, keepdims=True)
 
     @tf.custom_gradient
     def normalise(x: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor, tf.Tensor], Callable[..., tf.Tensor]]:
         channels = x.shape[axis]
-        same = tf.size(x) // (channels * tf.size(weights))  # positions that share a weight
-        own_count = tf.reduce_sum(weights) * tf.cast(same, x.dtype)
-        own_mean = tf.math.divide_no_nan(total(weights * x), own_count)
-        own_squares = tf.cast(total(weights * tf.square(x - own_mean)), tf.float64)
-        wide_count, wide_mean = tf.cast(own_count, tf.float64), tf.cast(own_mean, tf.float64)
-        sums = [wide_count, wide_count * wide_mean, own_squares + wide_count * wide_mean**2]
+        positions_per_weight = tf.size(x) // (channels * tf.size(weights))  # positions that share a weight
+        local_count = tf.reduce_sum(weights) * tf.cast(positions_per_weight, x.dtype)
+        local_mean = tf.math.divide_no_nan(sum_over_axes(weights * x), local_count)
+        local_squares = tf.cast(sum_over_axes(weights * tf.square(x - local_mean)), tf.float64)
+        wide_count, wide_mean = tf.cast(local_count, tf.float64), tf.cast(local_mean, tf.float64)
+        sums = [wide_count, wide_count * wide_mean, local_squares + wide_count * wide_mean**2]
         packed = tf.concat([tf.reshape(values, [-1]) for values in sums], axis=0)
         packed = sum_over_ranks(packed, f"{name}.forward", deterministic=deterministic)
-        count, first, second = tf.split(packed, [1, channels, channels])
+        count, value_sums, square_sums = tf.split(packed, [1, channels, channels])
         count = tf.maximum(count[0], 1.0)  # a mask may exclude every position
-        wide_mean = first / count
-        wide_variance = tf.maximum(second / count - wide_mean**2, 0.0)
-        mean, variance = (tf.reshape(tf.cast(values, x.dtype), own_mean.shape) for values in (wide_mean, wide_variance))
+        wide_mean = value_sums / count
+        wide_variance = tf.maximum(square_sums / count - wide_mean**2, 0.0)
+        mean, variance = (tf.reshape(tf.cast(wide, x.dtype), local_mean.shape) for wide in (wide_mean, wide_variance))
         count = tf.cast(count, x.dtype)
         inverse = tf.math.rsqrt(variance + epsilon)
-        normal = (x - mean) * inverse
+        normalised = (x - mean) * inverse
 
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
             """Ignore gradients of the statistics, because they only feed moving averages."""
-            sums = tf.stack([total(upstream), total(upstream * normal)])
-            along = sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic)
-            along_mean, along_variance = tf.unstack(along)
-            return inverse * (upstream - weights / count * (along_mean + normal * along_variance))
+            sums = tf.stack([sum_over_axes(upstream), sum_over_axes(upstream * normalised)])
+            mean_sums, variance_sums = tf.unstack(sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic))
+            return inverse * (upstream - weights / count * (mean_sums + normalised * variance_sums))
 
-        return (normal, mean, variance), backward
+        return (normalised, mean, variance), backward
 
     return normalise(x)

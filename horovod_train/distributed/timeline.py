@@ -40,6 +40,6 @@ def _new_file(folder: Path) -> Path:
     """Return a free path, named by the present time in UTC."""
     with must_be_writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        name = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        return next(path for path in (folder / f"{each}.json" for each in names) if not path.exists())
+        start_time = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+        stems = itertools.chain([start_time], (f"{start_time}-{number}" for number in itertools.count(2)))
+        return next(path for path in (folder / f"{stem}.json" for stem in stems) if not path.exists())

@@ -104,7 +104,7 @@ class GradientCombiner:
                 combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{bucket[0]}")
                 continue
             with tf.device(self._arguments.device_dense):
-                exchanged = self._exchange.together([combined[i] for i in bucket], f"{prefix}.group.{number}")
+                exchanged = self._exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
             for i, gradient in zip(bucket, exchanged, strict=True):
                 combined[i] = gradient
         return combined

@@ -148,7 +148,7 @@ def _introduce(group: WorkerGroup, config: Config) -> None:
     )
     # A line for each rank, but not in the file of each rank.
     for rank, device in enumerate(group.devices) if group.is_root else ():
-        log.info(f"{group.name(rank)} uses {device.name}; found {device.found}")
+        log.info(f"{group.name(rank)} uses {device.name}; found {device.host_summary}")
 
 
 def _facts(config: Config) -> dict[str, str]:

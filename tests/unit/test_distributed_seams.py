@@ -80,7 +80,7 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
         "set_log_device_placement": [(True,)],
     }
     assert device.logical == ("GPU:0", "GPU:1")
-    assert device.found == "4 GPUs; 16 cores for 2 ranks of this host"
+    assert device.host_summary == "4 GPUs; 16 cores for 2 ranks of this host"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ group = start(HorovodConfig(), DeviceConfig(soft_placement=False))
 facts = {
     "bound": sorted(os.sched_getaffinity(0)),
     "threads": tf.config.threading.get_intra_op_parallelism_threads(),
-    "found": group.devices[group.rank].found,
+    "found": group.devices[group.rank].host_summary,
     "soft_placement": tf.config.get_soft_device_placement(),
     "doctor": check_threads(group).level,
 }

@@ -28,7 +28,7 @@ def gradients(*shapes: tuple[int, ...], dtype: str = "float32") -> list[Any]:
 
 def number_of(exchange: GradientExchange, grads: list[Any]) -> dict[str, int]:
     """How often each operation of Horovod's is in a compiled step."""
-    compiled = tf.function(lambda: [grad for grad in exchange.each(grads, "counted") if grad is not None])
+    compiled = tf.function(lambda: [grad for grad in exchange.combine_each(grads, "counted") if grad is not None])
     operations = compiled.get_concrete_function().graph.get_operations()
     return dict(Counter(each.type for each in operations if each.type.startswith("Horovod")))
 
@@ -39,7 +39,7 @@ def facts() -> dict[str, Any]:
     large = gradients((SMALL_BYTES // 8,), (SMALL_BYTES // 8 + 1,))
     same = {}
     for name, exchange in EXCHANGES.items():
-        together = exchange.each(small, f"{name}.together")
+        together = exchange.combine_each(small, f"{name}.together")
         alone = [exchange(grad, f"{name}.alone.{index}") for index, grad in enumerate(small)]
         same[name] = [a.numpy().tobytes() == b.numpy().tobytes() for a, b in zip(together, alone, strict=True)]
     return {

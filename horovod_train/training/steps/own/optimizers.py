@@ -125,7 +125,7 @@ class Optimizers:
             # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
             # differ, only on some of them.
             with tf.control_dependencies([self.enter("compute")]):
-                combined = exchange.each(grads, f"{path}.gradient")
+                combined = exchange.combine_each(grads, f"{path}.gradient")
             waiting = self.enter("exchange", after=grads)
             with tf.control_dependencies([waiting]):
                 applying = self.enter("compute", after=combined)
