@@ -1,4 +1,4 @@
-"""The checkpoints of a run in one folder: names, listing, atomic rename into place, setting aside.
+"""The checkpoints of a run in one folder: names, listing, atomic renames, removal.
 
 Writes no checkpoint itself (see tensors) and does not decide which to keep (see manager).
 """
@@ -29,7 +29,7 @@ class CheckpointSet:
     """The folders `step-000000460/` and so on.
 
     A name that begins with a dot is an unfinished save or removal, possibly of a process that died. A whole checkpoint
-    gets its own name by one rename, after it has been synced. Methods raise OSError where the file system refuses.
+    gets its final name by one rename, after it has been synced. Methods raise OSError where the file system refuses.
     """
 
     def __init__(self, folder: Path, is_ours: Callable[[], bool]) -> None:
@@ -41,7 +41,7 @@ class CheckpointSet:
         """Return the steps that have a checkpoint, whole or not, newest first."""
         return steps_in(self.folder)
 
-    def place(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         return self.folder / step_name(step)
 
     def new_partial(self, step: int) -> Path:
@@ -55,19 +55,19 @@ class CheckpointSet:
         """Rename a whole save to its final name, replacing an earlier checkpoint of that step."""
         if not self._is_ours():
             raise OSError(None, "another run has taken the directory")
-        place, replaced = self.place(step), self._hidden(step, ".replaced")
-        if check(place, _CHECKPOINT):
-            remove(replaced, _HIDDEN)
-            rename(place, replaced)  # clear_leftovers undoes this if the process dies here
+        path, replaced_path = self.path_of(step), self._hidden(step, ".replaced")
+        if check(path, _CHECKPOINT):
+            remove(replaced_path, _HIDDEN)
+            rename(path, replaced_path)  # clear_leftovers undoes this if the process dies here
         try:
-            rename(partial, place)
+            rename(partial, path)
         except OSError:
-            if replaced.exists():
-                rename(replaced, place)
+            if replaced_path.exists():
+                rename(replaced_path, path)
             raise
         sync(self.folder)
         with suppress(OSError):  # clear_leftovers tries again
-            remove(replaced, _HIDDEN)
+            remove(replaced_path, _HIDDEN)
 
     def remove_partial(self, partial: Path) -> None:
         """Remove what a failed save has written."""
@@ -79,7 +79,7 @@ class CheckpointSet:
         If the checkpoint of `step` was not saved, or saving failed, the link keeps pointing at the best saved one.
         """
         link = self.folder / BEST
-        if self.place(step).exists():
+        if self.path_of(step).exists():
             draft = link.with_name(f".{BEST}")
             remove(draft, _LINK)
             draft.symlink_to(step_name(step))
@@ -92,11 +92,11 @@ class CheckpointSet:
         failures: list[OSError] = []
         for step in steps:
             try:
-                if self._is_ours() and check(self.place(step), _CHECKPOINT):
+                if self._is_ours() and check(self.path_of(step), _CHECKPOINT):
                     self._forget_best(step)
-                    removed = self._hidden(step, ".removed")
-                    rename(self.place(step), removed)  # one rename: a half-removed checkpoint would look damaged
-                    remove(removed, _HIDDEN)
+                    removed_path = self._hidden(step, ".removed")
+                    rename(self.path_of(step), removed_path)  # one rename: a half-removed checkpoint would look damaged
+                    remove(removed_path, _HIDDEN)
             except OSError as error:
                 failures.append(error)
         if failures:
@@ -109,13 +109,13 @@ class CheckpointSet:
             if step_of(os.readlink(link)) == step:
                 remove(link, _LINK)
 
-    def set_aside(self, step: int, why: str) -> Path:
-        """Rename a checkpoint to `….why`, which later reads ignore; return its new path."""
-        place, number = self.place(step), 1
-        while (aside := place.with_name(f"{place.name}.{why}{'' if number == 1 else f'-{number}'}")).exists():
+    def set_aside(self, step: int, suffix: str) -> Path:
+        """Rename a checkpoint to `….suffix`, which later reads ignore; return its new path."""
+        path, number = self.path_of(step), 1
+        while (new_path := path.with_name(f"{path.name}.{suffix}{'' if number == 1 else f'-{number}'}")).exists():
             number += 1
         self._forget_best(step)
-        return rename(place, aside)
+        return rename(path, new_path)
 
     def clear_leftovers(self) -> None:
         """Finish what a dead process began: restore replaced checkpoints, remove partial ones.
@@ -123,13 +123,13 @@ class CheckpointSet:
         Raises the first OSError, after all the others have been tried.
         """
         failures: list[OSError] = []
-        for path in list(self.folder.glob(".step-*")):
-            place = self.folder / path.name[1:].partition(".")[0]
+        for leftover in list(self.folder.glob(".step-*")):
+            path = self.folder / leftover.name[1:].partition(".")[0]
             try:
-                if path.suffix == ".replaced" and not place.exists():
-                    rename(path, place)
+                if leftover.suffix == ".replaced" and not path.exists():
+                    rename(leftover, path)
                 else:
-                    remove(path, _HIDDEN)
+                    remove(leftover, _HIDDEN)
             except OSError as error:
                 failures.append(error)
         if failures:

@@ -105,8 +105,8 @@ def read_at(path: str, where: str, read: Callable[[Path], Read]) -> Read:
 def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tuple[Written | None, dict[int, Damaged]]:
     """Return the checkpoint that a run starts from: the newest whole one (auto), none (never), or the one at a path.
 
-    folder: the run's checkpoints. A run that began at a path and is restarted, for example requeued, resumes from its
-    own newest whole checkpoint.
+    folder: the run's checkpoints. A run that began at a path and is restarted, for example requeued, resumes from the
+    newest whole checkpoint in `folder`.
 
     Also returns, by step, the damaged ones that auto skips. Raises UserError for a path without a whole checkpoint, if
     all are damaged, and for "never" in a folder that has checkpoints: they would be lost.
@@ -119,16 +119,17 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tu
                     "Choose another --output-dir, remove them, or resume from them: --resume auto."
                 )
             return None, {}
-        own, damaged = newest_whole(folder, read)
+        checkpoint, damaged = newest_whole(folder, read)
     except OSError as error:
         raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
     if resume != "auto":
-        is_again = own is not None and own.config.get("checkpoint", {}).get("resume") == resume
-        return (own if is_again else read_at(resume, "checkpoint.resume", read)), {}
-    if own is None and damaged:
-        newest = max(damaged)
+        is_restart = checkpoint is not None and checkpoint.config.get("checkpoint", {}).get("resume") == resume
+        return (checkpoint if is_restart else read_at(resume, "checkpoint.resume", read)), {}
+    if checkpoint is None and damaged:
+        newest_step = max(damaged)
         raise UserError(
             f"checkpoint.resume: auto, but none of the {len(damaged)} checkpoint(s) in {folder} is undamaged; "
-            f"the newest, step {newest}: {damaged[newest]}. Choose another --output-dir, or remove them to start anew."
+            f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "
+            "them to start anew."
         )
-    return own, damaged
+    return checkpoint, damaged

@@ -89,9 +89,9 @@ class CheckpointStore:
         self._step = 0
         self._began = self._write_s = 0.0
         self._last_whole: Path | None = None
-        self._has_no_links = False
+        self._has_warned_of_link = False
         self._failure: str | None = None
-        self._bug: Exception | None = None
+        self._unexpected_error: Exception | None = None
         try:
             self.checkpoints.clear_leftovers()
         except OSError as error:
@@ -107,22 +107,22 @@ class CheckpointStore:
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        found, damaged = find_start(self.checkpoints.folder, resume, verify)
-        for step, what in damaged.items():
-            self._set_aside_damaged(step, what)
-        self._last_whole = None if found is None else found.folder
-        return found
+        checkpoint, damaged = find_start(self.checkpoints.folder, resume, verify)
+        for step, damage in damaged.items():
+            self._set_aside_damaged(step, damage)
+        self._last_whole = None if checkpoint is None else checkpoint.folder
+        return checkpoint
 
     def rewind(self, step: int) -> None:
-        place = self.checkpoints.folder
+        path = self.checkpoints.folder
         try:
-            for other in [other for other in self.checkpoints.steps() if other > step]:
-                place = self.checkpoints.place(other)
-                aside = self.checkpoints.set_aside(other, "abandoned").name
-                log.warning(f"{place} is from before the resume at step {step}. It is now called {aside}.")
+            for later_step in [later_step for later_step in self.checkpoints.steps() if later_step > step]:
+                path = self.checkpoints.path_of(later_step)
+                new_name = self.checkpoints.set_aside(later_step, "abandoned").name
+                log.warning(f"{path} is from before the resume at step {step}. It is now called {new_name}.")
         except OSError as error:
             raise UserError(
-                f"{place}: is from before the resume at step {step}, and cannot be renamed: {reason(error)}. "
+                f"{path}: is from before the resume at step {step}, and cannot be renamed: {reason(error)}. "
                 "Choose another --output-dir."
             ) from error
 
@@ -139,8 +139,8 @@ class CheckpointStore:
             if self._writer.is_alive():
                 return f"the checkpoint of step {self._step} was not written within {timeout_s} s"
             self._writer = None
-        if self._bug is not None:
-            raise self._bug
+        if self._unexpected_error is not None:
+            raise self._unexpected_error
         return self._failure
 
     def finish(self, timeout_s: float) -> None:
@@ -163,24 +163,24 @@ class CheckpointStore:
                     self.checkpoints.remove_partial(partial)
                 raise
         except (OSError, tf.errors.OpError) as error:
-            where = self.checkpoints.folder
-            self._failure = f"the checkpoint of step {facts.step} was not written to {where}: {reason(error)}"
+            folder = self.checkpoints.folder
+            self._failure = f"the checkpoint of step {facts.step} was not written to {folder}: {reason(error)}"
             last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
             log.warning(f"{self._failure}. The last good one: {last}. The next save tries again.")
         except Exception as error:
-            self._bug = error  # the thread has no caller: wait() raises it
+            self._unexpected_error = error  # the thread has no caller: wait() raises it
         else:
-            self._failure, self._last_whole = None, self.checkpoints.place(facts.step)
+            self._failure, self._last_whole = None, self.checkpoints.path_of(facts.step)
             self._write_s = time.perf_counter() - self._began
-            self._tidy(facts)
+            self._remove_old(facts)
 
-    def _tidy(self, facts: Facts) -> None:
+    def _remove_old(self, facts: Facts) -> None:
         try:
             steps = self.checkpoints.steps()
-            kept = {facts.step, *steps[: self.keep]}
+            kept_steps = {facts.step, *steps[: self.keep]}
             if facts.best is not None:
-                kept.add(self._mark_best(facts.best.step))
-            self.checkpoints.remove(step for step in steps if step not in kept)
+                kept_steps.add(self._mark_best(facts.best.step))
+            self.checkpoints.remove(step for step in steps if step not in kept_steps)
         except OSError as error:
             log.warning(f"the checkpoint of step {facts.step} is whole, but older ones remain: {reason(error)}.")
 
@@ -188,20 +188,20 @@ class CheckpointStore:
         try:
             return self.checkpoints.mark_best(step)
         except OSError as error:
-            if not self._has_no_links:
+            if not self._has_warned_of_link:
                 log.warning(
                     f"{self.checkpoints.folder / BEST} cannot be made to point at step {step}: {reason(error)}."
                 )
-            self._has_no_links = True  # warn once: some file systems have no links
+            self._has_warned_of_link = True  # warn once: some file systems have no links
             return step
 
-    def _set_aside_damaged(self, step: int, what: Damaged) -> None:
-        place = self.checkpoints.place(step)
+    def _set_aside_damaged(self, step: int, damage: Damaged) -> None:
+        path = self.checkpoints.path_of(step)
         try:
-            aside = self.checkpoints.set_aside(step, "damaged").name
-            log.warning(f"{place} is damaged: {what}. It is now called {aside}.")
+            new_name = self.checkpoints.set_aside(step, "damaged").name
+            log.warning(f"{path} is damaged: {damage}. It is now called {new_name}.")
         except OSError as error:
-            log.warning(f"{place} is damaged: {what}. It cannot be renamed: {reason(error)}.")
+            log.warning(f"{path} is damaged: {damage}. It cannot be renamed: {reason(error)}.")
 
 
 def open_store(directory: Path | None, keep: int, is_ours: Callable[[], bool] = lambda: True) -> Store:

@@ -17,12 +17,13 @@ from typing import Any, NoReturn, TypeVar
 from horovod_train.errors import UserError
 
 FORMAT = 1
-_PAUSES_S = (0.5, 2.0)
 MANIFEST = "manifest.json"
+_PAUSES_S = (0.5, 2.0)
+"""Before each further attempt to read."""
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EBADMSG}
 """Errors that say that a file is missing or its content lost. Others, such as EACCES, say nothing about the content."""
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 class Damaged(Exception):
@@ -61,30 +62,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def pack(content: Mapping[str, Any]) -> bytes:
     """Return a manifest as bytes, including the SHA-256 of its other entries."""
-    own = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**content, "sha256": checksum}, indent=2) + "\n").encode()
 
 
 def sha256(file: Path) -> str:
-    total = hashlib.sha256()
-    with file.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            total.update(block)
-    return total.hexdigest()
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def reason(error: Exception) -> str:
     """Return a short text for an error of the file system or of TensorFlow."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
     # TensorFlow: "{{function_node ...}} PATH; No space left on device [Op:SaveV2]"
-    path, _, said = first.rpartition("}} ")[2].partition(" [Op:")[0].rpartition("; ")
-    return f"{said}: {path}" if path else said
+    path, _, problem = first_line.rpartition("}} ")[2].partition(" [Op:")[0].rpartition("; ")
+    return f"{problem}: {path}" if path else problem
 
 
-def _patiently(read: Callable[[Path], Found], path: Path) -> Found:
-    """Read again where a file system, such as NFS, has failed: it may be for a moment."""
+def _retry(read: Callable[[Path], Result], path: Path) -> Result:
+    """Return read(path); try again after an OSError, because NFS and other file systems may fail for a moment."""
     for pause_s in _PAUSES_S:
         try:
             return read(path)
@@ -97,8 +98,8 @@ def _patiently(read: Callable[[Path], Found], path: Path) -> Found:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        found = _patiently(Path.read_bytes, folder / MANIFEST)
-        content = json.loads(found)
+        packed = _retry(Path.read_bytes, folder / MANIFEST)
+        content = json.loads(packed)
         content.pop("sha256")
     except FileNotFoundError as error:
         raise Damaged(f"{MANIFEST} is missing") from error
@@ -107,13 +108,13 @@ def _read(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: expected JSON with its own sha256, found something else: {error}") from error
     # Check this first, before the format is read: manifests of every format are packed like this.
-    if found != pack(content):
+    if packed != pack(content):
         raise Damaged(f"{MANIFEST}: its entries do not match its own sha256")
     return content
 
 
 def _check_names(files: Mapping[str, Any]) -> None:
-    """Check that all names are plain files in the folder and there is at least one; else it is not our manifest."""
+    """Raise Damaged unless there are names, and each is that of a file directly in the folder."""
     if not files:
         raise Damaged(f"{MANIFEST}: names no files")
     for name in files:
@@ -141,13 +142,13 @@ def failures_are_damage() -> Iterator[None]:
 
 def _check_size(file: Path, expected: int) -> None:
     try:
-        found = _patiently(Path.stat, file).st_size
+        size = _retry(Path.stat, file).st_size
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"{file.name} is missing") from error
-    if found != expected:
-        raise Damaged(f"{file.name}: expected {expected} bytes, found {found}")
+    if size != expected:
+        raise Damaged(f"{file.name}: expected {expected} bytes, found {size}")
 
 
 def _check_sha256(file: Path, expected: str) -> None:
-    if (found := _patiently(sha256, file)) != expected:
-        raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {found[:12]}…")
+    if (checksum := _retry(sha256, file)) != expected:
+        raise Damaged(f"{file.name}: expected SHA-256 {expected[:12]}…, found {checksum[:12]}…")

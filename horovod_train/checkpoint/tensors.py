@@ -27,7 +27,7 @@ PREFIX = "state"
 """Prefix of the names of TensorFlow's files: `tf.train.load_checkpoint(folder / PREFIX)` opens them."""
 
 
-_NEEDED = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
+_REQUIRED_FILES = (f"{PREFIX}.index", f"{PREFIX}.data-00000-of-00001")
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Facts:
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""
-        found: Any = self.config
+        value: Any = self.config
         default: Any = as_dict(Config())
         for key in path.split("."):
             default = default[key]
-            found = found[key] if isinstance(found, Mapping) and key in found else default
-        return found
+            value = value[key] if isinstance(value, Mapping) and key in value else default
+        return value
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray], facts: Facts) -> None:
         "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "files": {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files},
     }
-    with (folder / MANIFEST).open("xb") as opened:
-        opened.write(manifest.pack(content))
+    with (folder / MANIFEST).open("xb") as stream:
+        stream.write(manifest.pack(content))
     sync(folder / MANIFEST)
     sync(folder)
 
@@ -135,7 +135,7 @@ def _as_tensor(array: np.ndarray) -> tf.Tensor:
 def verify(folder: Path) -> Checkpoint:
     """Read every byte of a checkpoint. Raises Damaged, and UserError for a format that only later versions know."""
     content = manifest.verify(folder)
-    for name in _NEEDED:
+    for name in _REQUIRED_FILES:
         if name not in content["files"]:
             raise Damaged(f"{MANIFEST}: does not name {name}, which TensorFlow reads")
     with manifest.failures_are_damage():
@@ -155,27 +155,27 @@ def load(variables: Mapping[str, tf.Variable], checkpoint: Checkpoint) -> dict[s
         raise UserError(f"{checkpoint.folder}: {error}.") from error
     for name, variable in variables.items():
         if name not in arrays:
-            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_otherwise(name, arrays)}.")
-        saved, wanted = arrays[name], variable.shape.as_list()
-        if list(saved.shape) != wanted or saved.dtype.name != variable.dtype.name:
+            raise UserError(f"{checkpoint.folder}: has no {name}; it was saved {_describe_writer(name, arrays)}.")
+        saved, shape = arrays[name], variable.shape.as_list()
+        if list(saved.shape) != shape or saved.dtype.name != variable.dtype.name:
             raise UserError(
                 f"{checkpoint.folder}: {name} is {saved.dtype.name} {list(saved.shape)}; "
-                f"the model's is {variable.dtype.name} {wanted}."
+                f"the model's is {variable.dtype.name} {shape}."
             )
     for name, variable in variables.items():
         variable.assign(arrays.pop(name))
     return arrays
 
 
-def _otherwise(name: str, saved: Iterable[str]) -> str:
-    """Return how the writing run differed, if a variable is missing, as the end of a sentence."""
-    of_settings = {"ema/": "without train.ema_decay or use_ema", "exchange/": "with another train.synchronization"}
-    found = [
-        other
-        for prefix, other in of_settings.items()
-        if name.startswith(prefix) and not any(each.startswith(prefix) for each in saved)
+def _describe_writer(name: str, saved: Iterable[str]) -> str:
+    """Return how the run that lacks a variable differed, as the end of a sentence."""
+    differences = {"ema/": "without train.ema_decay or use_ema", "exchange/": "with another train.synchronization"}
+    matches = [
+        difference
+        for prefix, difference in differences.items()
+        if name.startswith(prefix) and not any(saved_name.startswith(prefix) for saved_name in saved)
     ]
-    return found[0] if found else "from another model or optimizer"
+    return matches[0] if matches else "from another model or optimizer"
 
 
 def sync(path: Path) -> None:
