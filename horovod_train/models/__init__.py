@@ -27,15 +27,15 @@ MODELS: dict[str, Callable[..., keras.Model]] = {
 
 
 OWN_TRAINING = ("train_step", "compute_loss", "compute_metrics")
-"""Methods of a Keras model that say what a training step is: a model that overrides one of them trains by its own."""
+"""Methods of a Keras model that define a training step. A model that overrides one of them trains by its own step."""
 OWN_EVALUATION = ("test_step", "compute_loss", "compute_metrics")
 """The same for a step of an evaluation."""
 NEVER_CALLED = ("predict_step",)
-"""Methods of a Keras model that `predict` of Keras calls but this trainer does not: it calls the model."""
+"""Methods of a Keras model that Keras' `predict` calls. This trainer calls the model instead."""
 
 
 def overridden(model: keras.Model, methods: Sequence[str]) -> list[str]:
-    """Return those of some methods of keras.Model that a model has of its own."""
+    """Return which of these methods of keras.Model a model overrides."""
     return [method for method in methods if _function(model, method) is not getattr(keras.Model, method)]
 
 
@@ -73,10 +73,10 @@ def _load(spec: Spec) -> keras.Model:
 def _refuse_ignored(model: keras.Model, name: str) -> None:
     """Raise UserError for parts of a model that would be ignored silently."""
     kind = type(model).__name__
-    if own := overridden(model, NEVER_CALLED):
+    if methods := overridden(model, NEVER_CALLED):
         raise UserError(
-            f"model.name: {name} returns a {kind} that overrides {', '.join(own)}, which the trainer does not call: "
-            "`predict` writes the outputs of call(). Put it there, and leave this method out."
+            f"model.name: {name} returns a {kind} that overrides {', '.join(methods)}, which the trainer does not "
+            "call: `predict` writes the outputs of call(). Put it there, and leave this method out."
         )
     if model.compiled and overridden(model, ["compile"]) and not overridden(model, OWN_TRAINING):
         raise UserError(

@@ -20,11 +20,11 @@ def build(
     Weights and biases are drawn from N(0, stddev²), seeded. weight_name: the name of the matrices, in checkpoints
     too: `hidden1/kernel` as in Keras, or `hidden1/weight`.
     """
-    Dense = _dense_with(weight_name)
-    draws = iter(range(seed, seed + 4))
+    Dense = _dense_class(weight_name)
+    seeds = iter(range(seed, seed + 4))
 
     def normal() -> keras.initializers.Initializer:
-        return keras.initializers.RandomNormal(stddev=stddev, seed=next(draws))
+        return keras.initializers.RandomNormal(stddev=stddev, seed=next(seeds))
 
     sample = keras.Input((inputs,), name="sample")
     hidden_units = Dense(
@@ -36,7 +36,7 @@ def build(
     return keras.Model(sample, logits, name="mlp")
 
 
-def _dense_with(weight_name: str) -> type[keras.layers.Dense]:
+def _dense_class(weight_name: str) -> type[keras.layers.Dense]:
     """Return keras.layers.Dense with another name for its matrix; it is saved as a plain keras.layers.Dense."""
     if weight_name == "kernel":
         return keras.layers.Dense

@@ -28,7 +28,7 @@ def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequ
     if not cut_before:
         return model
     assert len(devices) == len(cut_before) + 1
-    stage_of = _stages(model, cut_before)
+    stage_of = _assign_stages(model, cut_before)
 
     def clone(operation: Any) -> Any:
         try:
@@ -49,18 +49,18 @@ def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequ
 
 
 def stage_lines(model: keras.Model) -> list[str]:
-    """Return a line for each device that holds weights of the model, with its layers: as placed, not as planned."""
-    layers: dict[str, list[str]] = {}
+    """Return a line for each device that holds weights of the model, with the layers whose weights are there."""
+    layers_by_device: dict[str, list[str]] = {}
     for weight in model.weights:
-        name = tf.DeviceSpec.from_string(weight.value.device)
+        device = tf.DeviceSpec.from_string(weight.value.device)
         layer = weight.path.rsplit("/", 1)[0]
-        found = layers.setdefault(f"{name.device_type}:{name.device_index}", [])
-        if layer not in found:
-            found.append(layer)
-    return [f"weights on {device}: {_listed(names)}" for device, names in sorted(layers.items())]
+        layers = layers_by_device.setdefault(f"{device.device_type}:{device.device_index}", [])
+        if layer not in layers:
+            layers.append(layer)
+    return [f"weights on {device}: {_list_layers(layers)}" for device, layers in sorted(layers_by_device.items())]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_layers(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 8 else f"{names[0]} … {names[-1]} ({len(names)} layers)"
 
 
@@ -79,7 +79,7 @@ def variable_beside(weight: keras.Variable, value: Any) -> tf.Variable:
         return tf.Variable(value, trainable=False)
 
 
-def _stages(model: keras.Model, cut_before: Sequence[str]) -> dict[str, int]:
+def _assign_stages(model: keras.Model, cut_before: Sequence[str]) -> dict[str, int]:
     """Map each layer, or operation between layers, to the number of its stage."""
     if isinstance(model, keras.Sequential):
         names = [layer.name for layer in model.layers]
@@ -99,7 +99,7 @@ def _stages(model: keras.Model, cut_before: Sequence[str]) -> dict[str, int]:
             f"device.cut_before: {', '.join(cut_before)} must be in the model's order, none twice nor first; "
             f"it is {', '.join(names)}."
         )
-    return {name: sum(place >= cut for cut in cuts) for place, name in enumerate(names)}
+    return {name: sum(position >= cut for cut in cuts) for position, name in enumerate(names)}
 
 
 def _place(operation: Any, device: str) -> Any:
@@ -113,7 +113,7 @@ def _place(operation: Any, device: str) -> Any:
 
         def call(self, *args: Any, **kwargs: Any) -> Any:
             # Not sooner: masks are attached to the tensors passed to `__call__`.
-            args, kwargs = keras.tree.map_structure(lambda value: _bring(value, device), (args, kwargs))
+            args, kwargs = keras.tree.map_structure(lambda value: _copy_to_device(value, device), (args, kwargs))
             return super().call(*args, **kwargs)
 
     # So that the saved or cloned class is the plain one.
@@ -123,29 +123,29 @@ def _place(operation: Any, device: str) -> Any:
     return operation
 
 
-def _bring(value: Any, device: str) -> Any:
+def _copy_to_device(value: Any, device: str) -> Any:
     """Copy a tensor to this stage's device; its gradient is copied back."""
     if not isinstance(value, tf.Tensor) or not value.device or value.device == device:
         return value
 
     @tf.custom_gradient
-    def bring(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        def back(gradient: tf.Tensor) -> tf.Tensor:
+    def copy(tensor: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        def copy_back(gradient: tf.Tensor) -> tf.Tensor:
             with tf.device(value.device):
                 return tf.identity(gradient)
 
         with tf.device(device):
-            return tf.identity(tensor), back
+            return tf.identity(tensor), copy_back
 
-    return bring(value)
+    return copy(value)
 
 
 def _device_of_inputs(operation: tf.Operation) -> str:
-    """Return the one device of all inputs that have one, of a variable if one is read or written. "" if they differ."""
+    """Return the device of all inputs; of the variables among them, if there are any. "" if devices differ."""
     variables = {_device_of_variable(tensor) for tensor in operation.inputs if tensor.dtype == tf.resource} - {""}
     # Scalars, such as the learning rate, are copied where they are needed.
-    found = variables or {_device_of(tensor) for tensor in operation.inputs if tensor.shape.rank != 0} - {""}
-    return found.pop() if len(found) == 1 else ""
+    devices = variables or {_device_of(tensor) for tensor in operation.inputs if tensor.shape.rank != 0} - {""}
+    return devices.pop() if len(devices) == 1 else ""
 
 
 def _device_of(tensor: tf.Tensor) -> str:
@@ -158,11 +158,11 @@ def _device_of_variable(handle: tf.Tensor) -> str:
     """Return the device of a variable whose handle was captured by the current function or by those around it."""
     graph = handle.graph
     while graph is not None and not hasattr(handle, "numpy"):
-        outside = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
-        if id(handle) not in outside:
+        outer_handles = {id(inner): outer for outer, inner in getattr(graph, "captures", ())}
+        if id(handle) not in outer_handles:
             break
-        handle, graph = outside[id(handle)], getattr(graph, "outer_graph", None)
+        handle, graph = outer_handles[id(handle)], getattr(graph, "outer_graph", None)
     if not handle.device:
         return ""
-    name = tf.DeviceSpec.from_string(handle.device)
-    return f"/device:{name.device_type}:{name.device_index}"
+    device = tf.DeviceSpec.from_string(handle.device)
+    return f"/device:{device.device_type}:{device.device_index}"

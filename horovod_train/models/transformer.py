@@ -29,9 +29,9 @@ def build(
     x = layers.Embedding(vocabulary, width, name="token_embedding")(tokens)
     x = x + layers.Embedding(max_length, width, name="position_embedding")(positions)
     x = layers.Dropout(dropout, name="embedding_dropout")(x)
-    attended = ops.expand_dims(is_token, 1)
+    attention_mask = ops.expand_dims(is_token, 1)
     for number in range(1, blocks + 1):
-        x = _block(x, attended, width, heads, dropout, f"block{number}")
+        x = _block(x, attention_mask, width, heads, dropout, f"block{number}")
     x = layers.LayerNormalization(name="norm")(x)
     weights = ops.expand_dims(ops.cast(is_token, x.dtype), -1)
     mean = ops.sum(x * weights, axis=1) / ops.maximum(ops.sum(weights, axis=1), 1)
@@ -40,11 +40,11 @@ def build(
 
 
 def _block(
-    x: keras.KerasTensor, attended: keras.KerasTensor, width: int, heads: int, dropout: float, name: str
+    x: keras.KerasTensor, attention_mask: keras.KerasTensor, width: int, heads: int, dropout: float, name: str
 ) -> keras.KerasTensor:
     normed = layers.LayerNormalization(name=f"{name}_norm1")(x)
     attention = layers.MultiHeadAttention(heads, width // heads, dropout=dropout, name=f"{name}_attention")
-    x = x + layers.Dropout(dropout, name=f"{name}_dropout1")(attention(normed, normed, attention_mask=attended))
+    x = x + layers.Dropout(dropout, name=f"{name}_dropout1")(attention(normed, normed, attention_mask=attention_mask))
     hidden = layers.LayerNormalization(name=f"{name}_norm2")(x)
     hidden = layers.Dense(4 * width, activation="gelu", name=f"{name}_dense1")(hidden)
     hidden = layers.Dense(width, name=f"{name}_dense2")(hidden)

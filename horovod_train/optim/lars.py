@@ -75,8 +75,8 @@ class LARS(keras.optimizers.Optimizer):
     def _is_to_be_excluded(self, variable: Any) -> bool:
         if self.excluded_ids is None:
             return len(variable.shape) < 2
-        named = any(re.search(pattern, variable.name) for pattern in self.excluded_names)
-        return named or id(variable) in self.excluded_ids
+        matches_name = any(re.search(pattern, variable.name) for pattern in self.excluded_names)
+        return matches_name or id(variable) in self.excluded_ids
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         index = self._get_variable_index(variable)
@@ -91,10 +91,10 @@ class LARS(keras.optimizers.Optimizer):
 
     def _trust_ratio(self, weight: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
         """Return the paper's local rate, a scalar of the weight's dtype."""
-        wide = tf.float64 if weight.dtype == tf.float64 else tf.float32
-        weight_norm, gradient_norm = (tf.norm(tf.cast(tensor, wide)) for tensor in (weight, gradient))
-        below = gradient_norm + self.decay * weight_norm
-        ratio = tf.math.divide_no_nan(self.trust_coefficient * weight_norm, below)
+        norm_dtype = tf.float64 if weight.dtype == tf.float64 else tf.float32
+        weight_norm, gradient_norm = (tf.norm(tf.cast(tensor, norm_dtype)) for tensor in (weight, gradient))
+        denominator = gradient_norm + self.decay * weight_norm
+        ratio = tf.math.divide_no_nan(self.trust_coefficient * weight_norm, denominator)
         return tf.cast(tf.where(ratio > 0, ratio, tf.ones_like(ratio)), weight.dtype)
 
     def get_config(self) -> dict[str, Any]:

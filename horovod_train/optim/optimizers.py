@@ -73,8 +73,8 @@ def build_schedule(config: LrScheduleConfig, horizon: Horizon) -> Schedule:
             return scaled_lr(config, horizon.global_batch_size)
         return ByFormula(dataclasses.asdict(config), dataclasses.asdict(horizon))
     lr = scaled_lr(config, horizon.global_batch_size)
-    own = call(load_function(decay.name, f"{where}.name"), decay, where, lr=lr, horizon=horizon)
-    return WarmUp(own, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else own
+    schedule = call(load_function(decay.name, f"{where}.name"), decay, where, lr=lr, horizon=horizon)
+    return WarmUp(schedule, horizon.steps(config.warmup_epochs)) if config.warmup_epochs else schedule
 
 
 def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimizer:
@@ -85,15 +85,15 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
     spec = config.optimizer
     if spec.name == AUTO:
         spec = dataclasses.replace(spec, name="sgd")
-    given: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
+    arguments: dict[str, Any] = {"learning_rate": build_schedule(config.lr_schedule, horizon)}
     if "learning_rate" in spec.options:
         raise UserError("optimizer.options.learning_rate: the rate is set by lr_schedule.base_lr; leave it out here.")
     if config.train.clip_norm is not None:
-        given["global_clipnorm"] = config.train.clip_norm
+        arguments["global_clipnorm"] = config.train.clip_norm
     factory = OPTIMIZERS.get(spec.name.lower()) or choose_keras(
         keras.optimizers, keras.optimizers.Optimizer, spec.name, "optimizer.name"
     )
-    optimizer = call(factory, spec, "optimizer", **given)
+    optimizer = call(factory, spec, "optimizer", **arguments)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
     return in_loss_scale(optimizer, config)
@@ -133,25 +133,25 @@ def limit_weight_decay(
     model, is_compiled. Call it before the optimizer is built. Raises UserError for an invalid pattern, for one that
     matches nothing, or if there is no weight decay to exclude from.
     """
-    decaying = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     # Excluding again would drop the variables that the user's function has excluded.
-    is_own = is_compiled or ":" in config.optimizer.name
-    decays = decaying.weight_decay is not None or isinstance(decaying, LARS)
-    if decays and not is_own:
-        decaying.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
+    decides_itself = is_compiled or ":" in config.optimizer.name
+    decays = inner.weight_decay is not None or isinstance(inner, LARS)
+    if decays and not decides_itself:
+        inner.exclude_from_weight_decay(var_list=_excluded(variables, config.train))
         return
     name = "the compiled optimizer" if is_compiled else config.optimizer.name
-    own = f"{name} decides itself what it excludes from its weight decay"
-    why = own if is_own else "there is no weight decay; give optimizer.options.weight_decay"
+    decision = f"{name} decides itself what it excludes from its weight decay"
+    reason = decision if decides_itself else "there is no weight decay; give optimizer.options.weight_decay"
     for key, default in (("weight_decay_exclude", ()), ("weight_decay_1d", False)):
         if getattr(config.train, key) != default:
-            raise UserError(f"train.{key}: {why}.")
+            raise UserError(f"train.{key}: {reason}.")
 
 
 def _excluded(variables: Sequence[keras.Variable], config: TrainConfig) -> list[keras.Variable]:
     excluded = [variable for variable in variables if len(variable.shape) < 2 and not config.weight_decay_1d]
     paths = [variable.path for variable in variables]
     for number, pattern in enumerate(config.weight_decay_exclude):
-        found = find(pattern, paths, f"train.weight_decay_exclude[{number}]")
-        excluded += [variable for variable in variables if variable.path in found]
+        matches = find(pattern, paths, f"train.weight_decay_exclude[{number}]")
+        excluded += [variable for variable in variables if variable.path in matches]
     return excluded

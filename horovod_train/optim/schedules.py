@@ -56,35 +56,35 @@ def piecewise(lr: float, horizon: Horizon, boundaries_epochs: list[float], facto
     if steps != sorted(steps):
         raise ValueError(f"boundaries_epochs must rise; received {boundaries_epochs}")
 
-    def rate(step: Any, ops: Any) -> Any:
-        found = lr + 0.0 * step
+    def formula(step: Any, ops: Any) -> Any:
+        rates = lr + 0.0 * step
         for boundary, factor in zip(steps, factors, strict=True):
-            found = ops.where(step >= boundary, lr * factor + 0.0 * step, found)
-        return found
+            rates = ops.where(step >= boundary, lr * factor + 0.0 * step, rates)
+        return rates
 
-    return rate
+    return formula
 
 
 def exponential(lr: float, horizon: Horizon, rate: float, every_epochs: float = 1.0, staircase: bool = True) -> Formula:
     """Return lr · rate^(epochs / every_epochs); with staircase, use the whole part of the exponent."""
     steps = horizon.steps(every_epochs)
 
-    def at(step: Any, ops: Any) -> Any:
+    def formula(step: Any, ops: Any) -> Any:
         exponent = step / steps
         return lr * ops.power(rate, ops.floor(exponent) if staircase else exponent)
 
-    return at
+    return formula
 
 
 def cosine(lr: float, horizon: Horizon, epochs: float | None = None, final_factor: float = 0.0) -> Formula:
     """Return half a cosine, lr to lr · final_factor (Loshchilov & Hutter 2017), over `epochs`; default: whole run."""
     steps = horizon.steps(epochs) if epochs else horizon.total_steps
 
-    def at(step: Any, ops: Any) -> Any:
-        falling = 0.5 * (1.0 + ops.cos(math.pi * ops.minimum(step / steps, 1.0)))
-        return lr * ((1.0 - final_factor) * falling + final_factor)
+    def formula(step: Any, ops: Any) -> Any:
+        fraction = 0.5 * (1.0 + ops.cos(math.pi * ops.minimum(step / steps, 1.0)))
+        return lr * ((1.0 - final_factor) * fraction + final_factor)
 
-    return at
+    return formula
 
 
 def polynomial(
