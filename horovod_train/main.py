@@ -55,14 +55,14 @@ WITH_KERAS = {"evaluate", "predict", "export", "plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words and words[0] in COMMANDS:
-            return _run_command(words[0], words[1:])
-        if words and words[0][:1].isalpha() and words[0].replace("-", "_").isidentifier():
-            known = suggest(words[0], list(COMMANDS))
-            raise UserError(f"there is no command {words[0]!r}; {known} To train: --config FILE, no command.")
-        return _train(words)
+        if argv and argv[0] in COMMANDS:
+            return _run_command(argv[0], argv[1:])
+        if argv and argv[0][:1].isalpha() and argv[0].replace("-", "_").isidentifier():
+            suggestion = suggest(argv[0], list(COMMANDS))
+            raise UserError(f"there is no command {argv[0]!r}; {suggestion} To train: --config FILE, no command.")
+        return _train(argv)
     except AlreadySaid as error:
         return error.exit_code
     except RunError as error:
@@ -75,36 +75,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return UserError.exit_code
 
 
-def _run_command(name: str, words: Sequence[str]) -> int:
-    module_name, line = COMMANDS[name]
+def _run_command(name: str, argv: Sequence[str]) -> int:
+    module_name, description = COMMANDS[name]
     module = importlib.import_module(module_name)
-    parser = Parser(prog=f"horovod_train.main {name}", description=line)
+    parser = Parser(prog=f"horovod_train.main {name}", description=description)
     module.add_arguments(parser)
     with _root_speaks_first():
         try:
-            arguments = parser.parse_intermixed_args(words)
+            arguments = parser.parse_intermixed_args(argv)
         except TypeError:  # a command of several kinds, each with its own arguments
-            arguments = parser.parse_args(words)
+            arguments = parser.parse_args(argv)
     if name in WITH_KERAS:
         _choose_backend()
     with _root_speaks_first(), logs.to_console(_rank() == 0, show=to_stderr):
         return int(module.run(arguments))
 
 
-def _train(words: Sequence[str]) -> int:
-    place = launcher.detect()
+def _train(argv: Sequence[str]) -> int:
+    launch = launcher.detect()
     with _root_speaks_first():
-        arguments = _parser().parse_args(words)
+        arguments = _parser().parse_args(argv)
         if arguments.resume is not None:
             arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
         if not arguments.print_config:
-            place.check()
+            launch.check()
         config, origins = load_config(arguments)
         if arguments.print_config:
             print(dump(config, origins), end="")
             return 0
-        _check_paths(config, require_output_dir(config), place)
-    return _run(config, place)
+        _check_paths(config, require_output_dir(config), launch)
+    return _run(config, launch)
 
 
 @contextmanager
@@ -155,28 +155,28 @@ def _parser() -> argparse.ArgumentParser:
 def _versions() -> str:
     """Return the versions that a bug report needs, without importing any package."""
 
-    def of(package: str) -> str:
+    def version_of(package: str) -> str:
         try:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             return f"no {package}"
 
-    others = ", ".join(of(package) for package in ("tensorflow", "keras", "horovod"))
-    return f"horovod_train {__version__} (Python {platform.python_version()}, {others})"
+    packages = ", ".join(version_of(package) for package in ("tensorflow", "keras", "horovod"))
+    return f"horovod_train {__version__} (Python {platform.python_version()}, {packages})"
 
 
-def _check_paths(config: Config, output_dir: str, place: launcher.Launch) -> None:
+def _check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> None:
     """Check what can be checked before TensorFlow is loaded."""
     from horovod_train.data.dataset import look_before_start
 
     for split in ("train", "eval"):
         if getattr(config.data, split):
-            look_before_start(config.data, split, ranks=place.size)
-    if place.rank == 0:
+            look_before_start(config.data, split, ranks=launch.size)
+    if launch.rank == 0:
         check_writable(output_dir)
 
 
-def _run(config: Config, place: launcher.Launch) -> int:
+def _run(config: Config, launch: launcher.Launch) -> int:
     _choose_backend()
     # TensorFlow takes seconds to load, so check the config first.
     tensorflow_noise.load_tensorflow()
@@ -189,13 +189,13 @@ def _run(config: Config, place: launcher.Launch) -> int:
         return error.exit_code
     except RunError as error:
         # Before the watchdog. UserError is the same on all ranks; another error is this rank's own, as far as it knows.
-        if place.rank == 0 or isinstance(error, UserError):
+        if launch.rank == 0 or isinstance(error, UserError):
             raise
-        to_stderr(f"error: rank {place.rank}: {error}")
+        to_stderr(f"error: rank {launch.rank}: {error}")
         return error.exit_code
     except Exception as error:
         if is_connection_loss(error):
-            to_stderr(f"rank {place.rank}: stopped, because another rank has gone; its message says why.")
+            to_stderr(f"rank {launch.rank}: stopped, because another rank has gone; its message says why.")
         else:
             traceback.print_exc(file=unfailing(sys.stderr))
         return 1

@@ -15,23 +15,23 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MOST = 256
-_SHARE = 4
-"""One of so many of the descriptors that a process may have."""
+_MAX_OPEN = 256
+_MAX_SHARE = 4
+"""Keep open at most 1 / _MAX_SHARE of the descriptors that the process may have."""
 
 
-_everywhere: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
-_registering = threading.Lock()
+_instances: weakref.WeakSet[OpenFiles] = weakref.WeakSet()
+_instances_lock = threading.Lock()
 
 
 def idle_descriptors() -> set[int]:
     """Return the descriptors that are only kept open; may be called from any thread."""
-    with _registering:
-        found = list(_everywhere)
-    return {number for files in found for number in files.idle()}
+    with _instances_lock:
+        instances = list(_instances)
+    return {number for files in instances for number in files.idle()}
 
 
-class _Open:
+class _OpenFile:
     """A descriptor, and how many reads use it."""
 
     def __init__(self, path: str) -> None:
@@ -42,13 +42,13 @@ class _Open:
 class OpenFiles:
     """Files by path, opened at their first use. A file that is removed or replaced stays readable as it was."""
 
-    def __init__(self, most: int | None = None) -> None:
-        """most: files to keep open; files in use are open besides."""
-        self._most = most or min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE)
-        self._files: OrderedDict[str, _Open] = OrderedDict()
+    def __init__(self, max_open: int | None = None) -> None:
+        """max_open: files to keep open; files in use are open besides."""
+        self._max_open = max_open or min(_MAX_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _MAX_SHARE)
+        self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
-        with _registering:
-            _everywhere.add(self)
+        with _instances_lock:
+            _instances.add(self)
 
     def idle(self) -> list[int]:
         """Return the descriptors of files that are not being read."""
@@ -58,7 +58,7 @@ class OpenFiles:
     @contextmanager
     def opened(self, path: str) -> Iterator[int]:
         """Give the descriptor of a file, which stays open inside the block. Raises OSError."""
-        file = self._take(path)
+        file = self._acquire(path)
         try:
             yield file.descriptor
         finally:
@@ -66,34 +66,34 @@ class OpenFiles:
                 file.users -= 1
                 self._close_oldest()
 
-    def _take(self, path: str) -> _Open:
+    def _acquire(self, path: str) -> _OpenFile:
         with self._lock:
             file = self._files.get(path)
             if file is not None:
                 file.users += 1
                 self._files.move_to_end(path)
                 return file
-        made = self._open(path)  # not under the lock: it may take long
+        new_file = self._open(path)  # not under the lock: it may take long
         with self._lock:
-            file = self._files.setdefault(path, made)  # another thread may have opened it meanwhile
+            file = self._files.setdefault(path, new_file)  # another thread may have opened it meanwhile
             file.users += 1
             self._files.move_to_end(path)
-        if file is not made:
-            made.close()
+        if file is not new_file:
+            new_file.close()
         return file
 
-    def _open(self, path: str) -> _Open:
+    def _open(self, path: str) -> _OpenFile:
         try:
-            return _Open(path)
+            return _OpenFile(path)
         except OSError as error:
             if error.errno != errno.EMFILE:
                 raise
         with self._lock:  # others in this process have taken the descriptors
             self._close_oldest(keep=0)
-        return _Open(path)
+        return _OpenFile(path)
 
     def _close_oldest(self, keep: int | None = None) -> None:
-        surplus = len(self._files) - (self._most if keep is None else keep)
+        surplus = len(self._files) - (self._max_open if keep is None else keep)
         idle = [path for path, file in self._files.items() if not file.users] if surplus > 0 else []
         for path in idle[: max(surplus, 0)]:
             self._files.pop(path).close()

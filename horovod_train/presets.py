@@ -31,18 +31,18 @@ def load_preprocessor(folder: str) -> Callable[[Any], Any]:
     return preprocessor
 
 
-def _load(folder: str, file: str, setting: str) -> Any:
-    path = os.path.join(folder, file)
+def _load(folder: str, file_name: str, setting: str) -> Any:
+    path = os.path.join(folder, file_name)
     if not os.path.isfile(path):
-        raise UserError(f"{setting}: {folder} is no preset of a keras_hub task: it has no {file}.")
+        raise UserError(f"{setting}: {folder} is no preset of a keras_hub task: it has no {file_name}.")
     import_extra("keras_hub", "keras_hub", f"{setting}: {folder}")  # registers its classes
     try:
-        with open(path, encoding="utf-8") as content:
-            name = json.load(content)["registered_name"]
-        kind = keras.saving.get_registered_object(name)
-        if kind is None:
+        with open(path, encoding="utf-8") as file:
+            name = json.load(file)["registered_name"]
+        saved_class = keras.saving.get_registered_object(name)
+        if saved_class is None:
             raise ValueError(f"this keras_hub has no {name}")
-        return kind.from_preset(folder)
+        return saved_class.from_preset(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())[:300]
         raise UserError(f"{setting}: {folder}: cannot be loaded: {text}") from error

@@ -60,12 +60,12 @@ class Header:
     def length(self, data: bytes, offset: int) -> int | None:
         """Return the length of the record whose header is at `offset`; None if its checksum is wrong."""
         length, checksum = _HEADER.unpack_from(data, offset)
-        known = self._checksums.get(length)
-        if known is None:
-            known = self._checksums[length] = masked_crc(_LENGTH.pack(length))
+        expected = self._checksums.get(length)
+        if expected is None:
+            expected = self._checksums[length] = masked_crc(_LENGTH.pack(length))
             if len(self._checksums) > 100_000:
                 self._checksums.clear()
-        return length if checksum == known and length <= MAX_RECORD_BYTES else None
+        return length if checksum == expected and length <= MAX_RECORD_BYTES else None
 
 
 def split(data: bytes, header: Header) -> Frames:

@@ -49,14 +49,14 @@ def test_a_file_is_opened_once(paths: list[str]) -> None:
 
 
 def test_the_least_recently_used_are_closed(paths: list[str]) -> None:
-    files = OpenFiles(most=3)
+    files = OpenFiles(max_open=3)
     for number in (0, 1, 2, 0, 3):
         assert read(files, paths[number]) == f"content {number}"
     assert open_here(paths) == sorted([paths[0], paths[2], paths[3]])
 
 
 def test_a_file_in_use_stays_open_beyond_the_limit(paths: list[str]) -> None:
-    files = OpenFiles(most=1)
+    files = OpenFiles(max_open=1)
     with files.opened(paths[0]) as first:
         for number in range(1, 4):
             assert read(files, paths[number]) == f"content {number}"
@@ -65,7 +65,7 @@ def test_a_file_in_use_stays_open_beyond_the_limit(paths: list[str]) -> None:
 
 
 def test_many_threads_read_more_files_than_may_be_open(paths: list[str]) -> None:
-    files, together = OpenFiles(most=2), threading.Barrier(8)
+    files, together = OpenFiles(max_open=2), threading.Barrier(8)
 
     def some(start: int) -> bool:
         together.wait()
