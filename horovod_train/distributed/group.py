@@ -82,9 +82,13 @@ class WorkerGroup:
         return [total / self.size for total in self.sum(arrays)]
 
     def broadcast(self, variables: Sequence[Any]) -> None:
-        """Collective: set the variables on every rank to root's. variables: tf or Keras ones, the same on each rank."""
+        """Collective: set the variables on every rank to root's. variables: tf or Keras ones, the same on each rank.
+
+        Raises UserError for a dtype that Horovod cannot send.
+        """
         with self.heartbeat.phase("exchange"):
-            broadcast_variables(variables, root_rank=0)
+            check_sendable(variables)
+            hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
         """Collective: return root's value on every rank. For small values of the types that serialize.dump takes."""
@@ -151,12 +155,6 @@ def as_tf_variable(variable: Any) -> tf.Variable:
     read outside any autocast scope, where it is the variable itself.
     """
     return variable if isinstance(variable, tf.Variable) else variable.value
-
-
-def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
-    """Collective: set the variables on every rank to one rank's. Raises UserError for one that Horovod cannot send."""
-    check_sendable(variables)
-    hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=root_rank)
 
 
 def check_sendable(variables: Sequence[Any]) -> None:
