@@ -185,11 +185,9 @@ def _run(config: Config, launch: launcher.Launch) -> int:
 
     try:
         return run.run(config)
-    except AlreadySaid as error:
-        return error.exit_code
     except RunError as error:
-        # Before the watchdog. UserError is the same on all ranks; another error is this rank's own, as far as it knows.
-        if launch.rank == 0 or isinstance(error, UserError):
+        # Raised before the watchdog runs. A UserError is the same on all ranks; another error may be this rank's alone.
+        if launch.rank == 0 or isinstance(error, UserError | AlreadySaid):
             raise
         to_stderr(f"error: rank {launch.rank}: {error}")
         return error.exit_code
