@@ -156,7 +156,7 @@ class GradientExchange:
     """"average", "sum" or "adasum" (Maleki et al. 2021; needs MPI and a number of ranks that is a power of two)."""
     compression: str | type = "none"
     """Format in which dense floating-point gradients are sent: "none", "fp16", "bf16", or a Compressor of Horovod's."""
-    process_set: hvd.ProcessSet | None = None
+    ranks: hvd.ProcessSet = hvd.global_process_set
     """The ranks that combine their gradients; default all."""
     sparse_as_dense: bool = False
     """Exchange IndexedSlices as dense tensors instead of gathering their rows."""
@@ -184,10 +184,6 @@ class GradientExchange:
             if self.ranks.process_set_id != hvd.global_process_set.process_set_id:
                 raise UserError("DistributedOptimizer: op adasum is over all ranks; leave process_set out.")
             _check_adasum(self.compression)
-
-    @property
-    def ranks(self) -> hvd.ProcessSet:
-        return self.process_set or hvd.global_process_set
 
     def __call__(self, gradient: Any, name: str) -> Any:
         name, ranks = exchange_name(name), self.ranks

@@ -57,7 +57,7 @@ class GradientCombiner:
         self._exchange = GradientExchange(
             op=self._name_of_op(arguments.op),
             compression="bf16" if arguments.compression is Compression.bf16 else arguments.compression,
-            process_set=self.ranks,
+            ranks=self.ranks,
             sparse_as_dense=arguments.sparse_as_dense,
             predivide=arguments.gradient_predivide_factor,
         )

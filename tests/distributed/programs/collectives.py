@@ -60,7 +60,7 @@ facts["exchange_errors"]["predivided"] = rel_error(
 parts = [list(range(size // 2)), list(range(size // 2, size))] if size > 1 else []
 for part, ranks in zip(parts, [hvd.add_process_set(part) for part in parts], strict=True):
     if rank in part:
-        averaged = GradientExchange("average", "none", process_set=ranks)(mine, "half").numpy()
+        averaged = GradientExchange("average", "none", ranks=ranks)(mine, "half").numpy()
         facts["of_half"] = rel_error(averaged, np.mean([gradients[other] for other in part], axis=0))
 # Two rows that each rank has twice and all ranks have, and one that only this one has.
 rows = tf.IndexedSlices(mine, tf.constant([0, rank + 2, 0, 1, 1]), tf.constant([size + 2, 3]))
