@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import number_of_ranks
@@ -140,10 +141,7 @@ class GradientCombiner:
         if self._groups is None:
             yield from ([i] for i in dense)
         elif isinstance(self._groups, int):
-            whole, rest = divmod(len(dense), self._groups)
-            sizes = [whole + (number < rest) for number in range(self._groups)]
-            ends = [sum(sizes[: number + 1]) for number in range(self._groups)]
-            yield from (dense[end - size : end] for end, size in zip(ends, sizes, strict=True) if size)
+            yield from (part.tolist() for part in np.array_split(dense, self._groups) if part.size)
         else:
             group_of = {key_of(variable): number for number, group in enumerate(self._groups) for variable in group}
             members: dict[int, list[int]] = {}
