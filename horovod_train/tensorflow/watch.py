@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
@@ -37,8 +36,8 @@ class _Watch:
 
     def __init__(self, started: StartedProcess, device: Device, limits: WatchConfig) -> None:
         self._started, self._device, self._limits = started, device, limits
-        self._group: WorkerGroup | None = None
-        self._run_end: RunEnd | None = None
+        self.group: WorkerGroup | None = None
+        self.run_end: RunEnd | None = None
         self._exit_code: int | None = None
         self._previous_excepthook = sys.excepthook
         sys.excepthook = self._report
@@ -48,29 +47,15 @@ class _Watch:
     def begin(self) -> None:
         """Collective, the first time. Not where ranks may be lost: the others train on; nor where there is only one."""
         started_by = self._started.started_by
-        if self._run_end is not None or started_by.is_elastic or started_by.size == 1:
+        if self.run_end is not None or started_by.is_elastic or started_by.size == 1:
             return
         with self._started.rendezvous:
-            self._group = group = form_group(self._started, self._device)
+            self.group = group = form_group(self._started, self._device)
         group.heartbeat.phase("train")
-        group.heartbeat.set_probe(_probe(group))
+        group.heartbeat.set_probe(lambda: _probe(group))
         log = NullRankLog()
-        self._run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
-        atexit.register(self._run_end.close)
-
-    def end(self) -> None:
-        """Tell the other ranks that this one has finished, and do not watch it any more."""
-        if self._run_end is not None:
-            self._run_end.close()
-
-    def note_progress(self) -> None:
-        """Note that this rank does something beside steps, such as an evaluation."""
-        if self._group is not None:
-            self._group.heartbeat.phase("train")
-
-    def exchanging(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank waits for the others."""
-        return self._group.heartbeat.phase("exchange") if self._group is not None else nullcontext()
+        self.run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
+        atexit.register(self.run_end.close)
 
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
@@ -80,9 +65,9 @@ class _Watch:
         error = cause_of(error)
         if not isinstance(error, Exception):
             self._previous_excepthook(kind, error, traceback)
-        elif self._run_end is not None:
+        elif self.run_end is not None:
             try:
-                self._run_end.__exit__(type(error), error, traceback)
+                self.run_end.__exit__(type(error), error, traceback)
             except AlreadySaid as outcome:
                 self._exit_code = outcome.exit_code
         elif isinstance(error, RunError):
@@ -96,14 +81,11 @@ class _Watch:
             end_process(self._exit_code)
 
 
-def _probe(group: WorkerGroup) -> Callable[[], tuple[int, str | None, str]]:
-    def probe() -> tuple[int, str | None, str]:
-        step = exchange_count()
-        if step > STEPS_BEFORE_STOP:
-            group.heartbeat.first_step_is_over()
-        return step, None, files_being_read()
-
-    return probe
+def _probe(group: WorkerGroup) -> tuple[int, str | None, str]:
+    step = exchange_count()
+    if step > STEPS_BEFORE_STOP:
+        group.heartbeat.first_step_is_over()
+    return step, None, files_being_read()
 
 
 _watch: _Watch | None = None
@@ -128,14 +110,14 @@ def begin() -> None:
 
 def end() -> None:
     """End the watch, if there is one, because this rank will not exchange any more."""
-    if _watch is not None:
-        _watch.end()
+    if _watch is not None and _watch.run_end is not None:
+        _watch.run_end.close()
 
 
 def note_progress() -> None:
-    """Let the watch, if there is one, see that this rank makes progress beside steps. Cheap."""
-    if _watch is not None:
-        _watch.note_progress()
+    """Let the watch, if there is one, see that this rank makes progress outside of steps. Cheap."""
+    if _watch is not None and _watch.group is not None:
+        _watch.group.heartbeat.phase("train")
 
 
 def exchanging() -> AbstractContextManager[None]:
@@ -143,4 +125,5 @@ def exchanging() -> AbstractContextManager[None]:
 
     For exchanges that Python calls; those of gradients are inside compiled steps, which the watch counts.
     """
-    return _watch.exchanging() if _watch is not None else nullcontext()
+    group = None if _watch is None else _watch.group
+    return nullcontext() if group is None else group.heartbeat.phase("exchange")
