@@ -64,7 +64,7 @@ class OpenFiles:
         finally:
             with self._lock:
                 file.users -= 1
-                self._close_oldest()
+                self._close_oldest(self._max_open)
 
     def _acquire(self, path: str) -> _OpenFile:
         with self._lock:
@@ -89,11 +89,11 @@ class OpenFiles:
             if error.errno != errno.EMFILE:
                 raise
         with self._lock:  # others in this process have taken the descriptors
-            self._close_oldest(keep=0)
+            self._close_oldest(0)
         return _OpenFile(path)
 
-    def _close_oldest(self, keep: int | None = None) -> None:
-        surplus = len(self._files) - (self._max_open if keep is None else keep)
-        idle = [path for path, file in self._files.items() if not file.users] if surplus > 0 else []
-        for path in idle[: max(surplus, 0)]:
-            self._files.pop(path).close()
+    def _close_oldest(self, keep: int) -> None:
+        surplus = len(self._files) - keep
+        if surplus > 0:
+            for path in [path for path, file in self._files.items() if not file.users][:surplus]:
+                self._files.pop(path).close()
