@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
-from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
+from horovod_train.subclass import take_class
 
 T = TypeVar("T")
 _row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)

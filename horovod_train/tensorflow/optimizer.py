@@ -12,8 +12,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.optimizer import Combine, distribute
-from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
+from horovod_train.subclass import take_class
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, combined_by_tape, variables_of
 from horovod_train.tensorflow.names import key_of, make_outside_graphs
 

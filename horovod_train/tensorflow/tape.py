@@ -8,8 +8,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
+from horovod_train.subclass import take_class
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, combined_by_tape, variables_of
 
 

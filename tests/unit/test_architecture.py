@@ -23,7 +23,7 @@ LAYERS = [
     {"checkpoint", "presets"},
     {"output"},
     {"config"},
-    {"errors", "open_files", "tfrecord_framing"},
+    {"errors", "open_files", "subclass", "tfrecord_framing"},
 ]
 """From top to bottom. A package imports from those below it; siblings do not know each other."""
 

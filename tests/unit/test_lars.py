@@ -13,10 +13,10 @@ import tensorflow as tf
 from conftest import run_process
 
 from horovod_train.config.settings import Config, Spec, TrainConfig
-from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
 from horovod_train.optim.optimizers import Horizon, build_optimizer, limit_weight_decay
+from horovod_train.subclass import take_class
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

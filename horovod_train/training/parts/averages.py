@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.subclass import take_class
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import variable_beside
+from horovod_train.subclass import take_class
 from horovod_train.training.sync.strategy import by_unique_name
 
 SLOT = "average"

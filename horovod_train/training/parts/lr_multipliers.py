@@ -9,7 +9,7 @@ import keras
 
 from horovod_train.config.patterns import find
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.subclass import take_class
+from horovod_train.subclass import take_class
 
 
 def multiply_rates(

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.optimizer import GradientExchange, distribute
-from horovod_train.distributed.subclass import take_class
 from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.subclass import take_class
 from horovod_train.training.nonfinite import are_finite, gradient_values
 
 

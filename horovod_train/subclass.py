@@ -1,4 +1,4 @@
-"""Give an object another class that looks like its own, so that it is saved and loads as what it was."""
+"""Gives an object a subclass with its class's name, so that Keras saves and loads it as an object of that class."""
 
 from __future__ import annotations
 
