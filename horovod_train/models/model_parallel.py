@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.errors import UserError
+from horovod_train.subclass import take_class
 
 
 def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:
@@ -112,14 +113,11 @@ def _place(operation: Any, device: str) -> Any:
                 return super().__call__(*args, **kwargs)
 
         def call(self, *args: Any, **kwargs: Any) -> Any:
-            # Not sooner: masks are attached to the tensors passed to `__call__`.
+            # Not in `__call__`: masks are attached to the tensors that it gets.
             args, kwargs = keras.tree.map_structure(lambda value: _copy_to_device(value, device), (args, kwargs))
             return super().call(*args, **kwargs)
 
-    # So that the saved or cloned class is the plain one.
-    Placed.__name__, Placed.__qualname__ = base.__name__, base.__qualname__
-    Placed.__module__, Placed.__doc__ = base.__module__, base.__doc__
-    operation.__class__ = Placed
+    take_class(operation, Placed)
     return operation
 
 

@@ -29,6 +29,11 @@ class Configless(keras.layers.Layer):
         return x
 
 
+@keras.saving.register_keras_serializable("users_layers")
+class Registered(keras.layers.Dense):
+    pass
+
+
 def with_configless() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), Configless(3), keras.layers.Dense(2, name="out")])
 
@@ -41,6 +46,14 @@ def sequential() -> keras.Model:
 def test_a_model_that_is_not_cut_stays_the_same_object() -> None:
     model = sequential()
     assert cut_into_stages(model, [], ["CPU:0"]) is model
+
+
+def test_a_registered_layer_in_a_stage_is_saved_by_its_registered_name() -> None:
+    model = keras.Sequential([keras.Input((4,)), Registered(3), keras.layers.Dense(2, name="out")])
+    cut = cut_into_stages(model, ["out"], ["CPU:0", "CPU:0"])
+    saved = keras.saving.serialize_keras_object(cut)
+    assert saved["config"]["layers"][1]["registered_name"] == "users_layers>Registered"
+    assert type(keras.saving.deserialize_keras_object(saved).layers[0]) is Registered
 
 
 @pytest.mark.parametrize(
