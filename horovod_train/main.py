@@ -83,7 +83,7 @@ def _run_command(name: str, argv: Sequence[str]) -> int:
     with _root_speaks_first():
         try:
             arguments = parser.parse_intermixed_args(argv)
-        except TypeError:  # a command of several kinds, each with its own arguments
+        except TypeError:  # a command of subcommands, each with its own arguments
             arguments = parser.parse_args(argv)
     if name in WITH_KERAS:
         _choose_backend()
@@ -109,9 +109,9 @@ def _train(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _root_speaks_first() -> Iterator[None]:
-    """Let root report a UserError first. Bad arguments are the same on all ranks, and root's end then ends the others.
+    """Let root report a UserError first. Bad arguments are the same on all ranks: the launcher ends the others.
 
-    A rank that alone has other arguments reports later.
+    A rank whose arguments differ from root's reports later.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Keeps files open for reading, the most recently used ones: on a shared file system, opening costs more than reading.
 
-Several threads may use it. Does not look at what files hold. Here, below all packages, because the watchdog asks which
-open files nobody reads.
+Several threads may use it. Does not look at what files hold. In the lowest layer, because the watchdog asks which open
+files no thread is reading.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _instances_lock = threading.Lock()
 
 
 def idle_descriptors() -> set[int]:
-    """Return the descriptors that are only kept open; may be called from any thread."""
+    """Return the descriptors of open files that no thread is reading; may be called from any thread."""
     with _instances_lock:
         instances = list(_instances)
     return {number for files in instances for number in files.idle()}

@@ -1,4 +1,4 @@
-"""Find the host's name for a GPU from the number by which a process calls it.
+"""Find the host's name for a GPU from its index in a process.
 
 Does not choose GPUs; see device.
 """

@@ -26,7 +26,7 @@ from horovod_train.errors import FailedElsewhere, RunError, UserError
 
 T = TypeVar("T")
 
-# The others are those of the libraries below Horovod: gloo names its source file; NCCL's are found while it is polled.
+# After Horovod's message, those of the libraries below it: gloo names its source file; NCCL's come from polling it.
 _CONNECTION_LOSS = re.compile(
     r"Horovod has been shut down|/gloo/|\bMPI_\w+ failed|\bnccl\w+ failed|NCCL async error|\bcudaEventQuery failed"
 )

@@ -51,7 +51,7 @@ class CombiningOptimizer(Protocol):
         """Create the slots of all trainable variables."""
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Return the loss to differentiate; another one only if the precision needs it."""
+        """Return the loss to differentiate: scaled, if the precision needs it."""
 
     def combine(self, grads: Sequence[Any]) -> list[Any]:
         """Collective: return the gradients combined over the ranks, for `apply_combined`."""
@@ -203,8 +203,8 @@ class GradientExchange:
     def combine_each(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Combine each gradient, None where it is None; small dense ones of a dtype as one tensor.
 
-        An exchange takes one of Horovod's cycles however small it is, and tensors that are there at different moments
-        may take several. Small ones gain nothing from an earlier start.
+        Any exchange takes one of Horovod's cycles, and tensors that are ready at different moments may take several.
+        Small ones gain nothing from an earlier start.
         """
         combined = [None] * len(gradients)
         for dtype, indices in self._small_indices(gradients).items():
@@ -230,7 +230,7 @@ class GradientExchange:
         return {} if size > SMALL_BYTES or self.op == "adasum" else indices
 
     def combine_together(self, gradients: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Combine dense gradients in one exchange, which begins when all of them are there on all ranks.
+        """Combine dense gradients in one exchange, which begins when all of them are ready on all ranks.
 
         Raises UserError for what does not go with it: op adasum, compression bf16, deterministic.
         """

@@ -96,11 +96,11 @@ def build_optimizer(config: Config, horizon: Horizon) -> keras.optimizers.Optimi
     optimizer = call(factory, spec, "optimizer", **arguments)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UserError(f"optimizer.name: {spec.name} must make a Keras optimizer; it made {type(optimizer).__name__}.")
-    return in_loss_scale(optimizer, config)
+    return add_loss_scale(optimizer, config)
 
 
-def in_loss_scale(optimizer: keras.optimizers.Optimizer, config: Config) -> keras.optimizers.Optimizer:
-    """Return the optimizer, under mixed_float16 inside a LossScaleOptimizer if it is none. Raises UserError."""
+def add_loss_scale(optimizer: keras.optimizers.Optimizer, config: Config) -> keras.optimizers.Optimizer:
+    """Return the optimizer; under mixed_float16 wrapped in a LossScaleOptimizer, unless it is one. Raises UserError."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         _check_loss_scale(optimizer, config)
     elif config.precision == "mixed_float16":

@@ -1,7 +1,7 @@
 """`import horovod_train.tensorflow as hvd` in place of `import horovod.tensorflow as hvd`, under Keras 3.
 
-The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are Horovod's
-own, everything that meets Keras is this project's. All ranks must make the same calls in the same order.
+The names, arguments and meanings are Horovod's; docs/migrate.md says what differs. Collectives on tensors are
+Horovod's, everything that uses Keras is implemented here. All ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def count_exchange(variables: Sequence[Any], name: str, ranks: hvd.ProcessSet) -
     count = _counters[ranks.process_set_id][variables[0]].assign_add(1)
     if guards().check_weights and not is_alone(ranks):
         name = exchange_name(f"{name}.agreement")
-        with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do
+        with tf.device("CPU:0"):  # on a GPU the host would wait for the result in every step
             is_due = tf.equal(count, CHECKED_EXCHANGE)
         tf.cond(is_due, lambda: _compare(variables, name, ranks), lambda: tf.constant(True))
 

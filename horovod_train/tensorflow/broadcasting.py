@@ -27,7 +27,7 @@ def broadcast_variables(
     layers are left as they are, because dropout masks must differ by rank.
     process_set: the ranks that take part. inplace: without a copy of each variable in memory.
 
-    Raises UserError for a dtype that Horovod cannot send, and for anything else.
+    Raises UserError for a dtype that Horovod cannot send, and for an argument of another kind.
     """
     targets = [variable for variable in _variables_in(variables) if _SEED not in name_of(variable)]
     check_sendable(targets)

@@ -1,4 +1,4 @@
-"""init: start Horovod as its launcher wants it, pin this process to its device, switch the guards; and shutdown."""
+"""init: start Horovod as its launcher requires, pin this process to its device, switch the guards; and shutdown."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def init(
 ) -> None:
     """Collective: start Horovod in this process. A second call does nothing.
 
-    comm: None; the ranks of a part of the job are given as `process_sets` instead.
+    comm: must be None; give the ranks of a part of the job as `process_sets`.
     process_sets: sets of ranks that will exchange among themselves; "dynamic" allows add_process_set later.
     pin_device: make the GPU with this process's local rank the only one it uses, and share the host's cores among its
         ranks, unless the script has chosen GPUs before. What the script sets afterwards wins.
@@ -69,7 +69,7 @@ def init(
 
 
 def shutdown() -> None:
-    """End Horovod in this process; the other ranks cannot exchange with it any more, and do not miss it."""
+    """Shut Horovod down in this process. It cannot exchange with the others any more, whose watch expects that."""
     watch.end()
     hvd.shutdown()
 

@@ -166,7 +166,7 @@ def _accumulating(base: type, passes: int, average: bool) -> type:
 
     def new_accumulators(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
         sums = [tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables]
-        with tf.device("CPU:0"):  # or the host would wait for the GPU in every step, to learn what to do
+        with tf.device("CPU:0"):  # on a GPU the host would wait for the count in every step
             pass_count = tf.Variable(0, dtype=tf.int64, trainable=False)
         return sums, pass_count, [False] * len(sums)
 

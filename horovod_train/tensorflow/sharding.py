@@ -1,4 +1,4 @@
-"""shard: every record to one rank, and as many to each, so that all ranks take the same steps."""
+"""shard: gives each record to one rank, and equally many to each, so that all ranks take the same steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watch the ranks of a script: who is waited for, who has gone, and whose failure came first.
+"""Watches the ranks of a script: names ranks that are waited for or have gone, and the rank that failed first.
 
 Begins at the first broadcast of variables, because a script must be able to set up devices between `init` and its first
 operation. Ends with the process.
@@ -25,7 +25,7 @@ from horovod_train.output.rank_log import NullRankLog
 from horovod_train.tensorflow.agreement import cause_of, exchange_count
 
 STEPS_BEFORE_STOP = 2
-"""The second step, or the first after it, may still be compiling; later ones do not."""
+"""The step limit applies after this many exchanges: before that a step may still be compiling."""
 
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=1800, first_step_after_s=1800)
 """A script may do anything between two steps, such as a long evaluation on root alone, so the limit is a long one."""
@@ -41,11 +41,11 @@ class _Watch:
         self._exit_code: int | None = None
         self._previous_excepthook = sys.excepthook
         sys.excepthook = self._report
-        # First of all, so that it runs last of all: Python would end with 1 after any exception.
+        # Registered first, so that it runs last. Python itself would exit with 1 after any exception.
         atexit.register(self._exit)
 
     def begin(self) -> None:
-        """Collective, the first time. Not where ranks may be lost: the others train on; nor where there is only one."""
+        """Collective, the first time: start the watchdog; do nothing in an elastic script or on one rank."""
         started_by = self._started.started_by
         if self.run_end is not None or started_by.is_elastic or started_by.size == 1:
             return
@@ -60,7 +60,7 @@ class _Watch:
     def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
 
-        Until the ranks have met, each shows its own.
+        Before the watchdog runs, each rank shows its exception.
         """
         error = cause_of(error)
         if not isinstance(error, Exception):
@@ -90,11 +90,11 @@ def _probe(group: WorkerGroup) -> tuple[int, str | None, str]:
 
 _watch: _Watch | None = None
 _unwatched_process: StartedProcess | None = None
-"""Kept, because its rendezvous ends with it, and ranks that come late still look for it."""
+"""Referenced here to keep its rendezvous open: ranks that start late still need it."""
 
 
 def prepare(started: StartedProcess, device: Device, limits: WatchConfig | None) -> None:
-    """Let `begin` begin a watch; None: nothing is watched. device: what this rank computes on, for messages."""
+    """Prepare a watch for `begin`. limits: None for no watch. device: what this rank computes on, for messages."""
     global _watch, _unwatched_process
     if limits is not None and limits.enabled:
         _watch = _Watch(started, device, limits)

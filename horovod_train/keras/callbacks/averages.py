@@ -1,4 +1,4 @@
-"""MetricAverageCallback and BestModelCheckpoint: what all ranks have seen, and the best of it in a file."""
+"""MetricAverageCallback: means of logged values over ranks. BestModelCheckpoint: the best model, in one file."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def batches_of_epoch(steps: int | None, callbacks: list[keras.callbacks.Callback
 
 
 def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
-    """Return after how many batches this epoch ends on all ranks; nothing if after as many as `fit` planned."""
+    """Return the number of batches after which all ranks end this epoch, in a list; empty if as `fit` planned."""
     return [callback.batches for callback in callbacks if isinstance(callback, EndEpoch) and callback.batches]
 
 

@@ -21,7 +21,7 @@ from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.errors import UserError
 from horovod_train.models import overridden
-from horovod_train.optim.optimizers import build_optimizer, build_schedule, in_loss_scale, limit_weight_decay
+from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.losses import Loss, Term, build_class_weights, build_loss, per_record, pick
@@ -117,7 +117,7 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
     if config.train.clip_norm is not None:
         settings["global_clipnorm"] = config.train.clip_norm
     try:
-        return in_loss_scale(type(compiled).from_config(settings), config)
+        return add_loss_scale(type(compiled).from_config(settings), config)
     except ValueError as error:
         raise UserError(f"optimizer: the compiled one cannot be used: {' '.join(str(error).split())}") from error
 
