@@ -130,18 +130,11 @@ def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
 
 
 def records_by_rank(plan: Plan, ranks: int) -> list[int]:
-    """Return the records of an epoch on each rank."""
-    lanes = plan.global_batch_size
-    used = plan.steps_per_epoch * lanes if plan.drop_remainder else plan.num_records
-    used = min(used, plan.num_records)
-    edges = np.arange(ranks + 1) * lanes // ranks
-    if plan.order == "file":
-        whole, rest = divmod(used, lanes)
-        lane = whole * np.arange(lanes + 1) + np.arange(lanes + 1) * rest // lanes
-        return np.diff(lane[edges]).tolist()
-    starts = np.arange(lanes + 1) * plan.num_records // lanes
-    lengths = np.minimum(np.diff(starts), plan.steps_per_epoch)
-    return np.diff(np.concatenate([[0], np.cumsum(lengths)])[edges]).tolist()
+    """Return the records of an epoch on each rank. Only the last step may have fewer than its batch."""
+    last = plan.steps_per_epoch - 1
+    before_last = last * np.array(rows_by_rank(plan.global_batch_size, ranks))
+    in_last = [plan.positions(rank, ranks, last, last + 1)[1].sum() for rank in range(ranks)]
+    return (before_last + in_last).tolist()
 
 
 def count_saves(config: Config, horizon: Horizon) -> int:
