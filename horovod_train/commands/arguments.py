@@ -56,10 +56,12 @@ class ConfigWords(NamedTuple):
     overrides: list[str]
 
 
+def add_config(parser: argparse.ArgumentParser, help_line: str, *, required: bool = False) -> None:
+    parser.add_argument("--config", nargs="+", action="extend", required=required, metavar="YAML", help=help_line)
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="config files; later ones win"
-    )
+    add_config(parser, "config files; later ones win", required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings; they win over the files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
 
@@ -80,6 +82,12 @@ def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
         origins["output_dir"] = "--output-dir"
     return config, origins
+
+
+def load_words(words: Iterable[str]) -> Config:
+    """Read the config that the words after --config make up. Raises UserError."""
+    config, _ = load(*split_words(words))
+    return config
 
 
 def require_output_dir(config: Config) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from horovod_train.commands.arguments import split_words
+from horovod_train.commands.arguments import add_config, load_words
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
@@ -36,9 +36,7 @@ _SHOWN = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder of records or of splits, or a glob")
-    parser.add_argument(
-        "--config", nargs="+", action="extend", metavar="YAML", help="check what it trains and evaluates on"
-    )
+    add_config(parser, "check what it trains and evaluates on")
     parser.add_argument("--np", type=int, metavar="N", help="show what each of N ranks would read instead")
     parser.add_argument("--epochs", type=int, help="in how many epochs, with --np; default 1")
     parser.add_argument("--audit", metavar="RUN_DIR", help="check what the ranks of a run did read instead")
@@ -94,7 +92,7 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if arguments.paths:
         folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
         return [Config(data=DataConfig(train=(folder,))) for folder in folders]
-    config, _ = load(*split_words(arguments.config))
+    config = load_words(arguments.config)
     splits = [config.data.train, *([config.data.eval] if config.data.eval else [])]
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
-from horovod_train.commands.arguments import split_words
+from horovod_train.commands.arguments import add_config, split_words
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"
     )
-    parser.add_argument(
-        "--config", nargs="+", action="extend", metavar="YAML", help="config files, in place of RUN_DIR"
-    )
+    add_config(parser, "config files, in place of RUN_DIR")
     parser.add_argument(
         "--checkpoint",
         default="auto",

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_train.commands.arguments import split_words
+from horovod_train.commands.arguments import add_config, load_words
 from horovod_train.commands.tables import build_table, open_screen
-from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.dataset import Records, open_records
 from horovod_train.errors import UserError
@@ -39,7 +38,7 @@ class Turn(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="a folder of records, or a glob")
-    parser.add_argument("--config", nargs="+", action="extend", metavar="YAML", help="read what it trains on")
+    add_config(parser, "read what it trains on")
     parser.add_argument("--batch-size", type=int, default=128, help="records a step; default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each; default %(default)s")
     parser.add_argument(
@@ -55,9 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("bench input: --batch-size, --rounds and --passes must be at least 1.")
     if arguments.delay_ms < 0:
         raise UserError(f"bench input: --delay-ms must be at least 0; received {arguments.delay_ms:g}.")
-    config = Config(data=DataConfig(train=(arguments.path,)))
-    if arguments.config:
-        config, _ = load(*split_words(arguments.config))
+    in_folder = Config(data=DataConfig(train=(arguments.path,)))
+    config = load_words(arguments.config) if arguments.config else in_folder
     if config.data.parse:
         raise UserError("bench input: needs features; data.parse cannot be taken apart.")
     records = open_records(config.data, "train")

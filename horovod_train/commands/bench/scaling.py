@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.commands.arguments import split_words
+from horovod_train.commands.arguments import add_config, load_words
 from horovod_train.commands.bench.scaling_run import SHARES, Measured, measure, measured_config
 from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
-from horovod_train.config.loader import load
 from horovod_train.config.registry import import_extra
 from horovod_train.distributed.launch.local import Way, best_way
 from horovod_train.errors import RunError, UserError
@@ -49,9 +48,7 @@ class Point(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", nargs="+", action="extend", required=True, metavar="YAML", help="what is trained, as to train it"
-    )
+    add_config(parser, "what is trained, as to train it", required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--np", default="1,2", metavar="N,N", help="numbers of ranks; default %(default)s")
     parser.add_argument(
@@ -64,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    words = split_words([*arguments.config, *arguments.overrides])
     numbers = _numbers(arguments.np)
     if arguments.rounds < 1 or arguments.steps < 20:
         raise UserError("bench scaling: --rounds must be at least 1, --steps at least 20.")
@@ -72,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         import_extra("matplotlib", "report", "bench scaling --png")
     check_new("bench scaling: --json", arguments.json)
     check_new("bench scaling: --png", arguments.png)
-    config = measured_config(load(*words)[0], arguments.steps)
+    config = measured_config(load_words([*arguments.config, *arguments.overrides]), arguments.steps)
     way = arguments.way or best_way()[0]
     points = {ranks: Point(ranks, [], []) for ranks in numbers}
     for number in range(arguments.rounds):

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from horovod_train.commands.arguments import split_words
+from horovod_train.commands.arguments import add_config, load_words
 from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.tables import open_screen
-from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
@@ -38,13 +37,7 @@ _NOT_TOGETHER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        nargs="+",
-        action="extend",
-        metavar="YAML",
-        help="check with the horovod, device and output_dir of these config files",
-    )
+    add_config(parser, "check with the horovod, device and output_dir of these config files")
     parser.add_argument("--dir", metavar="DIR", help="folder that all ranks should see; default: output_dir, or here")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
     parser.add_argument(
@@ -58,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if no check failed, 1 if one did. Collective."""
-    config = load(*split_words(arguments.config))[0] if arguments.config else None
+    config = load_words(arguments.config) if arguments.config else None
     if arguments.timeout <= 0:
         raise UserError(f"doctor: --timeout must be above 0; received {arguments.timeout:g}.")
     if arguments.json not in (None, "-"):
