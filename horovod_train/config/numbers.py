@@ -6,12 +6,13 @@ import math
 import re
 from typing import Any
 
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})")
+CLOCK = r"(?:(\d+)-)?(\d+):(\d{2}):(\d{2})"
+"""Pattern of a scheduler's [D-]HH:MM:SS."""
 
 
 def parse_clock(text: str) -> float | None:
     """Return the seconds of [D-]HH:MM:SS; None if the text has another form."""
-    clock = _CLOCK.fullmatch(text)
+    clock = re.fullmatch(CLOCK, text)
     if clock is None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())

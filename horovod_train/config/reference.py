@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
+from horovod_train.config.numbers import CLOCK
 from horovod_train.config.rules import NEEDS
 from horovod_train.config.settings import Config, Seconds, Spec
 
@@ -167,7 +168,7 @@ def _shape(hint: Any) -> dict[str, Any]:
     if hint is type(None):
         return {"type": "null"}
     if hint is Seconds:
-        return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(\d+-)?\d+:\d{2}:\d{2}$"}]}
+        return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{CLOCK}$"}]}
     if dataclasses.is_dataclass(hint):
         whole = _object(hint)
         return {"anyOf": [{"type": "string"}, whole]} if issubclass(typing.cast(type, hint), Spec) else whole

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from horovod_train.commands.arguments import Parser
-from horovod_train.config.numbers import parse_clock
+from horovod_train.config.numbers import CLOCK
 from horovod_train.config.registry import suggest
 from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError
@@ -39,10 +39,18 @@ def _line(word: str) -> str:
     return word
 
 
-def _name(word: str) -> str:
-    if not re.fullmatch(r"[\w.,:@/+-]+", word):
-        raise argparse.ArgumentTypeError(f"expected a name without spaces and quotes; received {word!r}")
-    return word
+def _like(pattern: str, expected: str) -> Callable[[str], str]:
+    """Return what accepts a word that matches a pattern as a whole."""
+
+    def parse(word: str) -> str:
+        if not re.fullmatch(pattern, word):
+            raise argparse.ArgumentTypeError(f"expected {expected}; received {word!r}")
+        return word
+
+    return parse
+
+
+_name = _like(r"[\w.,:@/+-]+", "a name without spaces and quotes")
 
 
 def _command(word: str) -> tuple[str, ...]:
@@ -62,28 +70,6 @@ def _count(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; received {word!r}")
     return int(word)
-
-
-def _count_or_0(word: str) -> int:
-    return 0 if word == "0" else _count(word)
-
-
-def _time(word: str) -> str:
-    if parse_clock(word) is None:
-        raise argparse.ArgumentTypeError(f"expected [D-]HH:MM:SS; received {word!r}")
-    return word
-
-
-def _memory(word: str) -> str:
-    if not re.fullmatch(r"\d+[KMGT]?", word):
-        raise argparse.ArgumentTypeError(f"expected a size such as 64G; received {word!r}")
-    return word
-
-
-def _launch(word: str) -> str:
-    if word not in LAUNCHES:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(LAUNCHES)}; received {word!r}")
-    return word
 
 
 def _sbatch(word: str) -> str:
@@ -106,17 +92,25 @@ class Option(NamedTuple):
 
 OPTIONS = {
     "nodes": Option(_count, "N", "hosts (1)"),
-    "gpus_per_node": Option(_count_or_0, "N", "GPUs of a host, all used (0: on CPUs)"),
+    "gpus_per_node": Option(
+        lambda word: 0 if word == "0" else _count(word), "N", "GPUs of a host, all used (0: on CPUs)"
+    ),
     "tasks_per_node": Option(_count, "N", "ranks on a host; default: GPUs / device.per_rank, or 1"),
     "cpus_per_task": Option(_count, "N", f"default: {CPUS_PER_GPU} for a GPU, else 1"),
     "gres": Option(_name, "NAME[:TYPE]:N", "in place of --gpus-per-node, such as gpu:a100:4; also others"),
-    "mem": Option(_memory, "SIZE", "memory of a host, such as 64G; default: the cluster's"),
-    "time": Option(_time, "[D-]HH:MM:SS", "how long the job may take; required"),
+    "mem": Option(
+        _like(r"\d+[KMGT]?", "a size such as 64G"), "SIZE", "memory of a host, such as 64G; default: the cluster's"
+    ),
+    "time": Option(_like(CLOCK, "[D-]HH:MM:SS"), "[D-]HH:MM:SS", "how long the job may take; required"),
     "partition": Option(_name, "NAME", "default: the cluster's"),
     "account": Option(_name, "NAME", "default: yours"),
     "sbatch": Option(_sbatch, "OPTION", "further option of sbatch, such as '--qos=long'; can be repeated", many=True),
     "modules": Option(_name, "MODULE", "environment module to load, such as cuda/12; can be repeated", many=True),
-    "launch": Option(_launch, "LAUNCHER", f"what starts the ranks: {', '.join(LAUNCHES)} (srun)"),
+    "launch": Option(
+        _like("|".join(LAUNCHES), f"one of {', '.join(LAUNCHES)}"),
+        "LAUNCHER",
+        f"what starts the ranks: {', '.join(LAUNCHES)} (srun)",
+    ),
     "image": Option(_image, "FILE.sif", "run in this container, by apptainer exec"),
     "container": Option(_command, "COMMAND", 'the same with a command of yours: "podman run … image"'),
 }
