@@ -18,8 +18,6 @@ from horovod_train.errors import UserError
 NOTICE_S = 300
 """A checkpoint of some GB to a busy file server takes minutes."""
 
-SHIPPED = "scripts/slurm/train.sbatch"
-
 
 def add_arguments(parser: Parser) -> None:
     add_config_arguments(parser)
@@ -111,21 +109,3 @@ def _defaults(options: argparse.Namespace, job: Job, of_site: list[str]) -> list
     if options.cpus_per_task is None:
         lines.append(f"cpus-per-task: {job.cpus_per_task}, not asked for; hosts with more to spare: --cpus-per-task")
     return lines
-
-
-def shipped() -> str:
-    """Return the script of SHIPPED, for any config."""
-    job = Job(name="train", nodes=1, tasks_per_node=4, cpus_per_task=4, time="04:00:00", notice_s=NOTICE_S)
-    head = [
-        "horovod_train on CPUs of one host. From the project's folder:",
-        "",
-        f"  sbatch {SHIPPED} --config configs/a.yaml [section.key=value …] [--output-dir DIR]",
-        f"  sbatch --array=1-3 {SHIPPED} --config configs/a.yaml seed=%a --output-dir runs/sweep-%a",
-        "",
-        "Options before the script's name win over the lines below. On GPUs of two hosts, a rank for each:",
-        "",
-        f"  sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=8 {SHIPPED} --config …",
-        "",
-        "Also --time=1-00:00:00, --export=VENV=/path, … `horovod-train slurm` prints a script for a config of yours.",
-    ]
-    return render(job, head=head, words=None, folder=None, venv=".venv")
