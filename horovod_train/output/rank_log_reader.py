@@ -18,6 +18,9 @@ from horovod_train.output.rank_log import FOLDER, end_file, log_file
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
 _INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
+_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
+TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
+"""Kinds of entries that tell of trouble."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ def read_introduction(text: str) -> Introduction | None:
         return None
     rank, size, launcher, pid, host = said.groups()
     return Introduction(int(rank), int(size), launcher, int(pid), host)
+
+
+def read_phase(text: str) -> tuple[str, int | None]:
+    """Return what a "phase" says: what the rank does now, and after which step, if it says that."""
+    phase = _PHASE.match(text)
+    return (phase[1], int(phase[2]) if phase[2] else None) if phase else ("", None)
 
 
 def _read_starts(path: Path) -> list[RankStory]:

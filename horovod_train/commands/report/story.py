@@ -18,15 +18,13 @@ from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.profile import Costs, find_profiles, read_profiles
-from horovod_train.output.rank_log_reader import RankStory, read_starts_of_root
+from horovod_train.output.rank_log_reader import TROUBLE, RankStory, read_phase, read_starts_of_root
 
-_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
 _RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
 _CODE = re.compile(r"code: (.+)")
 _MOST_AUDITED = 50_000_000
 """Bytes of an audit; reading more takes longer than somebody waits for a page."""
-_REMARKS = ("slow", "stall", "cause", "lost", "failed", "warning", "error")
-"""Kinds of lines in a log that tell of trouble."""
+_REMARKED = (*TROUBLE, "warning")
 
 
 class Phase(NamedTuple):
@@ -140,7 +138,7 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             phases=tuple(_phases(story, times)),
             code=next((found[1] for found in map(_CODE.match, infos) if found), ""),
             ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
-            remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKS),
+            remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKED),
         )
 
 
@@ -148,10 +146,9 @@ def _phases(story: RankStory, times: Sequence[float]) -> Iterator[Phase]:
     """Yield the phases of a start. The first is "start"; one ends where the next begins."""
     name, begin, step = "start", times[0], None
     for entry, time in zip(story.entries, times, strict=True):
-        found = _PHASE.match(entry.text) if entry.kind == "phase" else None
-        if found:
+        if entry.kind == "phase":
             yield Phase(name, begin, time, step)
-            name, begin, step = found[1], time, int(found[2]) if found[2] else None
+            begin, (name, step) = time, read_phase(entry.text)
     yield Phase(name, begin, times[-1], step)
 
 

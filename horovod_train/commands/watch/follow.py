@@ -15,25 +15,20 @@ from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import FOLDER
-from horovod_train.output.rank_log_reader import Introduction, read_introduction, read_line
+from horovod_train.output.rank_log_reader import TROUBLE, Entry, Introduction, read_introduction, read_line, read_phase
 
 _LEFT_BY_A_RUN = (FOLDER, "metrics.jsonl", LEASE)
 _ENDS_AT = re.compile(r"ends at step (\d+)$")
-_AFTER_STEP = re.compile(r".* after step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
-_TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
-"""Kinds of lines in a rank's log that tell of trouble."""
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """What a rank's log says last. Times: as the rank's host has them."""
+    """What a rank's log says last. began: as the rank's host has it."""
 
     about: Introduction
     began: datetime
     doing: str = "start"
-    since: datetime | None = None
-    """When it began to do that."""
     step: int | None = None
     """The last that its log names."""
     trouble: str | None = None
@@ -147,14 +142,13 @@ class Follower:
             entry = read_line(line)
             if entry is None:
                 continue
-            at = datetime.fromisoformat(entry.time)
             now = self._ranks.get(rank)
             if entry.kind == "start" and (about := read_introduction(entry.text)):
-                self._ranks[rank] = RankNow(about, at, since=at)
+                self._ranks[rank] = RankNow(about, datetime.fromisoformat(entry.time))
             elif now and (found := _ENDS_AT.search(entry.text)) and entry.kind == "info":
                 self._last_step = int(found[1])
             elif now:
-                self._ranks[rank] = _after(now, entry.kind, entry.text, at)
+                self._ranks[rank] = _after(now, entry)
 
     def _read_rows(self) -> None:
         is_other, lines = self._new(self.run_dir / "metrics.jsonl")
@@ -182,11 +176,11 @@ class Follower:
         return silent_s if silent_s > STALE_S / 2 else None
 
 
-def _after(now: RankNow, kind: str, text: str, at: datetime) -> RankNow:
-    """Return a rank as it is after a line of its log."""
-    if kind == "phase":
-        found = _AFTER_STEP.match(text)
-        return replace(now, doing=text.partition(" ")[0], since=at, step=int(found[1]) if found else now.step)
-    if kind in _TROUBLE:
-        return replace(now, trouble=text)
-    return replace(now, ended=text, since=at) if kind == "end" else now
+def _after(now: RankNow, entry: Entry) -> RankNow:
+    """Return a rank as it is after an entry of its log."""
+    if entry.kind == "phase":
+        doing, step = read_phase(entry.text)
+        return replace(now, doing=doing, step=now.step if step is None else step)
+    if entry.kind in TROUBLE:
+        return replace(now, trouble=entry.text)
+    return replace(now, ended=entry.text) if entry.kind == "end" else now
