@@ -1,4 +1,4 @@
-"""What each rank of `bench exchange` runs: trains a system on synthetic records; root writes how fast that was.
+"""What each rank of `bench exchange` runs: trains one of SYSTEMS on synthetic records; root writes how fast that was.
 
 The step is the trainer's own. `--alone` omits only the exchange: the ceiling. `--both` measures steps with and without
 exchange in turns, so that other load affects both.
@@ -22,6 +22,7 @@ tensorflow_noise.load_tensorflow()
 import keras  # noqa: E402  TensorFlow speaks when it is first loaded
 import tensorflow as tf  # noqa: E402
 
+from horovod_train.commands.bench.peer_programs.timing import SYSTEMS  # noqa: E402
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.pipeline.batch import Batch  # noqa: E402
 from horovod_train.data.pipeline.chunks import Batches  # noqa: E402
@@ -41,32 +42,9 @@ WINDOWS = 5
 """Number of parts of the measured time; the median counts."""
 
 
-class System(NamedTuple):
-    """A model and its training data: `shape` of one record, `rows` of one rank's batch."""
-
-    model: Spec
-    loss: Spec
-    optimizer: keras.optimizers.Optimizer
-    shape: tuple[int, ...]
-    rows: int
-    steps_per_call: int
-
-
-def systems() -> dict[str, System]:
-    from_logits = {"from_logits": True}
-    return {
-        "convnet": System(
-            Spec("convnet"),
-            Spec("sparse_categorical_crossentropy", from_logits),
-            keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
-            (28, 28, 1),
-            64,
-            10,
-        ),
-        "mlp": System(
-            Spec("mlp"), Spec("binary_crossentropy", from_logits), keras.optimizers.SGD(0.001), (5,), 100, 50
-        ),
-    }
+SHAPES = {"convnet": (28, 28, 1), "mlp": (5,)}
+"""Of one record."""
+LOSSES = {"convnet": "sparse_categorical_crossentropy", "mlp": "binary_crossentropy"}
 
 
 class Alone(EveryStep):
@@ -84,7 +62,7 @@ class Measured(NamedTuple):
     gradient_bytes: int
 
 
-def measure(group: WorkerGroup, system: System, seconds: float, kinds: Sequence[type[EveryStep]]) -> Measured:
+def measure(group: WorkerGroup, system: str, seconds: float, kinds: Sequence[type[EveryStep]]) -> Measured:
     """Measure steps of each kind, in turns, `seconds` of each. kinds: EveryStep and Alone, or one of them."""
     rates: dict[type[EveryStep], list[float]] = {EveryStep: [], Alone: []}
     trainers = {kind: _Trainer(group, system, kind) for kind in kinds}
@@ -101,11 +79,12 @@ def measure(group: WorkerGroup, system: System, seconds: float, kinds: Sequence[
 class _Trainer:
     """Trains a system on synthetic records."""
 
-    def __init__(self, group: WorkerGroup, system: System, kind: type[EveryStep]) -> None:
+    def __init__(self, group: WorkerGroup, name: str, kind: type[EveryStep]) -> None:
         keras.utils.set_random_seed(1)
-        self._group, self._steps = group, system.steps_per_call
-        model, loss = build_model(system.model), build_loss(system.loss)
-        optimizer = DistributedOptimizer(type(system.optimizer).from_config(system.optimizer.get_config()))
+        _, self._steps, rate, momentum = SYSTEMS[name]
+        self._group = group
+        model, loss = build_model(Spec(name)), build_loss(Spec(LOSSES[name], {"from_logits": True}))
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(rate, momentum=momentum, nesterov=bool(momentum)))
         self.state = TrainState(model, optimizer, synchronization=kind(optimizer))
         self._step = TrainStep(
             self.state,
@@ -115,7 +94,7 @@ class _Trainer:
             seed=1,
             count_over_ranks=lambda batch: batch.count,
         )
-        self._batches = _batches(system, group.size)
+        self._batches = _batches(name, group.size)
         self._calls = 1
 
     def settle_calls(self, seconds: float) -> None:
@@ -138,14 +117,15 @@ class _Trainer:
         return self._calls * self._steps / (time.perf_counter() - began)
 
 
-def _batches(system: System, size: int) -> Batches:
-    inputs = tf.random.stateless_uniform((system.rows, *system.shape), (1, 2))
-    targets = tf.range(system.rows, dtype=tf.int64) % 2
-    if system.loss.name == "binary_crossentropy":
+def _batches(name: str, size: int) -> Batches:
+    rows, steps, *_ = SYSTEMS[name]
+    inputs = tf.random.stateless_uniform((rows, *SHAPES[name]), (1, 2))
+    targets = tf.range(rows, dtype=tf.int64) % 2
+    if name == "mlp":
         targets = targets[:, None]
-    weights, ids = tf.ones(system.rows), tf.range(system.rows, dtype=tf.int64)
-    batch = Batch(inputs, targets, weights, ids, tf.constant(system.rows * size, tf.int64))
-    chunk = tf.nest.map_structure(lambda values: tf.stack([values] * system.steps_per_call), batch)
+    weights, ids = tf.ones(rows), tf.range(rows, dtype=tf.int64)
+    batch = Batch(inputs, targets, weights, ids, tf.constant(rows * size, tf.int64))
+    chunk = tf.nest.map_structure(lambda values: tf.stack([values] * steps), batch)
     return Batches(tf.data.Dataset.from_tensors(chunk).repeat())
 
 
@@ -158,9 +138,8 @@ def main() -> int:
     parser.add_argument("--both", dest="kinds", action="store_const", const=[EveryStep, Alone])
     arguments = parser.parse_args()
     group = start(HorovodConfig(), DeviceConfig())
-    known = systems()
     found = {
-        name: measure(group, known[name], arguments.seconds, arguments.kinds)._asdict() | {"rows": known[name].rows}
+        name: measure(group, name, arguments.seconds, arguments.kinds)._asdict() | {"rows": SYSTEMS[name].batch}
         for name in arguments.systems
     }
     if group.is_root:

@@ -25,6 +25,7 @@ from horovod_train.commands.bench.cost_model import (
     residual,
 )
 from horovod_train.commands.bench.exchange_run import Contender, launch
+from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
 from horovod_train.commands.tables import open_screen
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 DEFAULT_CONTENDERS = ("MPI, yielding, cycle 0.1 ms", "gloo, cycle 0.1 ms")
 """The first that can run here is measured. Cycles are short, so that steps wait for ranks and not for the clock."""
 WANTED_RESIDUAL = 0.15
-SYSTEMS = ("convnet", "mlp")
 
 
 class Projected(NamedTuple):
@@ -108,7 +108,7 @@ def run(
     found: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
     for turn in range(arguments.rounds):
         for number, launches in found.items():
-            launches.append(launch(name, both, number, SYSTEMS, arguments.seconds))
+            launches.append(launch(name, both, number, list(SYSTEMS), arguments.seconds))
             print(
                 f"round {turn + 1}, {number} ranks: {_line(_points(contender, number, launches[-1:]))}", file=sys.stderr
             )
