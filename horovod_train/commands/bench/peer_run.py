@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,17 @@ from horovod_train.errors import RunError
 _AT_MOST_S = 1800.0
 
 
+class Contender(NamedTuple):
+    """A way to train."""
+
+    program: str | None = None
+    """One of peer_programs; None: this project."""
+    way: Way | None = None
+    """What launches the ranks; None: each is started alone. So are the ranks of this project that exchange nothing."""
+    options: Sequence[str] = ()
+    environment: Mapping[str, str] | None = None
+
+
 class Given(NamedTuple):
     """What the programs train. system: one of timing.SYSTEMS. records: an .npz file of inputs and targets."""
 
@@ -26,33 +36,20 @@ class Given(NamedTuple):
     steps: int
 
 
-def run_launched(
-    way: Way,
-    ranks: int,
-    program: str,
-    given: Given,
-    options: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> float:
-    """Return records per second over all ranks, which one launcher starts. Raises RunError."""
+def run(contender: Contender, given: Given, ranks: int) -> float:
+    """Return records per second over all ranks. Raises RunError."""
+    module = f"horovod_train.commands.bench.peer_programs.{contender.program}"
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launch_words(way, ranks), *_words(program, given, folder, ranks), *options]
-        _wait(program, [start_program(words, environment)])
-        return _read(program, Path(folder), ranks)
-
-
-def run_apart(ranks: int, program: str, given: Given) -> float:
-    """Return records per second over all ranks, each of which is a process that knows its rank. Raises RunError."""
-    with tempfile.TemporaryDirectory() as folder:
-        words, ports = _words(program, given, folder, ranks), _free_ports(ranks)
-        _wait(program, [start_program(words, _environment(rank, ports)) for rank in range(ranks)])
-        return _read(program, Path(folder), ranks)
-
-
-def _words(program: str, given: Given, out: str, ranks: int) -> list[str]:
-    module = f"horovod_train.commands.bench.peer_programs.{program}"
-    counts = ["--steps", str(given.steps), "--ranks", str(ranks)]
-    return [sys.executable, "-m", module, given.system, str(given.records), out, *counts]
+        words = [sys.executable, "-m", module, given.system, str(given.records), folder, "--steps", str(given.steps)]
+        words += ["--ranks", str(ranks), *contender.options]
+        if contender.way is None:
+            ports = _free_ports(ranks)
+            processes = [start_program(words, _environment(rank, ports)) for rank in range(ranks)]
+        else:
+            processes = [start_program([*launch_words(contender.way, ranks), *words], contender.environment)]
+        if problem := wait_for_all(processes, _AT_MOST_S):
+            raise RunError(f"bench peers: {contender.program}: {problem}.")
+        return _read(str(contender.program), Path(folder), ranks)
 
 
 def _environment(rank: int, ports: Sequence[int]) -> dict[str, str]:
@@ -71,11 +68,6 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def _wait(program: str, processes: Sequence[subprocess.Popen[str]]) -> None:
-    if problem := wait_for_all(processes, _AT_MOST_S):
-        raise RunError(f"bench peers: {program}: {problem}.")
 
 
 def _read(program: str, folder: Path, ranks: int) -> float:

@@ -18,14 +18,15 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
-from horovod_train.commands.bench.peer_run import Given, run_apart, run_launched
+from horovod_train.commands.bench.peer_run import Contender, Given
 from horovod_train.commands.bench.scaling_run import measure, measured_config
 from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
@@ -64,10 +65,6 @@ class Prepared(NamedTuple):
     config: Config
 
 
-Contender = Callable[[Prepared], float]
-"""Trains once; returns records per second over all ranks."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--np", type=int, default=2, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
@@ -89,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         prepared = _prepare(Path(folder), name, records, steps, ranks)
         for number in range(arguments.rounds):
             for who, contender in chosen.items():
-                found[who].append(contender(prepared))
+                found[who].append(_train(contender, prepared, ranks))
                 print(f"round {number + 1}, {who}: {found[who][-1]:,.0f} records/s", file=sys.stderr, flush=True)
     batch = SYSTEMS[name].batch
     title = f"{name}, {ranks} ranks, {batch} records a rank and step; medians of {arguments.rounds} runs\n"
@@ -113,39 +110,33 @@ def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
     check_new("bench peers: --json", arguments.json)
 
 
+def _train(contender: Contender, prepared: Prepared, ranks: int) -> float:
+    """Train once; return records per second over all ranks."""
+    if contender.program is None:
+        return measure(prepared.config, ranks, contender.way).examples_per_s
+    return peer_run.run(contender, prepared.given, ranks)
+
+
 def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:
     """Yield all contenders by name. ways: those that work here, with the names of what ranks exchange over."""
-    first = next(iter(ways))
     if ranks == 1:
-        yield BARE, lambda prepared: run_apart(1, "one_process", prepared.given)
-        yield OURS, lambda prepared: measure(prepared.config, 1, first).examples_per_s
+        yield BARE, Contender("one_process")
+        yield OURS, Contender()
         return
-
-    def ours(way: Way) -> Contender:
-        return lambda prepared: measure(prepared.config, ranks, way).examples_per_s
-
-    def stock(way: Way) -> Contender:
-        return lambda prepared: run_launched(way, ranks, "stock_horovod", prepared.given)
-
-    def tuned(way: Way) -> Contender:
-        options, environment = (["--grouped"], _YIELDING | _NO_PAUSE) if system == "mlp" else ([], _YIELDING)
-        return lambda prepared: run_launched(way, ranks, "stock_horovod", prepared.given, options, environment)
-
-    def apart(program: str) -> Contender:
-        return lambda prepared: run_apart(ranks, program, prepared.given)
-
-    yield CEILING, lambda prepared: measure(prepared.config, ranks, first, apart=True).examples_per_s
+    yield CEILING, Contender()
+    yield from ((f"{OURS} over {name}", Contender(way=way)) for way, name in ways.items())
     for way, name in ways.items():
-        yield f"{OURS} over {name}", ours(way)
-    for way, name in ways.items():
-        yield f"stock Horovod in a hand-written loop, over {name}", stock(way)
-        if system == "mlp" or way == "mpirun":  # otherwise its defaults are the best that there are
-            yield f"stock Horovod, tuned, over {name}", tuned(way)
-    yield "tf.distribute MultiWorkerMirroredStrategy", apart("multi_worker")
+        yield f"stock Horovod in a hand-written loop, over {name}", Contender("stock_horovod", way)
+        tuned = f"stock Horovod, tuned, over {name}"
+        if system == "mlp":
+            yield tuned, Contender("stock_horovod", way, ["--grouped"], _YIELDING | _NO_PAUSE)
+        elif way == "mpirun":  # over gloo its defaults are the best that there are
+            yield tuned, Contender("stock_horovod", way, environment=_YIELDING)
+    yield "tf.distribute MultiWorkerMirroredStrategy", Contender("multi_worker")
     if importlib.util.find_spec("torch") is None:
         print("without PyTorch DDP: torch is not installed", file=sys.stderr)
     else:
-        yield "PyTorch DDP over gloo", apart("ddp")
+        yield "PyTorch DDP over gloo", Contender("ddp")
 
 
 def _choose(system: str, ranks: int, only: Sequence[str] | None) -> dict[str, Contender]:

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number in range(arguments.rounds):
         for ranks, point in points.items():
             point.together.append(measure(config, ranks, way))
-            point.apart.append(point.together[-1] if ranks == 1 else measure(config, ranks, way, apart=True))
+            point.apart.append(point.together[-1] if ranks == 1 else measure(config, ranks, None))
             print(f"round {number + 1}, {ranks} ranks: {point.together[-1].line()}", file=sys.stderr, flush=True)
             if not point.together[-1].shares:
                 raise RunError("bench scaling: the run was too short to see what its steps do. Give more --steps.")

@@ -60,14 +60,15 @@ def measured_config(config: Config, steps: int) -> Config:
     )
 
 
-def measure(config: Config, ranks: int, way: Way, *, apart: bool = False) -> Measured:
-    """Run it once. apart: as so many runs of one rank at the same time, each with the batch and cores of one rank.
+def measure(config: Config, ranks: int, way: Way | None) -> Measured:
+    """Run it once. way None: as so many runs of one rank at the same time, each with the batch and cores of one rank.
 
     Raises RunError if a run fails, with what it said.
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
-        if not apart:
-            return _measure_all([_start(config, Path(folder, "run"), _words(way, ranks))])[0]
+        if way is not None:
+            words = [] if ranks == 1 else launch_words(way, ranks)
+            return _measure_all([_start(config, Path(folder, "run"), words)])[0]
         one = _of_one_rank(config, ranks)
         runs = [_start(one, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
         found = _measure_all(runs)
@@ -82,10 +83,6 @@ class _Run(NamedTuple):
     process: subprocess.Popen[str]
     run_dir: Path
     began: float
-
-
-def _words(way: Way, ranks: int) -> list[str]:
-    return [] if ranks == 1 else launch_words(way, ranks)
 
 
 def _of_one_rank(config: Config, ranks: int) -> Config:
