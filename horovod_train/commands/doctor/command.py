@@ -1,4 +1,10 @@
-"""Brings the ranks together, runs the checks in order and shows the results. Judges nothing itself; see the checks."""
+"""The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
+
+python -m horovod_train.main doctor                                   this machine
+horovodrun -np 4 python -m horovod_train.main doctor                  the job, as it would be started to train
+
+Brings the ranks together, runs the checks in order and shows the results. Judges nothing itself; see the checks.
+"""
 
 from __future__ import annotations
 

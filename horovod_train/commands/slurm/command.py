@@ -1,4 +1,10 @@
-"""What the command `slurm` requests and how it says so: the numbers, and the text on standard error."""
+"""The command `slurm`: prints a batch script for a config, ready for sbatch, and says what it chose. No TensorFlow.
+
+python -m horovod_train.main slurm --config A.yaml --nodes 4 --gpus-per-node 8 --time 04:00:00 > a.sbatch
+sbatch a.sbatch
+
+Chooses the numbers and says so on standard error. options: parses; script: fills in the template.
+"""
 
 from __future__ import annotations
 
