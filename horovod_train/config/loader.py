@@ -72,6 +72,15 @@ def as_dict(config: Any) -> Any:
     return config
 
 
+def by_key(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `section.key` and value. Mappings with keys that are no names, such as patterns, are values."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value and all(re.fullmatch(r"\w+", str(inner)) for inner in value):
+            yield from by_key(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def dump(config: Config, origins: Origins | None = None) -> str:
     """Return the config as YAML for `load`; with origins, each line says where its value came from."""
     text = yaml.safe_dump(as_dict(config), sort_keys=False, default_flow_style=False, width=1000)

@@ -14,6 +14,7 @@ import yaml
 
 from horovod_train.commands.explain.command import Explanation, explain
 from horovod_train.commands.explain.files import read_json
+from horovod_train.config.loader import by_key
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import Row, metrics_in
@@ -91,11 +92,11 @@ def read_run(run_dir: Path) -> Run:
         rows = list(_rows(run_dir / "metrics.jsonl", starts))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{run_dir}: cannot be read: {error}.") from error
-    flat = dict(_flat(settings if isinstance(settings, dict) else {}))
+    by_name = dict(by_key(settings if isinstance(settings, dict) else {}))
     summary = read_json(run_dir / "summary.json")
     profiles = read_profiles(find_profiles(run_dir))
     name = os.fsencode(run_dir).decode(errors="replace")
-    return Run(name, explanation, flat, summary, starts, rows, _audit(run_dir), profiles)
+    return Run(name, explanation, by_name, summary, starts, rows, _audit(run_dir), profiles)
 
 
 def _audit(run_dir: Path) -> str:
@@ -163,11 +164,3 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     for row in metrics_in(path.read_text(encoding="utf-8", errors="replace").splitlines()):
         begin = next((time for from_step, time in reversed(begins) if from_step < row.step), begins[0][1])
         yield row._replace(seconds=begin + row.seconds)
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

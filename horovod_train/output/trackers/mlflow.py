@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
 from horovod_train.output.trackers.tracker import Ended, Row
 
@@ -50,7 +51,8 @@ class MlflowTracker:
         else:
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._run_id = run.info.run_id
-        self._log_params(dict(_flat(config)), run.data.params, step)
+        settings = {key: value if isinstance(value, str) else json.dumps(value) for key, value in by_key(config)}
+        self._log_params(settings, run.data.params, step)
         return self._run_id
 
     def last_steps(self) -> dict[str, int]:
@@ -119,12 +121,3 @@ class MlflowTracker:
             if error.error_code == "INVALID_PARAMETER_VALUE":
                 raise ValueError(str(error)) from error
             raise
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield `section.key` and value; mappings whose keys are no names, such as patterns, as one JSON text."""
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value and all(re.fullmatch(r"\w+", str(inner)) for inner in value):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
