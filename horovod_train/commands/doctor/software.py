@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from importlib.metadata import PackageNotFoundError, version
 
-from horovod_train import __version__
 from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
@@ -14,12 +12,10 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import horovod_build
 from horovod_train.errors import RanksDisagree
 
-PACKAGES = ("tensorflow", "keras", "horovod", "numpy", "mpi4py")
-
 
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
     """Collective: the versions, and whether all ranks have the same versions, code and config."""
-    versions = {"horovod_train": __version__, "python": platform.python_version(), **_packages()}
+    versions = consistency.versions() | {name: _version(name) for name in ("numpy", "mpi4py")}
     shown = ", ".join(f"{name} {value}" for name, value in versions.items())
     facts = {f"version of {name}": value for name, value in versions.items()}
     facts["code of horovod_train"] = consistency.code_digest()
@@ -36,14 +32,11 @@ def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResul
     return [*findings, ok("same everywhere", f"{what} are the same on {_ranks(group.size)}")]
 
 
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
 
 
 def check_build(group: WorkerGroup) -> CheckResult:
