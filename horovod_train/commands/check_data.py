@@ -197,11 +197,11 @@ def _compare_data(console: Console, run_dir: str, last: EpochAudit) -> int:
     """Print whether data.train still holds the records that the run read. Raises UserError if not."""
     try:
         config, _ = load([os.path.join(run_dir, "config.yaml")], [])
-        found = scan_records(config.data, "train").digest
+        digest = scan_records(config.data, "train").digest
     except UserError as error:
         console.print(f"not compared with data.train: {error}", markup=False)
         return 0
-    if last.data[0] and found != last.data[0]:
+    if last.data[0] and digest != last.data[0]:
         raise UserError(
             f"check-data: data.train does not hold the records that the run read in epoch {last.epoch}, so the record "
             "numbers above do not refer to it."

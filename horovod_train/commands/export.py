@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from horovod_train.inference.restore import build_bare_model, load_weights
 
     model = build_bare_model(config)
-    found = open_checkpoint(checkpoint, "--checkpoint")
-    weights = load_weights(model, found, arguments.weights)
+    saved = open_checkpoint(checkpoint, "--checkpoint")
+    weights = load_weights(model, saved, arguments.weights)
     draft = draft_of(out).with_suffix(f".partial{out.suffix}" if made is KERAS_FILE else ".partial")
     try:
         write_model(model, draft)
@@ -52,5 +52,5 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         with contextlib.suppress(OSError):
             remove(draft, unfinished)
-    print(f"{out}: {weights} weights of {found.folder}, step {found.facts.step}, epoch {found.facts.epoch}")
+    print(f"{out}: {weights} weights of {saved.folder}, step {saved.facts.step}, epoch {saved.facts.epoch}")
     return 0

@@ -15,9 +15,9 @@ def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
     """
     names = list(names)
     try:
-        found = [name for name in names if re.search(pattern, name)]
+        matching = [name for name in names if re.search(pattern, name)]
     except re.error as error:
         raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
-    if not found:
+    if not matching:
         raise UserError(f"{where}: {pattern!r} is in none of {', '.join(names) or 'nothing'}.")
-    return found
+    return matching

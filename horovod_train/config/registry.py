@@ -63,8 +63,8 @@ def users_modules(config: Any) -> set[str]:
         config = list(config.values())
     if isinstance(config, list | tuple):
         return {name for value in config for name in users_modules(value)}
-    found = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
-    return {found[1]} if found else set()
+    own = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
+    return {own[1]} if own else set()
 
 
 def loaded_files(config: Any) -> dict[str, Path]:
@@ -101,11 +101,11 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
     if ":" in name:
         return load_function(name, where)
     classes = keras_classes(module, base)
-    found = classes.get(name) or classes.get(fold(name))
-    if found is None:
+    chosen = classes.get(name) or classes.get(fold(name))
+    if chosen is None:
         readable = sorted({cls.__name__ for cls in classes.values()} - {base.__name__})
         raise UserError(f"{where}: Keras has no {name!r}; {suggest(name, readable)}")
-    return found
+    return chosen
 
 
 def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:

@@ -16,8 +16,8 @@ _SECRET = re.compile(r"[^/]*:[^/]*@")
 
 def is_remote(path: str) -> bool:
     """Return whether a path is a URL from which records are read."""
-    found = _URL.match(path)
-    return found is not None and found[1] in READABLE
+    url = _URL.match(path)
+    return url is not None and url[1] in READABLE
 
 
 def remote_problem(text: str) -> str | None:
@@ -31,18 +31,18 @@ def remote_problem(text: str) -> str | None:
 
 def unreadable_problem(text: str) -> str | None:
     """Return why no records can be read from a path; None for a local one, or a URL that storage can read."""
-    found = _URL.match(text)
-    if found is None:
+    url = _URL.match(text)
+    if url is None:
         return None
-    if found[1] not in READABLE:
+    if url[1] not in READABLE:
         schemes = ", ".join(f"{scheme}://" for scheme in READABLE)
         return f"expected a local path, or one that begins with {schemes}; received {_without_secret(text)}."
-    if _SECRET.match(found[2]):
+    if _SECRET.match(url[2]):
         return (
             f"must not hold a password or a key; received {_without_secret(text)}. The driver finds credentials "
             "itself: in environment variables, files of its own, or the machine's role."
         )
-    if not found[2].strip("/"):
+    if not url[2].strip("/"):
         return f"names no folder or file; received {text}."
     return None
 
@@ -73,5 +73,5 @@ def reads_remote_files(data: DataConfig) -> bool:
 
 
 def _without_secret(text: str) -> str:
-    found = _URL.match(text)
-    return f"{found[1]}://{_SECRET.sub('…@', found[2], count=1)}" if found else text
+    url = _URL.match(text)
+    return f"{url[1]}://{_SECRET.sub('…@', url[2], count=1)}" if url else text

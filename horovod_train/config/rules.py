@@ -194,8 +194,8 @@ def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:
 def _wrong_fold(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.fold is None:
         return
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
-    if not found or not (1 <= int(found[1]) <= int(found[2]) and int(found[2]) >= 2):
+    parts = re.fullmatch(r"(\d{1,6})/(\d{1,6})", data.fold)
+    if not parts or not (1 <= int(parts[1]) <= int(parts[2]) and int(parts[2]) >= 2):
         yield "data.fold", f"expected k/K with k from 1 to K, and K at least 2, like 1/5; received {data.fold}."
     if data.eval and data.paths("eval") != data.paths("train"):
         yield (
@@ -217,10 +217,10 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
         if value == default or not _is_given(value):
             continue
         for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
-            found = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
+            values = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
             yield (
                 key,
-                (f"has no effect unless {need}; {found}. Leave it out, or give its default: {_as_yaml(default)}."),
+                (f"has no effect unless {need}; {values}. Leave it out, or give its default: {_as_yaml(default)}."),
             )
 
 

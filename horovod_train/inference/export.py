@@ -72,8 +72,8 @@ def _sample(model: keras.Model) -> Any:
     )
 
 
-def _compare(expected: Any, found: Any) -> None:
-    pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(found), strict=True)
+def _compare(expected: Any, computed: Any) -> None:
+    pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(computed), strict=True)
     for number, (one, other) in enumerate(pairs):
         one, other = (np.asarray(tf.cast(value, tf.float64)) for value in (one, other))
         # Another graph may round in another order; half precision has 3 digits.

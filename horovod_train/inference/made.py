@@ -39,10 +39,10 @@ def _is_csv_of_outputs(path: Path) -> bool:
 
 def _is_figures(path: Path) -> bool:
     try:
-        found = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes())
     except ValueError:
         return False
-    return isinstance(found, dict) and {"step", "epoch", "records", "ranks", "weights", "checkpoint"} <= found.keys()
+    return isinstance(data, dict) and {"step", "epoch", "records", "ranks", "weights", "checkpoint"} <= data.keys()
 
 
 _SAVED = ("saved_model.pb", "fingerprint.pb", "variables", r"variables/variables\.[^/]+", "assets", "assets/[^/]+")

@@ -28,26 +28,26 @@ def build_bare_model(config: Config) -> keras.Model:
     return model
 
 
-def load_weights(model: keras.Model, found: Checkpoint, weights: Weights) -> Weights:
+def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
     """Load trained weights or their moving averages from a checkpoint into a model; return which.
 
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
     checkpoint is of another model, or has no moving averages.
     """
-    saved = found.names()
+    saved = checkpoint.names()
     has_averages = any(name.startswith("ema/") for name in saved)
     if weights == "ema" and not has_averages:
         raise UserError(
-            f"--weights ema: {found.folder} holds no moving averages. Take --weights trained, or train with "
+            f"--weights ema: {checkpoint.folder} holds no moving averages. Take --weights trained, or train with "
             "train.ema_decay or optimizer.options.use_ema."
         )
     wanted = weights_by_name(model.weights, "model")
     if weights == "trained" or not has_averages:
-        load(wanted, found)
+        load(wanted, checkpoint)
         return "trained"
     # An optimizer that keeps averages may train a part of the model.
     named = weights_by_name(model.trainable_weights, "ema")
     averages = {name: variable for name, variable in named.items() if name in saved}
     averaged = {variable.ref() for variable in averages.values()}
-    load({name: variable for name, variable in wanted.items() if variable.ref() not in averaged} | averages, found)
+    load({name: variable for name, variable in wanted.items() if variable.ref() not in averaged} | averages, checkpoint)
     return "ema"

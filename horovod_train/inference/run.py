@@ -100,8 +100,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
             model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
             if group.is_root:
-                found = open_checkpoint(checkpoint, "--checkpoint")
-                about = (load_weights(model, found, weights), str(found.folder), found.facts.step, found.facts.epoch)
+                saved = open_checkpoint(checkpoint, "--checkpoint")
+                about = (load_weights(model, saved, weights), str(saved.folder), saved.facts.step, saved.facts.epoch)
         group.broadcast(model.weights)
         yield Trained(group, model, *group.broadcast_object(about))
         group.close()

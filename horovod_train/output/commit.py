@@ -23,7 +23,7 @@ def describe_commit(folder: Path) -> str | None:
 def _git(folder: Path, *words: str) -> str | None:
     """Return what git prints; None if it fails or takes too long."""
     try:
-        found = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=_AT_MOST_S)
+        answer = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=_AT_MOST_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return None if found.returncode else found.stdout.strip()
+    return None if answer.returncode else answer.stdout.strip()

@@ -29,8 +29,8 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     layers: Keras opens a layer's scope twice, so that TensorFlow calls it `hidden1_1`; here it is `hidden1`.
     Gradients, which TensorFlow keeps apart, move into the fold of the rank that computes them.
     """
-    found = {prefix for node in graph.node for prefix in _prefixes(node.name)}
-    plain = _plain(found, set(layers))
+    prefixes = {prefix for node in graph.node for prefix in _prefixes(node.name)}
+    plain = _plain(prefixes, set(layers))
     taken: set[str] = set()
     new = {}
     for node in graph.node:
@@ -98,9 +98,9 @@ def _prefixes(name: str) -> list[str]:
     return ["/".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _plain(found: Iterable[str], layers: set[str]) -> dict[str, str]:
+def _plain(prefixes: Iterable[str], layers: set[str]) -> dict[str, str]:
     """Map each path to its last part, named like the layer or the part of the step."""
-    plain = {prefix: prefix.rpartition("/")[2] for prefix in found}
+    plain = {prefix: prefix.rpartition("/")[2] for prefix in prefixes}
     held = set(plain)
     # Shorter names first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
     for prefix in sorted(plain, key=lambda path: (len(path), path)):

@@ -72,11 +72,11 @@ def read_profiles(folders: Sequence[Path]) -> list[Costs]:
     files = [next(folder.glob("*.xplane.pb"), None) for folder in folders]
     steps = [int(folder.name.split("-")[1]) for folder in folders]
     present = [str(file) for file in files if file]
-    found, problem = _read_apart(present) if present else ({}, "")
+    costs_by_file, problem = _read_apart(present) if present else ({}, "")
     costs = []
     for step, file in zip(steps, files, strict=True):
         why = problem or ("" if file else "there is no file *.xplane.pb")
-        place, ms, ops = found.get(str(file), ("", 0.0, []))
+        place, ms, ops = costs_by_file.get(str(file), ("", 0.0, []))
         if not why and not ops:
             why = f"{file} holds no ops"
         costs.append(Costs(step, place, ms, [Op(*op) for op in ops], why and f"cannot be read: {why}."))

@@ -63,8 +63,8 @@ def read_stories(run_dir: Path) -> dict[int, RankStory]:
 
     Raises UserError for a log that cannot be read.
     """
-    found = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
-    stories = {story.rank: story for starts in found for story in starts}
+    last_starts = [_read_starts(path)[-1:] for path in (run_dir / FOLDER).glob("rank-*.log")]
+    stories = {story.rank: story for starts in last_starts for story in starts}
     # An earlier start may have had more ranks.
     size = stories[0].size if 0 in stories else len(stories)
     return {rank: stories[rank] for rank in sorted(stories) if rank < size}

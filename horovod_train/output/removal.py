@@ -39,8 +39,8 @@ DRAFT = Made("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
 def begins(path: Path, head: str) -> bool:
     """Return whether a file begins like this. So does a shorter file that a kill has left."""
     with path.open("rb") as file:
-        found = file.read(len(head))
-    return head.encode().startswith(found)
+        beginning = file.read(len(head))
+    return head.encode().startswith(beginning)
 
 
 def draft_of(path: Path) -> Path:

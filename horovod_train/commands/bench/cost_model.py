@@ -97,11 +97,11 @@ def fit(points: Sequence[Point], topology: Topology, cores: int) -> Costs:
     best, least = np.zeros(3), math.inf
     # With three costs, trying every choice of those that are not zero is the whole of non-negative least squares.
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
-        found = np.zeros(3)
-        found[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], wanted, rcond=None)[0]
-        error = float(np.sum((rows / scale @ found - wanted) ** 2))
-        if (found >= 0).all() and error < least:
-            best, least = found, error
+        costs = np.zeros(3)
+        costs[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], wanted, rcond=None)[0]
+        error = float(np.sum((rows / scale @ costs - wanted) ** 2))
+        if (costs >= 0).all() and error < least:
+            best, least = costs, error
     return Costs(*(best / scale).tolist())
 
 

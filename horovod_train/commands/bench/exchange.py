@@ -67,8 +67,8 @@ def _compare(chosen: dict[str, Contender], ranks: int, arguments: argparse.Names
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
         for name, contender in chosen.items():
-            found = launch(name, contender, ranks, systems, arguments.seconds)
-            measured = {system: _records_per_s(row) * ranks for system, row in found.items()}
+            by_system = launch(name, contender, ranks, systems, arguments.seconds)
+            measured = {system: _records_per_s(row) * ranks for system, row in by_system.items()}
             rates[name].append(measured)
             figures = ", ".join(f"{system} {rate:,.0f} records/s" for system, rate in measured.items())
             print(f"{name}: {figures}", file=sys.stderr, flush=True)
@@ -91,10 +91,10 @@ def _known(only: list[str] | None) -> dict[str, Contender]:
     if problem:
         print(f"without MPI: {problem}", file=sys.stderr)
         known = {name: contender for name, contender in known.items() if contender.way != "mpirun"}
-    found = {name: contender for name, contender in known.items() if not only or any(text in name for text in only)}
-    if not found:
+    chosen = {name: contender for name, contender in known.items() if not only or any(text in name for text in only)}
+    if not chosen:
         raise UserError(f"bench exchange: --only {only}: no contender's name holds it; there are {', '.join(known)}.")
-    return found
+    return chosen
 
 
 def _ceiling(known: dict[str, Contender]) -> Contender:
@@ -106,8 +106,8 @@ def _show(system: str, ranks: int, rates: dict[str, list[float]]) -> None:
     console.print(f"{SYSTEMS[system]}; {ranks} ranks", markup=False)
     ceiling = statistics.median(rates[CEILING])
     rows = []
-    for name, found in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
-        median = statistics.median(found)
-        figures = [f"{value:,.0f}" for value in (median, min(found), max(found))]
+    for name, launches in sorted(rates.items(), key=lambda item: -statistics.median(item[1])):
+        median = statistics.median(launches)
+        figures = [f"{value:,.0f}" for value in (median, min(launches), max(launches))]
         rows.append((name, *figures, f"{median / ceiling:.2f}"))
     console.print(build_table(("", "records/s", "slowest", "fastest", "of the ceiling"), rows, left=("",)))

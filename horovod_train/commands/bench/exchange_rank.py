@@ -138,13 +138,13 @@ def main() -> int:
     parser.add_argument("--both", dest="kinds", action="store_const", const=[EveryStep, Alone])
     arguments = parser.parse_args()
     group = start(HorovodConfig(), DeviceConfig())
-    found = {
+    measured = {
         name: measure(group, name, arguments.seconds, arguments.kinds)._asdict() | {"rows": SYSTEMS[name].batch}
         for name in arguments.systems
     }
     if group.is_root:
         with Path(arguments.out).open("x", encoding="utf-8") as file:
-            json.dump({"exchange": group.exchange, "systems": found}, file)
+            json.dump({"exchange": group.exchange, "systems": measured}, file)
     group.close()
     return 0
 

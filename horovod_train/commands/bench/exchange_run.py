@@ -61,5 +61,5 @@ def launch(name: str, contender: Contender, ranks: int, systems: Sequence[str], 
             raise RunError(f"bench exchange: {name}: not done after {limit_s:.0f} s.") from error
         if finished.returncode or not out.exists():
             raise RunError(f"bench exchange: {name}: exit code {finished.returncode}: {finished.stderr[-2000:]}")
-        found: dict[str, Any] = json.loads(out.read_text())["systems"]
-    return found
+        measured: dict[str, Any] = json.loads(out.read_text())["systems"]
+    return measured

@@ -105,14 +105,14 @@ def run(
     name: str, contender: Contender, numbers: Sequence[int], projected: Projected, arguments: argparse.Namespace
 ) -> int:
     both = contender._replace(kinds="both")
-    found: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+    by_ranks: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
     for turn in range(arguments.rounds):
-        for number, launches in found.items():
+        for number, launches in by_ranks.items():
             launches.append(launch(name, both, number, list(SYSTEMS), arguments.seconds))
             print(
                 f"round {turn + 1}, {number} ranks: {_line(_points(contender, number, launches[-1:]))}", file=sys.stderr
             )
-    points = [point for number, launches in found.items() for point in _points(contender, number, launches)]
+    points = [point for number, launches in by_ranks.items() for point in _points(contender, number, launches)]
     topology, cores = TOPOLOGIES[contender.way], len(os.sched_getaffinity(0))
     costs = fit(points, topology, cores)
     if arguments.json:
@@ -191,8 +191,8 @@ def _seconds(part: Part, ranks: int, network: Network) -> str:
 def _since(part: Part, network: Network) -> str:
     from horovod_train.commands.bench.projection import MOST_RANKS, passes_at
 
-    found = passes_at(part, network)
-    return f"more than {MOST_RANKS:,}" if found is None else f"{found:,}"
+    ranks = passes_at(part, network)
+    return f"more than {MOST_RANKS:,}" if ranks is None else f"{ranks:,}"
 
 
 def _alternatives(texts: Sequence[str]) -> str:

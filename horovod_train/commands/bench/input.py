@@ -101,15 +101,15 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
     from horovod_train.commands.bench import contenders
 
     pipeline = contenders.build_ours(records, config, batch_size)
-    found = {}
+    seconds = {}
     for percent in (0, 90):
         times = []
         for epoch in range(3):
             started = time.perf_counter()
             next(pipeline.batches(epoch, pipeline.steps_per_epoch * percent // 100))
             times.append(time.perf_counter() - started)
-        found[f"{percent} %"] = statistics.median(times)
-    return found
+        seconds[f"{percent} %"] = statistics.median(times)
+    return seconds
 
 
 def _show(records: Records, turns: dict[str, list[Turn]], starts: dict[str, float]) -> None:

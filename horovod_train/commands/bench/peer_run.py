@@ -72,9 +72,9 @@ def _free_ports(count: int) -> list[int]:
 
 def _read(program: str, folder: Path, ranks: int) -> float:
     """Return what the ranks have measured. Raises RunError if they have not trained one model."""
-    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
-    if len({each["weights_sha256"] for each in found}) > 1:
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    if len({each["weights_sha256"] for each in results}) > 1:
         raise RunError(
             f"bench peers: {program}: its ranks have ended with different weights: they train {ranks} models."
         )
-    return float(found[0]["records_per_s"])
+    return float(results[0]["records_per_s"])

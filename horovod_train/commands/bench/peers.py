@@ -81,19 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
     records = _RECORDS[name] if arguments.records is None else arguments.records
     _check(arguments, steps, records)
     chosen = _choose(name, ranks, arguments.only)
-    found: dict[str, list[float]] = {name: [] for name in chosen}
+    rates: dict[str, list[float]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
         prepared = _prepare(Path(folder), name, records, steps, ranks)
         for number in range(arguments.rounds):
             for who, contender in chosen.items():
-                found[who].append(_train(contender, prepared, ranks))
-                print(f"round {number + 1}, {who}: {found[who][-1]:,.0f} records/s", file=sys.stderr, flush=True)
+                rates[who].append(_train(contender, prepared, ranks))
+                print(f"round {number + 1}, {who}: {rates[who][-1]:,.0f} records/s", file=sys.stderr, flush=True)
     batch = SYSTEMS[name].batch
     title = f"{name}, {ranks} ranks, {batch} records a rank and step; medians of {arguments.rounds} runs\n"
-    open_screen().print(title, *table(found, ranks * batch), sep="\n", markup=False)
+    open_screen().print(title, *table(rates, ranks * batch), sep="\n", markup=False)
     if arguments.json:
         with Path(arguments.json).open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"system": name, "ranks": ranks, "records_per_s": found}, indent=2) + "\n")
+            file.write(json.dumps({"system": name, "ranks": ranks, "records_per_s": rates}, indent=2) + "\n")
     return 0
 
 
@@ -146,11 +146,11 @@ def _choose(system: str, ranks: int, only: Sequence[str] | None) -> dict[str, Co
         print(f"without MPI: {problem}", file=sys.stderr)
     ways: dict[Way, str] = {"horovodrun": "gloo"} if problem else {"mpirun": "MPI", "horovodrun": "gloo"}
     known = dict(contenders(system, ranks, ways))
-    found = {name: each for name, each in known.items() if not only or any(text in name for text in only)}
-    if not found:
+    chosen = {name: each for name, each in known.items() if not only or any(text in name for text in only)}
+    if not chosen:
         raise UserError(f"bench peers: --only {only}: no contender's name holds it; there are {'; '.join(known)}.")
     ceiling = next(iter(known))
-    return {ceiling: known[ceiling], **found}
+    return {ceiling: known[ceiling], **chosen}
 
 
 class _Records(NamedTuple):
@@ -207,18 +207,18 @@ def _prepare(folder: Path, system: str, count: int, steps: int, ranks: int) -> P
     return Prepared(Given(system, folder / "records.npz", steps), measured_config(config, steps))
 
 
-def table(found: Mapping[str, Sequence[float]], records: int) -> Iterator[str]:
+def table(measured: Mapping[str, Sequence[float]], records: int) -> Iterator[str]:
     """Yield the lines of a Markdown table, the fastest first. of ours: of this project's fastest way.
 
-    found: records per second, the ceiling first. records: of a step.
+    measured: records per second, the ceiling first. records: of a step.
     """
-    medians = {name: statistics.median(rates) for name, rates in found.items()}
+    medians = {name: statistics.median(rates) for name, rates in measured.items()}
     ceiling = next(iter(medians.values()))
     ours = max((rate for name, rate in medians.items() if name.startswith(OURS) and name != CEILING), default=None)
     yield "| | records/s | steps/s | slowest to fastest, records/s | of the ceiling | of this project |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name in sorted(medians, key=lambda name: -medians[name]):
-        rates, median = found[name], medians[name]
+        rates, median = measured[name], medians[name]
         spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
         ratios = [f"{median / ceiling:.2f}", f"{median / ours:.2f}" if ours else "—"]
         yield f"| {' | '.join([name, f'{median:,.0f}', f'{median / records:,.1f}', spread, *ratios])} |"

@@ -117,5 +117,5 @@ def passes_at(part: Part, network: Network) -> int | None:
     assert share is not None
     ranks = range(2, MOST_RANKS + 1)
     # Shares grow with the ranks.
-    found = bisect.bisect_right(ranks, MOST_SHARE, key=lambda count: share(count, network))
-    return ranks[found] if found < len(ranks) else None
+    index = bisect.bisect_right(ranks, MOST_SHARE, key=lambda count: share(count, network))
+    return ranks[index] if index < len(ranks) else None

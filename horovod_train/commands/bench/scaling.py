@@ -138,8 +138,8 @@ def _draw(path: Path, points: Sequence[Point]) -> None:
     ranks = [point.ranks for point in points]
     rates = [[each.examples_per_s for each in point.together] for point in points]
     spread = [
-        [point.rate - min(found) for point, found in zip(points, rates, strict=True)],
-        [max(found) - point.rate for point, found in zip(points, rates, strict=True)],
+        [point.rate - min(each) for point, each in zip(points, rates, strict=True)],
+        [max(each) - point.rate for point, each in zip(points, rates, strict=True)],
     ]
     axes.errorbar(ranks, [point.rate for point in points], yerr=spread, marker="o", capsize=3, label="with exchange")
     axes.plot(ranks, [point.rate / point.efficiency for point in points], "--", marker="s", label="without exchange")

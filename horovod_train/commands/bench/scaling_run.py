@@ -71,11 +71,11 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
             return _measure_all([_start(config, Path(folder, "run"), words)])[0]
         one = _of_one_rank(config, ranks)
         runs = [_start(one, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
-        found = _measure_all(runs)
+        measured = _measure_all(runs)
     return Measured(
-        sum(each.examples_per_s for each in found),
-        {phase: statistics.fmean(each.shares[phase] for each in found) for phase in found[0].shares},
-        max(each.first_step_s for each in found),
+        sum(each.examples_per_s for each in measured),
+        {phase: statistics.fmean(each.shares[phase] for each in measured) for phase in measured[0].shares},
+        max(each.first_step_s for each in measured),
     )
 
 

@@ -35,9 +35,9 @@ class Interface(NamedTuple):
 
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    own = {name: (found.address, found.mbit_per_s) for name, found in own_interfaces().items()}
+    own = {name: (one.address, one.mbit_per_s) for name, one in own_interfaces().items()}
     by_rank = group.gather((own, exchange_interface()))
-    rows = [({name: Interface(*found) for name, found in interfaces.items()}, used) for interfaces, used in by_rank]
+    rows = [({name: Interface(*one) for name, one in interfaces.items()}, used) for interfaces, used in by_rank]
     return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
 
 
@@ -49,14 +49,16 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
     shown = "; ".join(
-        f"{host}: " + ", ".join(f"{name} {found.address}{_speed(found)}" for name, found in interfaces.items())
+        f"{host}: " + ", ".join(f"{name} {one.address}{_speed(one)}" for name, one in interfaces.items())
         for host, interfaces in list(hosts.items())[:4]
     )
     told = sorted({(name, host) for host, _, names in rows if names for name in names.split(",")})
     used = sorted({name for name, _ in told})
     text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
     facts: dict[str, object] = {
-        "interfaces": {host: {name: list(one) for name, one in found.items()} for host, found in hosts.items()},
+        "interfaces": {
+            host: {name: list(one) for name, one in interfaces.items()} for host, interfaces in hosts.items()
+        },
         "used": used,
     }
     for name in used:
@@ -68,26 +70,26 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
         if len(hosts) > 1 and stays:
             fix = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", fix, facts)
-    if len(hosts) > 1 and all(len(found) < 2 for found in hosts.values()):
+    if len(hosts) > 1 and all(len(interfaces) < 2 for interfaces in hosts.values()):
         return fail("network", text, "The hosts have no network interface that is up.", facts)
     return ok("network", text, facts)
 
 
 def own_interfaces() -> dict[str, Interface]:
     """Return the interfaces of this host that are up and have an IPv4 address."""
-    found = {}
+    interfaces = {}
     states = psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         state = states.get(name)
         ipv4 = [address.address for address in addresses if address.family == socket.AF_INET]
         if ipv4 and state and state.isup:
             # Drivers of virtual devices report 65535 or nothing.
-            found[name] = Interface(ipv4[0], state.speed if 0 < state.speed < 65535 else 0)
-    return found
+            interfaces[name] = Interface(ipv4[0], state.speed if 0 < state.speed < 65535 else 0)
+    return interfaces
 
 
-def _speed(found: Interface) -> str:
-    return f" {found.mbit_per_s / 1000:g} Gbit/s" if found.mbit_per_s else ""
+def _speed(interface: Interface) -> str:
+    return f" {interface.mbit_per_s / 1000:g} Gbit/s" if interface.mbit_per_s else ""
 
 
 def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:

@@ -97,9 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = explain(Path(arguments.run_dir))
-    print(json.dumps(dataclasses.asdict(found)) if arguments.json else "\n".join(found.lines()))
-    return 0 if found.state == "finished" else 1
+    explanation = explain(Path(arguments.run_dir))
+    print(json.dumps(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
+    return 0 if explanation.state == "finished" else 1
 
 
 def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:

@@ -31,10 +31,10 @@ def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     folder = run_dir / CHECKPOINTS
     try:
-        found, damaged = newest_whole(folder, _read)
+        newest, damaged = newest_whole(folder, _read)
     except OSError as error:
         raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
-    return found, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
+    return newest, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
 
 
 def _read(folder: Path) -> Checkpoint:
@@ -48,10 +48,10 @@ def _read(folder: Path) -> Checkpoint:
 
 def last_step_in_metrics(run_dir: Path) -> int | None:
     try:
-        found = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+        steps = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    return max(map(int, found), default=None)
+    return max(map(int, steps), default=None)
 
 
 def resumes_by_itself(run_dir: Path) -> bool:

@@ -142,16 +142,16 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     rows = batch["rows_per_rank"]
     per_rank = ", ".join(f"{row} on {count} rank{'s' * (count > 1)}" for row, count in rows.items())
     lines = [("ranks", f"{facts['ranks']}")]
-    for split, found in facts["records"].items():
-        if found:
-            where = f"from {found['source']}" if found["source"] else f"in {found['files']} files"
-            shown = f"{found['records']:,} records {where}, {_bytes(found['bytes'])}"
-            if found["fold"]:
-                shown += f", {'only' if split == 'eval' else 'without'} part {found['fold']}"
-            names = f"{', '.join(found['inputs'])} → {', '.join(found['targets']) or 'nothing'}"
-            names += f", weighted by {found['weight']}" if found["weight"] else ""
+    for split, records in facts["records"].items():
+        if records:
+            where = f"from {records['source']}" if records["source"] else f"in {records['files']} files"
+            shown = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
+            if records["fold"]:
+                shown += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
+            names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
+            names += f", weighted by {records['weight']}" if records["weight"] else ""
             lines.append((f"{split} data", f"{shown}; {names}"))
-            lines += [("", line) for line in _data_set_lines(found["data_sets"])]
+            lines += [("", line) for line in _data_set_lines(records["data_sets"])]
     for where, weights in facts["class_weights"].items():
         by_class = ", ".join(f"class {name}: {weight:g}" for name, weight in weights.items())
         lines.append(("weights", f"{where}: {by_class}, others: 1"))
@@ -168,11 +168,11 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     ]
     lines += facts["fine_tuning"].items()
     if facts["resume"]:
-        found = facts["resume"]
+        start = facts["resume"]
         lines.append(
             (
                 "resumes from",
-                f"step {found['step']:,} of {found['ranks']} ranks; {found['steps_left']:,} steps are left",
+                f"step {start['step']:,} of {start['ranks']} ranks; {start['steps_left']:,} steps are left",
             )
         )
     if facts["time"]:

@@ -226,10 +226,10 @@ def _evaluations(config: Config, horizon: Horizon) -> int:
 
 def count_due(every: Sequence[int], last: int, *, at_end: bool) -> int:
     """Return how many steps up to the last are a multiple of one of at most two numbers, or, if so, the last."""
-    found = sum(last // step for step in every)
+    count = sum(last // step for step in every)
     if len(every) == 2:
-        found -= last // math.lcm(*every)
-    return found + (at_end and all(last % step for step in every))
+        count -= last // math.lcm(*every)
+    return count + (at_end and all(last % step for step in every))
 
 
 def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:

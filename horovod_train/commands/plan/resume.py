@@ -24,8 +24,8 @@ class Start:
 
     @property
     def global_batch_size(self) -> int | None:
-        found = self.config.get("data", {}).get("global_batch_size")
-        return found if isinstance(found, int) else None
+        size = self.config.get("data", {}).get("global_batch_size")
+        return size if isinstance(size, int) else None
 
 
 def find_resume(config: Config) -> tuple[Start | None, list[str]]:

@@ -133,11 +133,11 @@ def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
             ranks=story.size,
             host=story.host,
             launcher=story.launcher,
-            from_step=max((int(found[1]) for found in resumed if found), default=0),
+            from_step=max((int(step[1]) for step in resumed if step), default=0),
             begin=times[0],
             end=times[-1],
             phases=tuple(_phases(story, times)),
-            code=next((found[1] for found in map(_CODE.match, infos) if found), ""),
+            code=next((code[1] for code in map(_CODE.match, infos) if code), ""),
             ended=next((entry.text for entry in story.find("end")), "its log ends without a word"),
             remarks=tuple(f"{entry.time} {entry.text}" for entry in story.entries if entry.kind in _REMARKED),
         )

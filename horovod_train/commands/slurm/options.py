@@ -73,13 +73,13 @@ def _count(word: str) -> int:
 
 
 def _sbatch(word: str) -> str:
-    found = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", word)
-    if not found or not word.isprintable():
+    option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", word)
+    if not option or not word.isprintable():
         raise argparse.ArgumentTypeError(f"expected one option of sbatch, --NAME or --NAME=VALUE; received {word!r}")
-    if found[1] in GIVE_HERE:
+    if option[1] in GIVE_HERE:
         raise argparse.ArgumentTypeError(f"give {word} to this command itself, not through --sbatch")
-    if found[1] in FIXED:
-        raise argparse.ArgumentTypeError(f"must not set --{found[1]}, because the script depends on its own")
+    if option[1] in FIXED:
+        raise argparse.ArgumentTypeError(f"must not set --{option[1]}, because the script depends on its own")
     return word
 
 
@@ -168,18 +168,18 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{file}:1: expected `option: value` lines; received {plain_value(node)!r}.")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in node.value:
         where, name = f"{file}:{key.start_mark.line + 1}", str(key.value).replace("-", "_")
         if name not in OPTIONS:
             raise UserError(f"{where}: {key.value}: unknown option; {suggest(name, list(OPTIONS))}")
-        if name in found:  # with - and with _
+        if name in options:  # with - and with _
             raise UserError(f"{where}: {key.value} is given twice.")
         try:
-            found[name] = _parse(OPTIONS[name], value)
+            options[name] = _parse(OPTIONS[name], value)
         except argparse.ArgumentTypeError as error:
             raise UserError(f"{where}: {key.value}: {error}.") from error
-    return found
+    return options
 
 
 def _parse(option: Option, node: yaml.Node) -> Any:

@@ -88,7 +88,7 @@ def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder
         "@VENV@": shlex.quote(venv),
     }
     # In one pass, because a path may contain text that looks like another placeholder.
-    return re.sub("|".join(filled), lambda found: filled[found.group()], TEMPLATE.read_text(encoding="utf-8"))
+    return re.sub("|".join(filled), lambda match: filled[match.group()], TEMPLATE.read_text(encoding="utf-8"))
 
 
 def quote(value: str) -> str:

@@ -133,11 +133,11 @@ class Follower:
         return self._tails.setdefault(path.name, _Tail(path)).new_lines()
 
     def _read_log(self, path: Path) -> None:
-        found = _LOG.fullmatch(path.name)
-        if found is None:
+        file_name = _LOG.fullmatch(path.name)
+        if file_name is None:
             return
         _, lines = self._new(path)
-        rank = int(found[1])
+        rank = int(file_name[1])
         for line in lines:
             entry = read_line(line)
             if entry is None:
@@ -145,8 +145,8 @@ class Follower:
             now = self._ranks.get(rank)
             if entry.kind == "start" and (about := read_introduction(entry.text)):
                 self._ranks[rank] = RankNow(about, datetime.fromisoformat(entry.time))
-            elif now and (found := _ENDS_AT.search(entry.text)) and entry.kind == "info":
-                self._last_step = int(found[1])
+            elif now and (last_step := _ENDS_AT.search(entry.text)) and entry.kind == "info":
+                self._last_step = int(last_step[1])
             elif now:
                 self._ranks[rank] = _after(now, entry)
 

@@ -53,12 +53,12 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
     if before is None or (0 in before.ranks, before.is_over) != (0 in now.ranks, now.is_over):
         yield _title(now)
     yield from (_line(row, now) for row in _new_rows(before, now))
-    for rank, found in now.ranks.items():
+    for rank, state in now.ranks.items():
         old = before.ranks.get(rank) if before else None
-        if found.trouble and (old is None or old.trouble != found.trouble):
-            yield f"rank {rank} ({found.about.host}): {_first_line(found.trouble)}"
-        if found.ended and (old is None or not old.ended):
-            yield f"rank {rank} ({found.about.host}): {found.ended}"
+        if state.trouble and (old is None or old.trouble != state.trouble):
+            yield f"rank {rank} ({state.about.host}): {_first_line(state.trouble)}"
+        if state.ended and (old is None or not old.ended):
+            yield f"rank {rank} ({state.about.host}): {state.ended}"
     if now.silent_s and not (before and before.silent_s):
         yield f"no sign of life for {now.silent_s:.0f} s"
 

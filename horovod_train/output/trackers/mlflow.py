@@ -89,14 +89,14 @@ class MlflowTracker:
 
     def _experiment_id(self) -> str:
         name = self._experiment or self._default_experiment
-        if found := self._client.get_experiment_by_name(name):
-            return str(found.experiment_id)
+        if experiment := self._client.get_experiment_by_name(name):
+            return str(experiment.experiment_id)
         try:
             return str(self._client.create_experiment(name))
         except self._mlflow.exceptions.MlflowException as error:
-            found = self._client.get_experiment_by_name(name)  # another run may have created it meanwhile
-            if error.error_code == "RESOURCE_ALREADY_EXISTS" and found:
-                return str(found.experiment_id)
+            experiment = self._client.get_experiment_by_name(name)  # another run may have created it meanwhile
+            if error.error_code == "RESOURCE_ALREADY_EXISTS" and experiment:
+                return str(experiment.experiment_id)
             raise
 
     def _log_params(self, settings: Mapping[str, str], known: Mapping[str, str], step: int) -> None:

@@ -30,9 +30,9 @@ class Record:
         if not self._path.exists():
             return
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-            self.run_id = str(found["run_id"])
-            self.logged = {str(split): int(step) for split, step in found["logged"].items()}
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            self.run_id = str(content["run_id"])
+            self.logged = {str(split): int(step) for split, step in content["logged"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"log.trackers: {self._path}: expected a record of a run's tracker: {error}. Remove the file to begin "
