@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError
+from horovod_train.errors import RunError, UserError
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
@@ -35,7 +35,7 @@ def load_function(name: str, where: str) -> Any:
         raise UserError(f"{where}: cannot import {name!r}: {error}. Is its folder on PYTHONPATH?") from error
     except SyntaxError as error:
         raise UserError(f"{where}: {error.filename}:{error.lineno}: {error.msg}.") from error
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         text = " ".join(str(error).split())
         raise UserError(
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {text}{raised_at(error)}."
@@ -120,7 +120,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> 
         raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
     try:
         return function(**given, **spec.options)
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, ArithmeticError, SystemExit) as error:
         text = " ".join(str(error).split())
         raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
 
@@ -131,6 +131,12 @@ def raised_at(error: BaseException) -> str:
         if not _is_library(Path(frame.filename)):
             return f" (at {frame.filename}:{frame.lineno})"
     return ""
+
+
+def failure_of(error: SystemExit) -> RunError:
+    """Return sys.exit in the user's code as a failure. It would end one rank, maybe with 0, while the others wait."""
+    why = "raise an exception in its place, or return a StopReason from a hook"
+    return RunError(f"sys.exit({error.code!r}) was called{raised_at(error)} and is no end of a run: {why}.")
 
 
 def _is_library(file: Path) -> bool:

@@ -135,7 +135,7 @@ def _last_save_finished(run: Run) -> Iterator[None]:
     """If the block fails, wait until root has finished the checkpoint it is writing, then re-raise."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if run.store.step_under_way is not None:
             run.group.heartbeat.phase("save")  # phase stays on: the watchdog allows for the rest of the exit too
         run.store.finish(timeout_s=0.9 * run.config.watch.stop_after_s)  # before the watchdog reports a stall

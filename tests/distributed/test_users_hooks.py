@@ -162,14 +162,35 @@ def test_stop_training_on_one_rank_stops_all_at_this_step(rank_facts: RankFacts)
     assert [[number for _, number, _ in facts["told"]] for facts in found] == [[0, 1, 2, 3, 4, 0, 1]] * 2
 
 
-def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(digits: Path, tmp_path: Path) -> None:
+HOOKED = ("log={every_steps: 2, tensorboard: false}", "model=user_models:small")
+
+
+def on_digits(digits: Path) -> list[str | Path]:
     config = PROJECT / "configs" / "digits_convnet.yaml"
-    words = ["--config", config, f"data.train={digits}/train", f"data.eval={digits}/eval", "model=user_models:small"]
-    words += ["log={every_steps: 2, tensorboard: false}", "hooks=user_hooks:fail_while_others_meet"]
-    finished = train([*words, "--output-dir", tmp_path / "run"], launcher="mpirun", np=2)
+    return ["--config", config, f"data.train={digits}/train", f"data.eval={digits}/eval", *HOOKED]
+
+
+@pytest.mark.parametrize(
+    ("hook", "raised"),
+    [
+        pytest.param("fail_while_others_meet", "ValueError: the hook has slipped", marks=pytest.mark.long),
+        ("quit_while_others_meet", "SystemExit: 0"),
+    ],
+)
+def test_a_hook_that_fails_on_one_rank_ends_all_though_the_others_wait_for_it(
+    digits: Path, tmp_path: Path, hook: str, raised: str
+) -> None:
+    words = [*on_digits(digits), f"hooks=user_hooks:{hook}", "--output-dir", tmp_path / "run"]
+    finished = train(words, launcher="mpirun", np=2)
     assert finished.returncode == 1, finished.text
-    assert "hooks: user_hooks:fail_while_others_meet failed after step 2: ValueError: the hook has slipped" in (
-        finished.stderr
-    )
+    assert f"hooks: user_hooks:{hook} failed after step 2: {raised}" in finished.stderr
     assert "rank 1 (" in finished.stderr
     assert "Traceback" not in finished.stderr
+
+
+def test_sys_exit_in_the_users_code_is_not_taken_for_success(digits: Path, tmp_path: Path) -> None:
+    words = [*on_digits(digits), "log.writers=[user_hooks:Quits]", "--output-dir", tmp_path / "run"]
+    finished = train(words)
+    assert finished.returncode == 1, finished.text
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith(f"error: sys.exit(0) was called (at {PROJECT / 'tests' / 'user_hooks.py'}:")

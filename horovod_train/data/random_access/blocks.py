@@ -70,7 +70,7 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
         why, good = describe_error(error), error.record - first
         rows = one_by_one(store.read(first, error.record)) if good else []
         return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
-    except Exception as error:  # a library, or the user's class, may raise anything
+    except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
         if last - first == 1:
             return [{}], {0: describe_error(error)}
     each = [_read(store, record, record + 1) for record in range(first, last)]

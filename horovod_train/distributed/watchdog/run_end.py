@@ -9,6 +9,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from horovod_train.config.registry import failure_of
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.state import Cause
 from horovod_train.distributed.watchdog.watchdog import Watchdog
@@ -45,6 +46,8 @@ class RunEnd:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, SystemExit):
+            error = failure_of(error)
         if isinstance(error, Exception):
             with self._watchdog.failing():
                 exit_code = self._report(error)

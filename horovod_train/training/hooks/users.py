@@ -72,7 +72,7 @@ def raised_as(failed: str) -> Iterator[None]:
     """Raise a failure of a user's code in the block as RunError, which begins with `failed`; a rank's loss as it is."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, RunError) or is_connection_loss(error):
             raise
         text = " ".join(str(error).split())
