@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 
 from horovod_train import __version__
@@ -51,11 +51,26 @@ COMMANDS = {
 }
 """name → (module with add_arguments(parser) and run(arguments) → exit code, one line of help)."""
 
+ON_RANKS = {"doctor", "evaluate", "predict"}
+"""Commands whose ranks meet, as those of a training run."""
+
 WITH_KERAS = {"evaluate", "predict", "export", "plan"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        exit_code = _main(argv)
+    except Exception:
+        traceback.print_exc(file=unfailing(sys.stderr))
+        exit_code = 1
+    if exit_code and (not argv or argv[0] not in COMMANDS or argv[0] in ON_RANKS):
+        _let_others_know(exit_code)
+    return exit_code
+
+
+def _main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code after showing why it is not 0."""
     try:
         if argv and argv[0] in COMMANDS:
             return _run_command(argv[0], argv[1:])
@@ -73,6 +88,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         to_stderr("error: Horovod is not installed. Run: horovod-train build-horovod")
         return UserError.exit_code
+
+
+def _let_others_know(exit_code: int) -> None:
+    """Under plain srun, which lets the others wait for a rank that fails alone before the ranks meet."""
+    try:
+        step = launcher.detect().step
+    except UserError:
+        return
+    if step is not None:
+        with suppress(ModuleNotFoundError):  # of Horovod
+            from horovod_train.distributed.launch.rendezvous import report_failure
+
+            report_failure(step, exit_code)
 
 
 def _run_command(name: str, argv: Sequence[str]) -> int:
@@ -192,10 +220,9 @@ def _run(config: Config, launch: launcher.Launch) -> int:
         to_stderr(f"error: rank {launch.rank}: {error}")
         return error.exit_code
     except Exception as error:
-        if is_connection_loss(error):
-            to_stderr(f"rank {launch.rank}: stopped, because another rank has gone; its message says why.")
-        else:
-            traceback.print_exc(file=unfailing(sys.stderr))
+        if not is_connection_loss(error):
+            raise
+        to_stderr(f"rank {launch.rank}: stopped, because another rank has gone; its message says why.")
         return 1
 
 

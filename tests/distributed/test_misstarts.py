@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import (
     HANGS_AFTER_S,
     PROGRAMS,
@@ -61,6 +63,38 @@ def test_a_root_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (facts,) = meet(tmp_path / "out", ["1"], HOROVOD_START_TIMEOUT="1")
     assert "rank 0 on localhost (127.0.0.1) does not answer rank 1 on localhost at port" in facts["error"]
     assert facts["exit_code"] == 2
+
+
+ALONE = 'exec "$@" $([ $SLURM_PROCID = 0 ] || echo nonsense=1)'
+NO_INTERFACE = 'HOROVOD_GLOO_IFACE=$([ $SLURM_PROCID = 0 ] && echo lo || echo ib7) exec "$@"'
+
+
+@pytest.mark.parametrize(
+    ("shell", "output_dir", "said"),
+    [
+        pytest.param(ALONE, "run", r"error: rank 1 \(.*\): command line: nonsense: unknown key", id="a rank"),
+        pytest.param('exec "$@"', "config/run", "error: output_dir: cannot write", id="root", marks=pytest.mark.long),
+        pytest.param(
+            NO_INTERFACE,
+            "run",
+            "error: HOROVOD_GLOO_IFACE must be .* received 'ib7', which rank 1 on localhost has not. It has .*lo",
+            id="interface",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_rank_that_fails_alone_before_the_ranks_meet_ends_all(
+    digits: Path, tmp_path: Path, shell: str, output_dir: str, said: str
+) -> None:
+    """srun lets the others wait for it. Without knowing, root would report it as missing after 120 s."""
+    config = tmp_path / "config"
+    config.write_text(f"data: {{train: {digits}/train, global_batch_size: 96}}\ntrain: {{max_steps: 2}}\n")
+    program = [sys.executable, "-m", "horovod_train.main", "--config", str(config)]
+    command = [*SRUN, "bash", "-c", shell, "-", *program, "--output-dir", str(tmp_path / output_dir)]
+    finished = run_process(command, environment=rank_environment() | {"HOROVOD_START_TIMEOUT": "120"})
+    assert finished.returncode == 2, finished.text
+    (line,) = finished.stderr.splitlines()
+    assert re.match(said, line), finished.text
 
 
 def test_ranks_that_mpi_does_not_bring_together_end_with_one_sentence(digits: Path, tmp_path: Path) -> None:

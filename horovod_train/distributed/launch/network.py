@@ -30,10 +30,16 @@ def interface_of(own: str) -> str | None:
     return None
 
 
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface of this host that has one."""
+    found = psutil.net_if_addrs()
+    return {
+        str(name): str(each.address) for name in found for each in found[name][::-1] if each.family == socket.AF_INET
+    }
+
+
 def address_of_interface(name: str) -> str | None:
-    """Return the IPv4 address of an interface of this host."""
-    found = psutil.net_if_addrs().get(name, [])
-    return next((str(each.address) for each in found if each.family == socket.AF_INET), None)
+    return interfaces().get(name)
 
 
 def choose_host(hosts: Sequence[str], interface: str | None) -> str:

@@ -34,6 +34,13 @@ PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 to 60999)."""
 PORTS_TRIED = 16
 
+_HERE = b"here"
+_FAILED = "failed {rank} {exit_code}"
+"""What a rank says in place of `here` if it has failed, and then root to all ranks."""
+
+_has_arrived = False
+"""Whether this process has taken part in a rendezvous, so that the others do not wait for it any more."""
+
 
 @contextmanager
 def open_rendezvous(step: Step) -> Iterator[None]:
@@ -43,12 +50,16 @@ def open_rendezvous(step: Step) -> Iterator[None]:
     watchdog uses that interface too. With HOROVOD_DYNAMIC_PROCESS_SETS=1 the server and its address stay, because the
     ranks of a process set use them as well.
 
-    Raises UserError if ranks cannot find each other as they were started, RunError if some do not arrive.
+    Raises UserError if ranks cannot find each other as they were started, RunError if some do not arrive, and
+    FailedElsewhere if one has called `report_failure`.
     """
+    global _has_arrived
     if step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+    interface = _interface(step)  # before this rank arrives: a rank that fails from then on lets the others wait
     server = _open_server(step) if step.rank == 0 else None
+    _has_arrived = True
     try:
         if server is None:
             address, port = _find_root(_address_of_root(step), step, until)
@@ -56,8 +67,7 @@ def open_rendezvous(step: Step) -> Iterator[None]:
             port = server.server_address[1]
             address = _with_key(server.server_address[0], port, step)
             _wait_for_all(server, step, until)
-        if "HOROVOD_GLOO_IFACE" not in os.environ:
-            os.environ["HOROVOD_GLOO_IFACE"] = _interface(step)
+        os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, address, port)
         with _environment(variables):
             yield
@@ -67,6 +77,25 @@ def open_rendezvous(step: Step) -> Iterator[None]:
         if server is not None and not _stays():
             server.shutdown()
             server.server_close()
+
+
+def report_failure(step: Step, exit_code: int) -> None:
+    """Let the other ranks know that this one has failed before it met them: they would wait for it.
+
+    Returns when all know, or after the time for which they would wait. Does not raise.
+    """
+    if _has_arrived or step.size == 1:
+        return
+    failure = _FAILED.format(rank=step.rank, exit_code=exit_code).encode()
+    with suppress(RunError):
+        until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+        if step.rank != 0:
+            _find_root(_address_of_root(step), step, until, failure)
+            return
+        server = _open_server(step)
+        _tell(server, step, until, failure)
+        server.shutdown()
+        server.server_close()
 
 
 def _stays() -> bool:
@@ -105,34 +134,65 @@ def _with_key(address: str, port: int, step: Step) -> str:
     return f"{address}:{port}/{key_of(step.name, port)}"
 
 
+def _arrived(server: StepServer) -> dict[int, bytes]:
+    """Return what each rank has said that has arrived."""
+    with server.cache_lock:
+        return {int(key): said for key, said in server.cache[key_value_store.NAME].items() if key.isdecimal()}
+
+
 def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
-    """Wait on root until all ranks have arrived."""
-    awaited = set(range(1, step.size))
-    while awaited:
-        with server.cache_lock:
-            awaited -= {int(key) for key in server.cache[key_value_store.NAME] if key.isdecimal()}
-        if awaited and time.monotonic() > until:
+    """Wait on root until all ranks have arrived. Raises FailedElsewhere once all know that one has failed."""
+    while awaited := set(range(1, step.size)) - (arrived := _arrived(server)).keys():
+        if any(said != _HERE for said in arrived.values()):
+            break
+        if time.monotonic() > until:
             names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
             raise RunError(
                 f"{len(awaited)} of {step.size} ranks have not reached {step.nodes[0]} in time: {names}. Their output "
                 "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
             )
-        time.sleep(key_value_store.POLL_S / 5 if awaited else 0)
+        time.sleep(key_value_store.POLL_S / 5)
+    if failure := next((said for said in arrived.values() if said != _HERE), None):
+        _tell(server, step, until, failure)
+        raise _elsewhere(failure)
     with server.cache_lock:
-        server.cache[key_value_store.NAME]["all"] = b"here"
+        server.cache[key_value_store.NAME]["all"] = _HERE
 
 
-def _find_root(host: str, step: Step, until: float) -> tuple[str, int]:
-    """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root."""
+def _tell(server: StepServer, step: Step, until: float, failure: bytes) -> None:
+    """On root: return when all ranks know of the failure, also those that are still on their way."""
+    with server.cache_lock:
+        server.cache[key_value_store.NAME]["all"] = failure
+    while time.monotonic() < until:
+        if sum(said != _HERE for said in _arrived(server).values()) == step.size - 1:
+            return
+        time.sleep(key_value_store.POLL_S)
+
+
+def _elsewhere(failure: bytes) -> FailedElsewhere:
+    _, rank, exit_code = failure.split()
+    return FailedElsewhere(f"rank {int(rank)} failed before the ranks met", int(exit_code))
+
+
+def _find_root(host: str, step: Step, until: float, mine: bytes = _HERE) -> tuple[str, int]:
+    """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
+
+    mine: what this rank says, `here` or its failure; after a failure it does not wait for the others.
+    """
     port, ports, address, tries = None, candidate_ports(step.name), "", key_value_store.Tries(step.size, until)
     while tries.pause():
         if port is None:
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
-            if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank)) is None:
+            if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), mine) is None:
                 port = None
-        elif key_value_store.ask(address, port, "GET", "all") is not None:
+            elif port is not None and mine != _HERE:
+                return address, port
+        elif (said := key_value_store.ask(address, port, "GET", "all")) == _HERE:
             return address, port
+        elif said is not None:
+            key_value_store.ask(address, port, "PUT", str(step.rank), said)  # root waits until all know
+            raise _elsewhere(said)
     if port is None and step.rank == 1:
         raise UserError(
             f"rank 0 on {step.nodes[0]} ({host}) does not answer rank 1 on {step.nodes[step.node]} at port "
@@ -171,10 +231,18 @@ def _address_of(host: str) -> str:
 
 
 def _interface(step: Step) -> str:
-    """Return the network interface through which this rank reaches the other hosts; loopback if there is one host only.
+    """Return the user's interface, or that through which this rank reaches other hosts; loopback if there are none.
 
     gloo would take the address of the host's own name, which is a loopback address on many Debian hosts.
     """
+    if given := os.environ.get("HOROVOD_GLOO_IFACE"):
+        if network.address_of_interface(given) is None:
+            known = ", ".join(network.interfaces())
+            raise UserError(
+                f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {given!r}, which "
+                f"rank {step.rank} on {step.nodes[step.node]} has not. It has {known}."
+            )
+        return given
     there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
     own = network.own_address_towards(there)
     if (name := network.interface_of(own)) is None:
