@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -256,3 +258,17 @@ def test_ranks_of_several_hosts_connect_where_they_exchange() -> None:
     assert choose_host(["a", "b"], "lo") == "127.0.0.1"
     # Without a known interface: the address from which this host reaches another.
     assert choose_host([socket.gethostname(), "127.0.0.2"], None) == "127.0.0.1"
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_is_reached_from_outside(tmp_path: Path) -> None:
+    """As Debian's installer leaves it, and where the names of the others are not known."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
+    code = "from horovod_train.distributed.launch import network; print(network.choose_host(['debian', 'other'], None))"
+    link = "ip link set lo up; ip link add eth0 type bridge; ip addr add 10.1.2.3/24 dev eth0; ip link set eth0 up"
+    script = f'hostname debian; mount --bind {tmp_path}/hosts /etc/hosts; {link}; exec {sys.executable} -c "{code}"'
+    found = subprocess.run(
+        ["unshare", "-n", "-m", "-u", "sh", "-ec", script], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"a network of its own needs root: {found.stderr.strip()}")
+    assert found.stdout == "10.1.2.3\n"

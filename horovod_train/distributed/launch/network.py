@@ -9,6 +9,9 @@ from contextlib import suppress
 
 import psutil
 
+_ELSEWHERE = "192.0.2.1"
+"""An address on no host (RFC 5737): the way to it is the default route."""
+
 
 def exchange_interface(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the network interfaces that the ranks were told to use for exchanges, as the launcher or user wrote it."""
@@ -52,8 +55,10 @@ def choose_host(hosts: Sequence[str], interface: str | None) -> str:
     if interface and (address := address_of_interface(interface)):
         return address
     own = socket.gethostname()
-    for host in hosts:
+    for host in [*hosts, _ELSEWHERE]:
         if host != own:
             with suppress(OSError):
                 return own_address_towards(host)
-    return socket.gethostbyname(own)
+    # Not that of the host's own name, which many hosts resolve to a loopback address.
+    outside = [address for address in interfaces().values() if not address.startswith("127.")]
+    return outside[0] if outside else socket.gethostbyname(own)
