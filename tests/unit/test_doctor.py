@@ -122,19 +122,23 @@ ALONE, ETH0, IB0 = {"lo": LO}, {"lo": LO, "eth0": ETH}, {"lo": LO, "ib0": ETH}
 @pytest.mark.parametrize(
     ("rows", "level", "text"),
     [
-        ([("a", ALONE, None)], "ok", "left to Horovod and MPI"),
-        ([("a", ALONE, "lo"), ("a", ALONE, "lo")], "ok", "used: lo"),
-        ([("a", ETH0, "eth0"), ("b", ETH0, "eth0")], "ok", "10 Gbit/s"),
-        ([("a", ETH0, "eth0"), ("b", IB0, "ib0")], "ok", "used: eth0, ib0"),  # plain srun: each host has its own name
-        ([("a", ETH0, "eth0"), ("b", IB0, "eth0")], "fail", "eth0 is not up on b"),  # horovodrun: one name for all
-        ([("a", ETH0, "eth0"), ("b", IB0, None)], "ok", "used: eth0"),
-        ([("a", ETH0, "lo"), ("b", ETH0, "lo")], "fail", "cannot meet over lo"),
-        ([("a", ETH0, "eth0"), ("b", ETH0, "lo")], "fail", "cannot meet over lo"),
-        ([("a", ALONE, None), ("b", ALONE, None)], "fail", ""),
+        ([("a", ALONE, [])], "ok", "left to Horovod and MPI"),
+        ([("a", ALONE, ["lo"]), ("a", ALONE, ["lo"])], "ok", "used: lo"),
+        ([("a", ETH0, ["eth0"]), ("b", ETH0, ["eth0"])], "ok", "10 Gbit/s"),
+        (
+            [("a", ETH0, ["eth0"]), ("b", IB0, ["ib0"])],
+            "ok",
+            "used: eth0, ib0",
+        ),  # plain srun: each host has its own name
+        ([("a", ETH0, ["eth0"]), ("b", IB0, ["eth0"])], "fail", "eth0 is not up on b"),  # horovodrun: one name for all
+        ([("a", ETH0, ["eth0"]), ("b", IB0, [])], "ok", "used: eth0"),
+        ([("a", ETH0, ["lo"]), ("b", ETH0, ["lo"])], "fail", "cannot meet over lo"),
+        ([("a", ETH0, ["eth0"]), ("b", ETH0, ["lo"])], "fail", "cannot meet over lo"),
+        ([("a", ALONE, []), ("b", ALONE, [])], "fail", ""),
     ],
 )
 def test_each_host_must_have_the_interface_that_its_ranks_use(
-    rows: list[tuple[str, dict[str, Interface], str | None]], level: str, text: str
+    rows: list[tuple[str, dict[str, Interface], list[str]]], level: str, text: str
 ) -> None:
     found = judge_network(rows)
     assert (found.level, text in found.text) == (level, True), found

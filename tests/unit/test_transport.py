@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from strangers import messages
 
-from horovod_train.distributed.launch.network import choose_host
+from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog import listener
 from horovod_train.distributed.watchdog.listener import ADMITTED, HELLO, Address
 from horovod_train.distributed.watchdog.transport import Lost, Received, Server, connect
@@ -251,19 +251,42 @@ def test_pending_connections_that_send_anything_change_nothing(polled: Polled) -
 
 
 def test_ranks_of_one_host_connect_on_loopback() -> None:
-    assert choose_host(["a", "a"], "eth0") == "127.0.0.1"
+    assert choose_host(["a", "a"], ["eth0"]) == "127.0.0.1"
 
 
 def test_ranks_of_several_hosts_connect_where_they_exchange() -> None:
-    assert choose_host(["a", "b"], "lo") == "127.0.0.1"
+    assert choose_host(["a", "b"], ["ib0", "lo"]) == "127.0.0.1"
     # Without a known interface: the address from which this host reaches another.
-    assert choose_host([socket.gethostname(), "127.0.0.2"], None) == "127.0.0.1"
+    assert choose_host([socket.gethostname(), "127.0.0.2"], []) == "127.0.0.1"
+
+
+KNOWN = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1", "docker0": "172.17.0.1", "ib0": "10.2.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("eth0", ["eth0"]),
+        ("eth", ["eth0", "eth1"]),
+        ("ib,eth1", ["eth1", "ib0"]),
+        ("=eth", ["eth"]),  # which no host has
+        ("=eth0,ib0", ["eth0", "ib0"]),
+        ("^docker0,lo", ["eth0", "eth1", "ib0"]),
+        ("^eth", ["docker0", "ib0"]),
+        ("^=eth", ["eth0", "eth1", "docker0", "ib0"]),
+        ("bond0", ["bond0"]),
+        ("", []),
+    ],
+)
+def test_interfaces_are_named_as_nccl_reads_them(given: str, used: list[str]) -> None:
+    assert exchange_interfaces({"NCCL_SOCKET_IFNAME": given}, KNOWN) == used
+    assert exchange_interfaces({"NCCL_SOCKET_IFNAME": given, "HOROVOD_GLOO_IFACE": "lo"}, KNOWN) == ["lo"]
 
 
 def test_a_host_whose_own_name_is_a_loopback_address_is_reached_from_outside(tmp_path: Path) -> None:
     """As Debian's installer leaves it, and where the names of the others are not known."""
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
-    code = "from horovod_train.distributed.launch import network; print(network.choose_host(['debian', 'other'], None))"
+    code = "from horovod_train.distributed.launch import network; print(network.choose_host(['debian', 'other'], []))"
     link = "ip link set lo up; ip link add eth0 type bridge; ip addr add 10.1.2.3/24 dev eth0; ip link set eth0 up"
     script = f'hostname debian; mount --bind {tmp_path}/hosts /etc/hosts; {link}; exec {sys.executable} -c "{code}"'
     found = subprocess.run(

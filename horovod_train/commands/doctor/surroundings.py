@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import psutil
 from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import clock_offsets_s
-from horovod_train.distributed.launch.network import exchange_interface
+from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
 from horovod_train.output.removal import Made, remove
 
 MOST_SKEW_S = 1.0
@@ -35,24 +34,24 @@ class Interface(NamedTuple):
 
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    own = {name: (one.address, one.mbit_per_s) for name, one in own_interfaces().items()}
-    by_rank = group.gather((own, exchange_interface()))
-    rows = [({name: Interface(*one) for name, one in interfaces.items()}, used) for interfaces, used in by_rank]
+    local = {name: (interface.address, interface.mbit_per_s) for name, interface in own_interfaces().items()}
+    by_rank = group.gather((local, exchange_interfaces()))
+    rows = [({name: Interface(*fields) for name, fields in table.items()}, used) for table, used in by_rank]
     return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
 
 
-def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]]) -> CheckResult:
+def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[str]]]) -> CheckResult:
     """rows: for each rank its host, the interfaces that are up there, and those that it was told to use.
 
-    These are names with commas, or None if there is no setting. horovodrun tells all ranks the same; under plain srun
-    each rank finds its own, because hosts may use different names.
+    There are none without a setting. horovodrun tells all ranks the same; under plain srun each rank finds its own,
+    because hosts may use different names.
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
     shown = "; ".join(
-        f"{host}: " + ", ".join(f"{name} {one.address}{_speed(one)}" for name, one in interfaces.items())
-        for host, interfaces in list(hosts.items())[:4]
+        f"{host}: " + ", ".join(f"{name} {interface.address}{_speed(interface)}" for name, interface in table.items())
+        for host, table in list(hosts.items())[:4]
     )
-    told = sorted({(name, host) for host, _, names in rows if names for name in names.split(",")})
+    told = sorted({(name, host) for host, _, names in rows for name in names})
     used = sorted({name for name, _ in told})
     text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
     facts: dict[str, object] = {
@@ -77,15 +76,13 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], str | None]
 
 def own_interfaces() -> dict[str, Interface]:
     """Return the interfaces of this host that are up and have an IPv4 address."""
-    interfaces = {}
     states = psutil.net_if_stats()
-    for name, addresses in psutil.net_if_addrs().items():
-        state = states.get(name)
-        ipv4 = [address.address for address in addresses if address.family == socket.AF_INET]
-        if ipv4 and state and state.isup:
-            # Drivers of virtual devices report 65535 or nothing.
-            interfaces[name] = Interface(ipv4[0], state.speed if 0 < state.speed < 65535 else 0)
-    return interfaces
+    # Drivers of virtual devices report 65535 or nothing.
+    speeds = {name: states[name].speed for name in states}
+    return {
+        name: Interface(address, speeds[name] if 0 < speeds.get(name, 0) < 65535 else 0)
+        for name, address in interfaces().items()
+    }
 
 
 def _speed(interface: Interface) -> str:

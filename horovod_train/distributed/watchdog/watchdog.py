@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.launch.network import choose_host, exchange_interface
+from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.listener import Address
 from horovod_train.distributed.watchdog.state import ANSWER_WITHIN_S, Cause, WatchState, in_background
@@ -170,7 +170,7 @@ def stall_environment(limits: WatchConfig) -> dict[str, str]:
 
 def _open_server(group: WorkerGroup) -> Server | None:
     try:
-        return Server(choose_host(group.hosts, exchange_interface()), group.size)
+        return Server(choose_host(group.hosts, exchange_interfaces()), group.size)
     except OSError as error:
         to_stderr(f"warning: the ranks are not watched: root cannot listen: {error}")
         return None
