@@ -104,6 +104,9 @@ class Output(Protocol):
     def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
         """Give trackers the files of the run, and wait for them, but not for long; a later call does nothing."""
 
+    def fail(self) -> None:
+        """Finish the trackers, and close all forms of metrics but metrics.prom, which tells alerts that the run did."""
+
     def write_config(self, text: str) -> None:
         """Write config.yaml. Raises UserError, as `rewind` does: a run that cannot record itself must not begin."""
 
@@ -140,6 +143,8 @@ class NullOutput:
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None: ...
 
     def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None: ...
+
+    def fail(self) -> None: ...
 
     def write_config(self, text: str) -> None: ...
 
@@ -183,8 +188,8 @@ class RunOutput:
             self.tensorboard = TensorBoardWriter(directory / "tensorboard")
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
-        prometheus = PrometheusFile(directory)
-        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, prometheus, self._trackers, *more]
+        self._prometheus = PrometheusFile(directory)
+        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus, self._trackers, *more]
         self._started = time.time()
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
@@ -197,6 +202,11 @@ class RunOutput:
     def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
         files = [self.directory / name for name in _GIVEN_TO_TRACKERS]
         self._trackers.finish(ended, files, at_most_s=at_most_s)
+
+    def fail(self) -> None:
+        self.finish_trackers("failed")
+        self._writers = [writer for writer in self._writers if writer is not self._prometheus]
+        self.close()
 
     def write_config(self, text: str) -> None:
         with must_be_writable(self.directory / "config.yaml"):
@@ -251,8 +261,8 @@ class RunOutput:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-        for writer in self._writers:
-            writer.close()
+        while self._writers:
+            self._writers.pop(0).close()
         self._times.close()
         self._parameters.close()
 

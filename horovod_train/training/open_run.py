@@ -28,7 +28,7 @@ from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_env
 from horovod_train.errors import RanksStartApart
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
-from horovod_train.output.run_dir import Output, open_output
+from horovod_train.output.run_dir import Output, check_writable, open_output
 from horovod_train.training.build import build_components
 from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
@@ -56,16 +56,22 @@ def open_run(config: Config) -> Iterator[Run]:
         stack.enter_context(logs.to_console(group.is_root, users=users_modules(as_dict(config))))
         with group.raise_together():
             resolve(config, group.size)  # reports config errors before any file is written
-            output = _open_output(config, group)
-            lease = open_lease(output.directory, job=launcher.detect().job)
+            run_dir = check_writable(_output_dir(config)) if group.is_root else None
+            lease = open_lease(run_dir, job=launcher.detect().job)
+        stack.callback(lease.close)
+        with group.raise_together():
+            # After the lease: users' writers and trackers may begin to write when they are made.
+            output = open_output(
+                _output_dir(config), config.log, is_root=group.is_root, launched=group.launcher != "none"
+            )
             rank_log.make_folder(output.directory)
         log_file = _open_rank_log(config, group)
         stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
-        stack.enter_context(_failure_is_tracked(output))
+        stack.enter_context(_output_told_of_failure(output))
         run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         signals = stack.enter_context(collected_signals())
-        stack.enter_context(closing(lease))
+        stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
             store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
@@ -104,32 +110,33 @@ def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | B
 def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     memory = traced_memory_environment() if config.log.profile_at_steps else {}
-    assert config.output_dir is not None
-    is_root, run_dir = launcher.detect().rank == 0, Path(config.output_dir)
+    is_root, run_dir = launcher.detect().rank == 0, Path(_output_dir(config))
     written = timeline.timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
     return stall_environment(config.watch) | memory | written
 
 
-def _open_output(config: Config, group: WorkerGroup) -> Output:
+def _output_dir(config: Config) -> str:
     assert config.output_dir is not None
-    return open_output(config.output_dir, config.log, is_root=group.is_root, launched=group.launcher != "none")
+    return config.output_dir
 
 
 def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
     """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
     first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
-    assert config.output_dir is not None
-    return rank_log.open_rank_log(config.output_dir, group.rank, host, said=first_line)
+    return rank_log.open_rank_log(_output_dir(config), group.rank, host, said=first_line)
 
 
 @contextmanager
-def _failure_is_tracked(output: Output) -> Iterator[None]:
-    """If the block fails, tell the trackers that the run has failed."""
+def _output_told_of_failure(output: Output) -> Iterator[None]:
+    """If the block fails, let the trackers and writers of metrics know."""
     try:
         yield
     except BaseException:
-        output.finish_trackers("failed")
+        try:
+            output.fail()
+        except Exception as error:  # a user's writer may raise anything, and is not why the run ends
+            log.warning(f"the metrics cannot be closed: {type(error).__name__}: {error}")
         raise
 
 

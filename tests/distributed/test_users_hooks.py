@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from conftest import PROJECT, RankFacts, train
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.inference.restore import load_weights
+from horovod_train.output.lease import open_lease
 
 WAY = ("mpirun", 2)
 
@@ -194,3 +196,14 @@ def test_sys_exit_in_the_users_code_is_not_taken_for_success(digits: Path, tmp_p
     assert finished.returncode == 1, finished.text
     (line,) = finished.stderr.splitlines()
     assert line.startswith(f"error: sys.exit(0) was called (at {PROJECT / 'tests' / 'user_hooks.py'}:")
+    assert (tmp_path / "run" / "quits.txt").read_text() == "closed"
+
+
+def test_writers_of_a_run_without_the_lease_are_not_made(digits: Path, tmp_path: Path) -> None:
+    """They might begin their files anew, which are another run's."""
+    (tmp_path / "run").mkdir()
+    with closing(open_lease(tmp_path / "run")):
+        finished = train([*on_digits(digits), "log.writers=[user_hooks:Quits]", "--output-dir", tmp_path / "run"])
+    assert finished.returncode == 2, finished.text
+    assert "is in use by another run" in finished.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == []
