@@ -76,6 +76,9 @@ class JsonLines:
         with must_be_writable(self._lines.path):
             self._lines.keep(lambda line: _step_of(line) <= step, self._made)
 
+    def sync(self) -> None:
+        self._lines.flush(sync=True)
+
     def close(self) -> None:
         self._lines.close()
 

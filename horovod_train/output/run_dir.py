@@ -127,6 +127,9 @@ class Output(Protocol):
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
         """Add one line on where the time since the last one went: phase → seconds by rank."""
 
+    def sync(self) -> None:
+        """Return when metrics.jsonl, times.jsonl and parameters.jsonl so far would survive a power cut."""
+
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         """Return the last metrics of a split, also from before a resume; empty if there are none."""
 
@@ -161,6 +164,8 @@ class NullOutput:
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
 
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None: ...
+
+    def sync(self) -> None: ...
 
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return {}
@@ -247,6 +252,10 @@ class RunOutput:
 
     def append_times(self, step: int, verdict: str, seconds: Mapping[str, Sequence[float]]) -> None:
         self._times.append({"step": step, "verdict": verdict, "seconds": seconds})
+
+    def sync(self) -> None:
+        for file in (self._metrics, self._times, self._parameters):
+            file.sync()
 
     def last_metrics(self, split: str) -> Mapping[str, float | None]:
         return self._metrics.last.get(split, {})

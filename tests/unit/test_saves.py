@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
+from horovod_train.output.run_dir import NullOutput, RunOutput
 from horovod_train.training.copies import Copies
 from horovod_train.training.hooks.save import Save
 from horovod_train.training.state import TrainState
@@ -118,6 +120,7 @@ def run_of(store: CheckpointStore) -> Any:
         clock=Stopwatch(),
         config=Config(),
         group=Alone(),
+        output=NullOutput(),
         parts=SimpleNamespace(
             best=best,
             callbacks=callbacks,
@@ -185,3 +188,26 @@ def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path) -> None:
     store = Impatient(tmp_path / "checkpoints", 9, lambda: True)
     assert save_in_a_row(store).taken_too_early > 0
     CheckpointStore.wait(store)
+
+
+def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", noting)
+    store = open_store(tmp_path, keep=9)
+    assert isinstance(store, CheckpointStore)
+    run = run_of(store)
+    run.output = RunOutput(tmp_path)
+    run.output.append_metrics("train", 1, 0, {"loss": 1.0})
+    run.state.step.assign(1)
+    Save(run, 0, NullAudit(), Copies())(run, 1)
+    assert store.wait() is None
+    assert synced[0] == ("metrics.jsonl", (tmp_path / "metrics.jsonl").stat().st_size)
+    assert len(synced) > 1

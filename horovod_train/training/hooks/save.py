@@ -41,6 +41,7 @@ class Save:
             run.store.wait()  # it still reads the copies of the save before
             arrays = settled.snapshot(run.group, self._copies)
             self._audit.flush()
+            run.output.sync()  # a power cut must not leave a checkpoint that is newer than its metrics
             run.store.save(arrays, _facts(run))
         self._saved = place
         seconds = time.perf_counter() - started
