@@ -23,20 +23,14 @@ _FOOTER = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 
 
-class FramingError(Exception):
-    """Bytes that break the format: which record (counted from the start of the data read), at which byte, and how."""
-
-    def __init__(self, record: int, offset: int, problem: str) -> None:
-        super().__init__(f"record {record}, byte {offset}: {problem}")
-        self.record, self.offset, self.problem = record, offset, problem
-
-
 class Frames(NamedTuple):
     """The records of one stretch of a file: where the data of each starts and ends in it, and its stored checksum."""
 
     starts: Sequence[int]
     ends: Sequence[int]
     checksums: Sequence[int] | np.ndarray
+    problem: str = ""
+    """What breaks the format after these records; "" if nothing does."""
 
 
 def masked_crc(data: bytes) -> int:
@@ -69,25 +63,26 @@ class Header:
 
 
 def split(data: bytes, header: Header) -> Frames:
-    """Find the records in `data`, which must hold complete ones. Raises FramingError. Does not check their data."""
+    """Find the records in `data`, up to what breaks the format. Does not check their data."""
     starts: list[int] = []
     ends: list[int] = []
     checksums: list[int] = []
-    offset, size = 0, len(data)
-    while offset < size:
+    offset, size, problem = 0, len(data), ""
+    while offset < size and not problem:
+        length = header.length(data, offset) if size - offset >= HEADER_BYTES else None
+        end = offset + HEADER_BYTES + (length or 0)
         if size - offset < HEADER_BYTES:
-            raise FramingError(len(starts), offset, "the file ends inside the record's length")
-        length = header.length(data, offset)
-        if length is None:
-            raise FramingError(len(starts), offset, "the record's length does not match its checksum")
-        end = offset + HEADER_BYTES + length
-        if end + FOOTER_BYTES > size:
-            raise FramingError(len(starts), offset, "the file ends inside the record")
-        starts.append(offset + HEADER_BYTES)
-        ends.append(end)
-        checksums.append(_FOOTER.unpack_from(data, end)[0])
-        offset = end + FOOTER_BYTES
-    return Frames(starts, ends, checksums)
+            problem = "the file ends inside the record's length"
+        elif length is None:
+            problem = "the record's length does not match its checksum"
+        elif end + FOOTER_BYTES > size:
+            problem = "the file ends inside the record"
+        else:
+            starts.append(offset + HEADER_BYTES)
+            ends.append(end)
+            checksums.append(_FOOTER.unpack_from(data, end)[0])
+            offset = end + FOOTER_BYTES
+    return Frames(starts, ends, checksums, problem)
 
 
 def even_table(data: bytes, header: Header) -> np.ndarray | None:
@@ -105,13 +100,8 @@ def even_table(data: bytes, header: Header) -> np.ndarray | None:
 def table_frames(table: np.ndarray) -> Frames:
     """Return what `split` finds in the bytes of such a table."""
     count, width = table.shape
-    starts = range(HEADER_BYTES, count * width, width)
-    return Frames(starts, range(width - FOOTER_BYTES, count * width, width), table_checksums(table))
-
-
-def table_checksums(table: np.ndarray) -> np.ndarray:
-    """Return the stored checksum of each record of such a table, uint32."""
-    return np.ascontiguousarray(table[:, -FOOTER_BYTES:]).view("<u4").ravel()
+    starts, ends = (range(first, count * width, width) for first in (HEADER_BYTES, width - FOOTER_BYTES))
+    return Frames(starts, ends, np.ascontiguousarray(table[:, -FOOTER_BYTES:]).view("<u4").ravel())
 
 
 def bad_checksums(records: Collection[bytes], checksums: Sequence[int] | np.ndarray) -> np.ndarray:

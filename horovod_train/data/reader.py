@@ -6,14 +6,24 @@ records of a batch cannot be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource, Wanted, one_by_one
+from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, one_by_one
+
+
+class _Part(NamedTuple):
+    """The records to take from one block."""
+
+    block: LoadedBlock
+    places: np.ndarray
+    """int64: their positions in the block."""
+    rows: np.ndarray
+    """int64: their rows in the result."""
 
 
 class Reader:
@@ -21,23 +31,23 @@ class Reader:
 
     def __init__(self, source: RecordSource, threads: int = DataConfig.read_threads) -> None:
         """threads: how many blocks are loaded at the same time."""
-        self._blocks, self._opened = source.blocks, source.open()
+        self._blocks, self._load = source.blocks, source.open()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="read-blocks")
-        self._in_memory: dict[int, Future[Any]] = {}
+        self._in_memory: dict[int, Future[LoadedBlock]] = {}
 
     def read_ahead(self, blocks: Iterable[int]) -> None:
         """Start loading the blocks that are not in memory yet."""
         for block in blocks:
             if block not in self._in_memory:
-                self._in_memory[block] = self._threads.submit(self._opened.load, block)
+                self._in_memory[block] = self._threads.submit(self._load, block)
 
     def keep_only(self, blocks: Iterable[int]) -> None:
         """Free all other blocks."""
         for block in self._in_memory.keys() - set(blocks):
             del self._in_memory[block]
 
-    def read(self, records: np.ndarray) -> tuple[Data, list[Fault]]:
-        """Return the records in the order asked; empty for a record with a fault.
+    def read(self, records: np.ndarray) -> tuple[Data, dict[int, str]]:
+        """Return the records in the order asked, and for those that cannot be used the sentence that says why.
 
         Raises UserError if a part has disappeared, has changed or cannot be read.
         """
@@ -46,30 +56,65 @@ class Reader:
         needed, first = np.unique(blocks[order], return_index=True)
         self.read_ahead(needed.tolist())
         places = records - self._blocks.first_record[blocks]
-        wanted = [
-            Wanted(self._in_memory[block].result(), places[rows], rows)
+        parts = [
+            _Part(self._in_memory[block].result(), places[rows], rows)
             for block, rows in zip(needed.tolist(), np.split(order, first[1:]), strict=True)
         ]
-        return self._opened.take(records, wanted)
+        faults = {
+            int(records[row]): part.block.faults[place]
+            for part in parts
+            if part.block.faults
+            for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True)
+            if place in part.block.faults
+        }
+        return _join(parts, len(records)), faults
 
     def name_record(self, record: int, problem: str) -> str:
         """Return the sentence that tells where a record is, and what is wrong with it. Loads its block if necessary."""
         (block,) = self._blocks.containing(np.array([record])).tolist()
         self.read_ahead([block])
-        return self._opened.name_record(record, self._in_memory[block].result(), problem)
+        return self._in_memory[block].result().name(record - int(self._blocks.first_record[block]), problem)
+
+
+def _join(parts: Sequence[_Part], records: int) -> Data:
+    """Return the records of all parts in one: in arrays, or one by one if some are not in arrays of the same kinds."""
+    first = parts[0].block.data
+    kinds = _kinds(first)
+    if not kinds or any(_kinds(part.block.data) != kinds for part in parts):
+        each: list[Any] = [None] * records
+        for part in parts:
+            stored = one_by_one(part.block.data)
+            for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
+                each[row] = stored[place]
+        return each
+    joined = {name: np.empty((records, *shape), dtype) for name, dtype, shape in kinds}
+    for part in parts:
+        arrays = _arrays(part.block.data)
+        for name, array in joined.items():
+            array[part.rows] = arrays[name][part.places]
+    return joined if isinstance(first, dict) else joined[""]
+
+
+def _arrays(data: Data) -> Arrays:
+    """Return the arrays of a block; none if its records are one by one."""
+    return data if isinstance(data, dict) else {"": data} if isinstance(data, np.ndarray) else {}
+
+
+def _kinds(data: Data) -> list[tuple[str, np.dtype, tuple[int, ...]]]:
+    return [(name, array.dtype, array.shape[1:]) for name, array in _arrays(data).items()]
 
 
 def parse_usable(
-    parser: Parser, records: np.ndarray, data: Data, faults: Sequence[Fault], name_record: Callable[[int, str], str]
+    parser: Parser, records: np.ndarray, data: Data, faults: Mapping[int, str], name_record: Callable[[int, str], str]
 ) -> tuple[Arrays, dict[int, str]]:
-    """Parse records; one by one if they do not parse together. name_record: as Reader's.
+    """Parse records; one by one if they do not parse together. faults, name_record: as of Reader.
 
     Return the arrays of the usable ones, in order, and a sentence for each of the others, by number, in order.
     """
     arrays = None if faults else parser.parse(data)
     if arrays is not None:
         return arrays, {}
-    known = {fault.record: fault.message for fault in faults}
+    known = dict(faults)
     usable, unusable = [], dict[int, str]()
     for record, one in zip(records.tolist(), one_by_one(data), strict=True):
         problem = None if record in known else parser.problem(one)

@@ -9,10 +9,10 @@ Files that can be read by number need less: see random_access.formats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,9 +24,6 @@ Arrays = dict[str, np.ndarray]
 
 Data = list[Any] | np.ndarray | Arrays
 """Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""
-
-B = TypeVar("B")
-"""A block in memory, in the form that its source chooses."""
 
 
 def one_by_one(data: Data) -> list[Any]:
@@ -41,13 +38,6 @@ def one_by_one(data: Data) -> list[Any]:
 def mark_skipped(ids: Any) -> Any:
     """Return the ids of these records, int64 in an array or a tensor, as of skipped ones; or of those the records."""
     return -2 - ids
-
-
-class Fault(NamedTuple):
-    """A record that cannot be used: its number, and the sentence that names it."""
-
-    record: int
-    message: str
 
 
 class Part(NamedTuple):
@@ -115,28 +105,19 @@ class Parser(Protocol):
         """Return what is wrong with one record; None if nothing is."""
 
 
-@dataclass(slots=True)
-class Wanted(Generic[B]):
-    """Records to take from one block that is in memory. Not frozen, because a batch takes hundreds of them."""
+@dataclass(frozen=True)
+class LoadedBlock:
+    """The records of a block, in memory."""
 
-    block: B
-    places: np.ndarray
-    """int64: the records' positions in the block."""
-    rows: np.ndarray
-    """int64: their rows in the result."""
+    data: Data
+    name: Callable[[int, str], str]
+    """(a record's position in the block, what is wrong with it) → the sentence that tells where the record is."""
+    faults: Mapping[int, str]
+    """Position of a record that cannot be used → that sentence. What `data` has in its place means nothing."""
 
 
-class BlockReader(Protocol[B]):
-    """Reads the blocks of a source in one process. Does not keep them; see reader."""
-
-    def load(self, block: int) -> B:
-        """Read a block. Several threads call it. Raises UserError if its part has disappeared or has changed."""
-
-    def take(self, records: np.ndarray, wanted: Sequence[Wanted[B]]) -> tuple[Data, list[Fault]]:
-        """Return the records with these numbers, in this order; those with a fault are empty."""
-
-    def name_record(self, record: int, block: B, problem: str) -> str:
-        """Return the sentence that tells where a record of a block is, and what is wrong with it."""
+LoadBlock = Callable[[int], LoadedBlock]
+"""Reads a block by its number. Several threads call it. Raises UserError if its part has disappeared or has changed."""
 
 
 class RecordSource(Protocol):
@@ -149,7 +130,7 @@ class RecordSource(Protocol):
     def parts(self) -> Sequence[Part]:
         """Return the parts in the order of the records: two sources with equal parts hold equal records."""
 
-    def open(self) -> BlockReader[Any]:
+    def open(self) -> LoadBlock:
         """Prepare for reading in this process. Raises UserError for an unusable data.stage_dir."""
 
     def parser(self, features: dict[str, Feature]) -> Parser:

@@ -13,7 +13,7 @@ from made_records import config, make_images
 from horovod_train.commands.bench.delayed import DelayedSource
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.pipeline.loader import Loader, Ranks
-from horovod_train.data.source import BlockReader, RecordSource
+from horovod_train.data.source import LoadBlock, LoadedBlock, RecordSource
 
 SHARDS = (20,) * 30
 
@@ -26,18 +26,16 @@ class Watched(DelayedSource):
         self.loaded: list[int] = []
         self._others = others
 
-    def open(self) -> BlockReader[Any]:
-        reader = super().open()
-        load = reader.load
+    def open(self) -> LoadBlock:
+        load = super().open()
 
-        def noted(block: int) -> Any:
+        def noted(block: int) -> LoadedBlock:
             self.loaded.append(block)
             if self._others is not None:
                 self._others.wait(timeout=2)
             return load(block)
 
-        reader.load = noted  # type: ignore[method-assign]
-        return reader
+        return noted
 
 
 def loader(folder: Path, others: threading.Barrier | None = None, **values: Any) -> tuple[Loader, Watched]:

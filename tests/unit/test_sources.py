@@ -19,7 +19,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.parsing.serialized import SchemaParser
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.pipeline import Pipeline
-from horovod_train.data.source import Arrays, Blocks, Data, Fault, Parser, Part, Wanted, one_by_one
+from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, one_by_one
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -37,28 +37,27 @@ SCHEMA: dict[str, Any] = {
 
 
 class Serialized:
-    """Records in a list, each a tf.train.Example. A RecordSource, and its own BlockReader."""
+    """Records in a list, each a tf.train.Example. A RecordSource."""
 
     def __init__(self, path: str, rows: Sequence[Row]) -> None:
         self.path, self.rows = path, rows
         self.blocks = Blocks(np.array(BLOCKS), np.array(BLOCKS) * 50)
         self.parts = [Part(path, 0, len(rows), hashlib.sha256(repr(rows).encode()).hexdigest())]
 
-    def open(self) -> Serialized:
-        return self
+    def open(self) -> LoadBlock:
+        return self.load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return SchemaParser(features)
 
-    def load(self, block: int) -> Sequence[Row]:
-        first, last = self.blocks.first_record[block : block + 2]
-        return self.rows[first:last]
+    def load(self, block: int) -> LoadedBlock:
+        first, last = self.blocks.first_record[block : block + 2].tolist()
+        return LoadedBlock(
+            self.data(self.rows[first:last]), lambda place, why: f"{self.path}: record {first + place}: {why}.", {}
+        )
 
-    def take(self, records: np.ndarray, wanted: Sequence[Wanted[Sequence[Row]]]) -> tuple[Data, list[Fault]]:
-        return [example(**row) for row in in_order(wanted)], []
-
-    def name_record(self, record: int, block: Sequence[Row], problem: str) -> str:
-        return f"{self.path}: record {record}: {problem}."
+    def data(self, rows: Sequence[Row]) -> Data:
+        return [example(**row) for row in rows]
 
 
 class Columns(Serialized):
@@ -67,10 +66,9 @@ class Columns(Serialized):
     def parser(self, features: dict[str, Feature]) -> Parser:
         return ColumnsParser()
 
-    def take(self, records: np.ndarray, wanted: Sequence[Wanted[Sequence[Row]]]) -> tuple[Data, list[Fault]]:
-        rows = in_order(wanted)
+    def data(self, rows: Sequence[Row]) -> Data:
         words = np.fromiter((row["words"] for row in rows), object, len(rows))
-        return {"words": words, "label": np.array([row["label"] for row in rows])}, []
+        return {"words": words, "label": np.array([row["label"] for row in rows])}
 
 
 class ColumnsParser:
@@ -87,15 +85,6 @@ class ColumnsParser:
 
     def problem(self, record: Row) -> str | None:
         return None if 0 <= record["label"] < 10 else f"feature label: received {record['label']}"
-
-
-def in_order(wanted: Sequence[Wanted[Sequence[Row]]]) -> list[Row]:
-    taken = {
-        row: part.block[place]
-        for part in wanted
-        for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True)
-    }
-    return [taken[row] for row in sorted(taken)]
 
 
 Stored = Callable[..., DataConfig]

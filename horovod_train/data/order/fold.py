@@ -38,7 +38,6 @@ def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selec
         raise UserError(f"data.fold: {fold} needs at least {folds} records; there are {source.blocks.num_records}.")
     found = parts_of_records(source.blocks.num_records, folds) == number - 1
     chosen = found if is_left_out else ~found
-    numbers = np.flatnonzero(chosen)
     counts = _count(chosen, source.blocks.first_record)
     block = np.flatnonzero(counts)
     edges = np.concatenate([[0], np.cumsum([part.records for part in source.parts])])
@@ -48,7 +47,7 @@ def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selec
         for part, count in zip(source.parts, _count(chosen, edges).tolist(), strict=True)
     ]
     blocks = Blocks(counts[block], source.blocks.bytes[block])
-    return Selection(source, blocks, parts, block, lambda records: numbers[records])
+    return Selection(source, blocks, parts, block, np.flatnonzero(chosen))
 
 
 def _count(chosen: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -59,9 +59,4 @@ def mix(source: RecordSource, entries: Sequence[Entry]) -> Selection:
         for entry, end in zip(entries, ends, strict=True)
         for part in list(source.parts[end - entry.parts : end]) * entry.repeats
     ]
-
-    def stored(records: np.ndarray) -> np.ndarray:
-        inside = blocks.containing(records)
-        return of_source.first_record[block[inside]] + records - blocks.first_record[inside]
-
-    return Selection(source, blocks, parts, block, stored)
+    return Selection(source, blocks, parts, block)

@@ -5,14 +5,14 @@ A record that is repeated has a number for each of its repeats, so whatever coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from horovod_train.data.features import Feature
-from horovod_train.data.source import BlockReader, Blocks, Data, Fault, Parser, Part, RecordSource, Wanted
+from horovod_train.data.source import Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, RecordSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,33 +24,27 @@ class Selection:
     parts: Sequence[Part]
     block: np.ndarray
     """int64 [blocks]: the source's block that each block is made of."""
-    stored: Callable[[np.ndarray], np.ndarray]
-    """Returns the numbers in the source of records with these numbers here: int64 of the same shape."""
+    records: np.ndarray | None = None
+    """int64 [records]: the number of each record in the source; None if blocks are whole."""
 
-    def open(self) -> SelectedBlocks:
-        return SelectedBlocks(self.source.open(), self)
+    def open(self) -> LoadBlock:
+        return partial(self._load, self.source.open())
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self.source.parser(features)
 
+    def _load(self, load: LoadBlock, block: int) -> LoadedBlock:
+        of_source = int(self.block[block])
+        whole = load(of_source)
+        if self.records is None:
+            return whole
+        first, last = self.blocks.first_record[block : block + 2].tolist()
+        places = (self.records[first:last] - self.source.blocks.first_record[of_source]).tolist()
+        faults = {here: whole.faults[place] for here, place in enumerate(places) if place in whole.faults}
+        return LoadedBlock(_take(whole.data, places), lambda here, problem: whole.name(places[here], problem), faults)
 
-class SelectedBlocks:
-    """The blocks of a selection. A BlockReader, whose blocks in memory are those of the source."""
 
-    def __init__(self, opened: BlockReader[Any], selection: Selection) -> None:
-        self._opened, self._selection = opened, selection
-
-    def load(self, block: int) -> Any:
-        return self._opened.load(int(self._selection.block[block]))
-
-    def take(self, records: np.ndarray, wanted: Sequence[Wanted[Any]]) -> tuple[Data, list[Fault]]:
-        stored, of_source = self._selection.stored(records), self._selection.source.blocks
-        places = stored - of_source.first_record[of_source.containing(stored)]
-        data, faults = self._opened.take(stored, [Wanted(part.block, places[part.rows], part.rows) for part in wanted])
-        messages = {fault.record: fault.message for fault in faults}
-        numbers = zip(records.tolist(), stored.tolist(), strict=True)
-        return data, [Fault(record, messages[number]) for record, number in numbers if number in messages]
-
-    def name_record(self, record: int, block: Any, problem: str) -> str:
-        (stored,) = self._selection.stored(np.array([record])).tolist()
-        return self._opened.name_record(stored, block, problem)
+def _take(data: Data, places: list[int]) -> Data:
+    if isinstance(data, dict):
+        return {name: array[places] for name, array in data.items()}
+    return data[places] if isinstance(data, np.ndarray) else [data[place] for place in places]

@@ -19,7 +19,7 @@ from horovod_train.data.parsing.serialized import blank
 from horovod_train.data.pipeline.cache import ParsedCache
 from horovod_train.data.pipeline.feed import HOST
 from horovod_train.data.reader import Reader, parse_usable
-from horovod_train.data.source import Arrays, Data, Fault, Parser, RecordSource, mark_skipped
+from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_skipped
 from horovod_train.errors import UserError
 
 _CHUNK_RECORDS = 4096
@@ -73,7 +73,8 @@ class Unparsed(NamedTuple):
     """As of a chunk."""
     data: Data | None
     """None if the cache has all of it."""
-    faults: list[Fault]
+    faults: dict[int, str]
+    """As Reader.read gives them."""
 
 
 class _Need(NamedTuple):
@@ -124,7 +125,7 @@ class Loader:
             need = self._need(steps)
             near = [need.blocks, *(self._need(later).blocks for later in following)]
             records = need.rows.records.ravel()
-            data, faults = (None, []) if self._is_cached(records) else self._reader.read(records)
+            data, faults = (None, {}) if self._is_cached(records) else self._reader.read(records)
             self._reader.keep_only(np.concatenate(near).tolist())
             self._needs = {s: n for s, n in self._needs.items() if s in following}
             self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
@@ -156,7 +157,7 @@ class Loader:
         rank = f"rank {self._ranks.rank} of {self._ranks.size}"
         return UserError(f"{sentence} Read by {rank}; data.on_bad_record=skip leaves out such records.")
 
-    def _parse(self, records: np.ndarray, data: Data | None, faults: list[Fault]) -> tuple[Arrays, np.ndarray]:
+    def _parse(self, records: np.ndarray, data: Data | None, faults: dict[int, str]) -> tuple[Arrays, np.ndarray]:
         """Return the stored values of records, and which rows are unusable: those hold another record, or zeros."""
         if data is None:
             assert self._cache is not None, "nothing was read, and there is no cache"

@@ -11,13 +11,13 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.files import check_different
-from horovod_train.data.random_access.blocks import StoreBlocks
+from horovod_train.data.random_access.blocks import read_block
 from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
 from horovod_train.data.random_access.digests import content_digests
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
-from horovod_train.data.source import Arrays, Blocks, Parser, Part
+from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage.storage import DEFAULT, Storage, unique
 from horovod_train.errors import UserError
 
@@ -40,6 +40,7 @@ class RandomAccessRecords:
         self._stores, self._build_parser = stores, build_parser
         columns = [np.concatenate([getattr(store.blocks, name) for store in stores]) for name in ("records", "bytes")]
         self.blocks = Blocks(*columns)
+        self._first_block = np.cumsum([0, *(len(store.blocks.records) for store in stores)])
         identities = {store.path: store.identity() for store in stores}
         self._stamps = [found for found in identities.values() if not isinstance(found, str)]
         files = {path: found.stamps for path, found in identities.items() if not isinstance(found, str)}
@@ -56,13 +57,18 @@ class RandomAccessRecords:
         """What users should know before a run."""
         return [store.note for store in self._stores if store.note]
 
-    def open(self) -> StoreBlocks:
+    def open(self) -> LoadBlock:
         for stamps in self._stamps:
             stamps.look_again()  # what was read of the files until now was read to describe them
-        return StoreBlocks(self._stores, self.blocks)
+        return self._load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self._build_parser(features)
+
+    def _load(self, block: int) -> LoadedBlock:
+        number = int(np.searchsorted(self._first_block, block, side="right")) - 1
+        store, inside = self._stores[number], block - int(self._first_block[number])
+        return read_block(store, *store.blocks.first_record[inside : inside + 2].tolist())
 
 
 def open_described(

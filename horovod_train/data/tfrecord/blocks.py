@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
 from horovod_train import tfrecord_framing
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.source import Data, Fault, Wanted
+from horovod_train.data.source import LoadedBlock
 from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
 from horovod_train.data.tfrecord.index import Index
 from horovod_train.data.tfrecord.index_file import ScannedFile, is_of
@@ -20,17 +19,8 @@ from horovod_train.errors import UserError
 from horovod_train.open_files import OpenFiles
 
 
-class _Block(NamedTuple):
-    number: int
-    data: bytes
-    table: np.ndarray | None
-    """From tfrecord_framing.even_table."""
-    frames: tfrecord_framing.Frames
-    error: tfrecord_framing.FramingError | None
-
-
 class TFRecordBlocks:
-    """The blocks of an index. A BlockReader."""
+    """The blocks of an index."""
 
     def __init__(self, index: Index, stage_dir: str | None, storage: Storage = DEFAULT) -> None:
         self._index, self._storage = index, storage
@@ -39,52 +29,30 @@ class TFRecordBlocks:
         self._checked: set[str] = set()
         """Remote files that were unchanged when this process first read them."""
 
-    def load(self, block: int) -> _Block:
-        data = self._read_bytes(block)
+    def load(self, block: int) -> LoadedBlock:
+        """Read a block, as source.LoadBlock says."""
+        data, count = self._read_bytes(block), int(self._index.blocks.records[block])
         table = tfrecord_framing.even_table(data, self._header)
-        if table is not None:
-            return _Block(block, data, table, tfrecord_framing.table_frames(table), None)
-        try:
-            return _Block(block, data, None, tfrecord_framing.split(data, self._header), None)
-        except tfrecord_framing.FramingError as error:
-            return _Block(block, data, None, tfrecord_framing.split(data[: error.offset], self._header), error)
+        frames = tfrecord_framing.split(data, self._header) if table is None else tfrecord_framing.table_frames(table)
+        records = [data[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
+        name = partial(self._name, block, frames)
+        bad = tfrecord_framing.bad_checksums(records, frames.checksums).tolist()
+        faults = {place: name(place, "its data does not match its checksum") for place in bad}
+        if frames.problem:  # those after it in the block are lost too
+            faults |= dict.fromkeys(range(len(records), count), name(len(records), frames.problem))
+            records += [b""] * (count - len(records))
+        header, footer = tfrecord_framing.HEADER_BYTES, tfrecord_framing.FOOTER_BYTES
+        return LoadedBlock(records if table is None else table[:, header:-footer], name, faults)
 
-    def take(self, records: np.ndarray, wanted: Sequence[Wanted[_Block]]) -> tuple[Data, list[Fault]]:
-        table = _join_tables(wanted, len(records))
-        return (table, []) if table is not None else self._take_singly(records, wanted)
-
-    def name_record(self, record: int, block: _Block, problem: str) -> str:
-        start = block.frames.starts[record - int(self._index.blocks.first_record[block.number])]
-        return self._name(block, record, start - tfrecord_framing.HEADER_BYTES, problem)
-
-    def _take_singly(self, records: np.ndarray, wanted: Sequence[Wanted[_Block]]) -> tuple[list[bytes], list[Fault]]:
-        found, checksums, faults = [b""] * len(records), [0] * len(records), dict[int, Fault]()
-        for part in wanted:
-            data, (starts, ends, stored) = part.block.data, part.block.frames
-            for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
-                if place < len(starts):
-                    found[row], checksums[row] = data[starts[place] : ends[place]], stored[place]
-                else:
-                    faults[row] = self._framing_fault(int(records[row]), part.block)
-        for row in tfrecord_framing.bad_checksums(found, checksums).tolist():
-            if row not in faults:
-                record, found[row] = int(records[row]), b""
-                block = next(part.block for part in wanted if row in part.rows)
-                faults[row] = Fault(record, self.name_record(record, block, "its data does not match its checksum"))
-        return found, list(faults.values())
-
-    def _framing_fault(self, record: int, block: _Block) -> Fault:
-        """Name the record that broke the framing; those after it in its block are lost too."""
-        error = block.error
-        assert error is not None, "a block has fewer records than its index says, and whole framing"
-        first = int(self._index.blocks.first_record[block.number])
-        return Fault(record, self._name(block, first + error.record, error.offset, error.problem))
-
-    def _name(self, block: _Block, record: int, offset: int, problem: str) -> str:
-        """Name a record of a block. offset: in the block."""
-        path = self._index.files[self._index.file[block.number]].path
-        offset += int(self._index.offset[block.number])
-        return f"{path}: {at_record(self._index.number_in_file(record), offset, problem)}"
+    def _name(self, block: int, frames: tfrecord_framing.Frames, place: int, problem: str) -> str:
+        """Name a record of a block by its position there; one that broke the framing follows the last one."""
+        path = self._index.files[self._index.file[block]].path
+        if place < len(frames.starts):
+            offset = frames.starts[place] - tfrecord_framing.HEADER_BYTES
+        else:
+            offset = frames.ends[-1] + tfrecord_framing.FOOTER_BYTES if frames.ends else 0
+        record = self._index.number_in_file(int(self._index.blocks.first_record[block]) + place)
+        return f"{path}: {at_record(record, int(self._index.offset[block]) + offset, problem)}"
 
     def _read_bytes(self, block: int) -> bytes:
         file = self._index.files[self._index.file[block]]
@@ -127,26 +95,6 @@ def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
     return {file: int(end) for file, end in zip(index.files, ends.tolist(), strict=True) if file.packing}
-
-
-def _join_tables(wanted: Sequence[Wanted[_Block]], records: int) -> np.ndarray | None:
-    """Return all records as one table; None if their lengths differ, or if a wrong checksum needs a closer look."""
-    widths = {None if part.block.table is None else part.block.table.shape[1] for part in wanted}
-    width = widths.pop()
-    if width is None or widths:
-        return None
-    table = np.empty((records, width), np.uint8)
-    for part in wanted:
-        assert part.block.table is not None
-        table[part.rows] = part.block.table[part.places]
-    data = table.tobytes()
-    ends = range(width - tfrecord_framing.FOOTER_BYTES, len(data), width)
-    each = (
-        data[start:end] for start, end in zip(range(tfrecord_framing.HEADER_BYTES, len(data), width), ends, strict=True)
-    )
-    if tfrecord_framing.bad_checksums(list(each), tfrecord_framing.table_checksums(table)).size:
-        return None
-    return table[:, tfrecord_framing.HEADER_BYTES : -tfrecord_framing.FOOTER_BYTES]
 
 
 def _check_unchanged(file: ScannedFile, now: Stamp) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
-from horovod_train.data.source import Parser, Part, problems_of
+from horovod_train.data.source import LoadBlock, Parser, Part, problems_of
 from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.data.tfrecord.blocks import TFRecordBlocks
 from horovod_train.data.tfrecord.index import Index, open_index
@@ -33,8 +33,8 @@ class TFRecords:
             for file, count in zip(files, records, strict=True)
         ]
 
-    def open(self) -> TFRecordBlocks:
-        return TFRecordBlocks(self.index, self._stage_dir, self._storage)
+    def open(self) -> LoadBlock:
+        return TFRecordBlocks(self.index, self._stage_dir, self._storage).load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         from horovod_train.data.parsing.serialized import SchemaParser  # loads TensorFlow
