@@ -12,6 +12,7 @@ from made_records import config, make_images
 
 from horovod_train.commands.bench.delayed import DelayedSource
 from horovod_train.data.dataset import build_plan, open_records
+from horovod_train.data.pipeline.batch_source import StepRange
 from horovod_train.data.pipeline.loader import Loader, Ranks
 from horovod_train.data.source import LoadBlock, LoadedBlock, RecordSource
 
@@ -46,7 +47,6 @@ def loader(folder: Path, others: threading.Barrier | None = None, **values: Any)
     records = dataclasses.replace(records, source=watched)
     plan = build_plan(records, data, seed=1, training=True, global_batch_size=20)
     made = Loader(plan, watched, watched.parser(records.schema.features), Ranks(0, 1), data)
-    made.steps_per_chunk = 1
     return made, watched
 
 
@@ -58,20 +58,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_as_many_blocks_are_read_at_the_same_time_as_asked(folder: Path, threads: int) -> None:
     made, _ = loader(folder, threading.Barrier(threads), read_threads=threads)
-    chunks = [made.steps_of(number, 0, 0) for number in range(4)]
+    chunks = [StepRange(0, step, step + 1) for step in range(4)]
     assert made.parse(made.read(chunks[0], chunks[1:])).ids.tolist() == list(range(20))
 
 
 def test_no_more_blocks_are_read_at_the_same_time_than_asked(folder: Path) -> None:
     made, _ = loader(folder, threading.Barrier(4), read_threads=3)
-    chunks = [made.steps_of(number, 0, 0) for number in range(4)]
+    chunks = [StepRange(0, step, step + 1) for step in range(4)]
     with pytest.raises(threading.BrokenBarrierError):
         made.read(chunks[0], chunks[1:])
 
 
 def test_what_is_read_ahead_is_not_read_again(folder: Path) -> None:
     made, watched = loader(folder, read_threads=1)
-    chunks = [made.steps_of(number, 0, 0) for number in range(6)]
+    chunks = [StepRange(0, step, step + 1) for step in range(6)]
     for number in range(4):
         found = made.parse(made.read(chunks[number], chunks[number + 1 : number + 3]))
         assert found.ids.tolist() == list(range(20 * number, 20 * number + 20))

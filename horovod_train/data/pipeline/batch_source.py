@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.order.mixture import DataSet
-from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch import Batch, spec_of_batch
 from horovod_train.data.pipeline.chunks import Batches
+from horovod_train.data.pipeline.feed import Feed
+
+
+class StepRange(NamedTuple):
+    """Steps [first, last) of an epoch."""
+
+    epoch: int
+    first: int
+    last: int
 
 
 class BatchSource(ABC):
@@ -20,8 +33,9 @@ class BatchSource(ABC):
     """Over all ranks in an epoch; of a stream, as many as its steps have room for."""
     global_batch_size: int
     steps_per_epoch: int
+    steps_per_chunk: int
+    """How many steps are read in one piece; fewer at the end of an epoch."""
     batch_size_per_rank: int
-    element_spec: Batch
     scaled_spec: Batch
     """Specs of what `scaled` returns."""
     fingerprint: str
@@ -37,12 +51,40 @@ class BatchSource(ABC):
     _failure: Exception | None = None
     """What ended a Feed early."""
 
-    @abstractmethod
     def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
         """Return what `batches` gives as a dataset of one or several steps each, with one more axis in front: steps.
 
         Reading starts immediately. The dataset can be iterated once; call this again for another pass.
         """
+        steps, each = self.steps_per_epoch, self.steps_per_chunk
+        count = -1 if epochs is None else -(-(steps - first_step) // each) + (epochs - 1) * -(-steps // each)
+        feed = Feed(self._load(self.step_ranges(epoch, first_step, epochs)), self._specs, self._remember)
+        data = self._dataset(feed.dataset(count))
+        feed.start()
+        return data
+
+    def step_ranges(self, epoch: int, first_step: int, epochs: int | None) -> Iterator[StepRange]:
+        """Yield the steps of each chunk, from a step of an epoch on; see `batches`."""
+        for number in itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs):
+            for first in range(first_step if number == epoch else 0, self.steps_per_epoch, self.steps_per_chunk):
+                yield StepRange(number, first, min(first + self.steps_per_chunk, self.steps_per_epoch))
+
+    @cached_property
+    def element_spec(self) -> Batch:
+        return spec_of_batch(self._dataset(Feed(iter(()), self._specs, self._remember).dataset(0)))
+
+    @property
+    @abstractmethod
+    def _specs(self) -> list[tf.TensorSpec]:
+        """What a chunk holds on its way from Python into tf.data; the first axis of each is steps."""
+
+    @abstractmethod
+    def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
+        """Yield the chunks of these steps, each as `_specs` describes it."""
+
+    @abstractmethod
+    def _dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
+        """Make of a dataset of such chunks what `chunks` returns."""
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> Batches:
         """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.

@@ -16,6 +16,7 @@ import numpy as np
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.order.sampler import EpochSequence, Plan, Rows
 from horovod_train.data.parsing.serialized import blank
+from horovod_train.data.pipeline.batch_source import StepRange
 from horovod_train.data.pipeline.cache import ParsedCache
 from horovod_train.data.pipeline.feed import HOST
 from horovod_train.data.reader import Reader, parse_usable
@@ -52,14 +53,6 @@ class Chunk:
     """int64: records of each step over all ranks."""
     widths: np.ndarray
     """int64 [steps, lists]: how long the lists of each step are over all ranks, with data.bucket_by_length."""
-
-
-class StepRange(NamedTuple):
-    """Steps [first, last) of an epoch."""
-
-    epoch: int
-    first: int
-    last: int
 
 
 class Unparsed(NamedTuple):
@@ -102,22 +95,7 @@ class Loader:
         most = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
         records = min(most, _CHUNK_BYTES / max(record_bytes, 1))
         self.steps_per_chunk = max(1, int(records / plan.rows_per_rank(ranks.size)))
-        """Fewer at the end of an epoch."""
-
-    def num_chunks(self, first_step: int, epochs: int) -> int:
-        """Return the number of chunks from a step to the end of its epoch, and in the `epochs` - 1 after it."""
-        steps = self._plan.steps_per_epoch
-        return -(-(steps - first_step) // self.steps_per_chunk) + (epochs - 1) * -(-steps // self.steps_per_chunk)
-
-    def steps_of(self, chunk: int, epoch: int, first_step: int) -> StepRange:
-        """Return the steps of chunk number `chunk`; chunk 0 begins at `first_step` of `epoch`."""
-        steps = self._plan.steps_per_epoch
-        in_first = self.num_chunks(first_step, epochs=1)
-        if chunk >= in_first:
-            later, chunk = divmod(chunk - in_first, -(-steps // self.steps_per_chunk))
-            epoch, first_step = epoch + 1 + later, 0
-        first = first_step + chunk * self.steps_per_chunk
-        return StepRange(epoch, first, min(first + self.steps_per_chunk, steps))
+        """How many are to be loaded together."""
 
     def read(self, steps: StepRange, following: Sequence[StepRange]) -> Unparsed:
         """Read a chunk, and start reading the following ones. Call it in the order of steps. Raises UserError."""

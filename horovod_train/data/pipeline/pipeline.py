@@ -21,11 +21,11 @@ from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffl
 from horovod_train.data.order import counter_rng
 from horovod_train.data.order.sampler import Plan
 from horovod_train.data.parsing.serialized import build_parser
-from horovod_train.data.pipeline.batch import Batch, Tensors, by_name, pick, spec_of_batch
-from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.batch import Batch, Tensors, by_name, pick
+from horovod_train.data.pipeline.batch_source import BatchSource, StepRange
 from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
-from horovod_train.data.pipeline.feed import Feed, prefetch_to
-from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, StepRange, Unparsed
+from horovod_train.data.pipeline.feed import prefetch_to
+from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, Unparsed
 from horovod_train.data.source import mark_skipped
 from horovod_train.data.transforms.decoding import image_problem
 from horovod_train.data.transforms.preprocess import load_preprocess, preprocessed
@@ -65,9 +65,8 @@ class Pipeline(BatchSource):
         )
         self.num_records = plan.num_records
         self.global_batch_size = plan.global_batch_size
-        self.steps_per_epoch = plan.steps_per_epoch
+        self.steps_per_epoch, self.steps_per_chunk = plan.steps_per_epoch, self._loader.steps_per_chunk
         self.batch_size_per_rank = plan.rows_per_rank(ranks.size)
-        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
         traced = tf.function(self.scaled, autograph=False).get_concrete_function(self.element_spec)
         self.scaled_spec: Batch = tf.nest.map_structure(_spec, traced.structured_outputs)
 
@@ -86,15 +85,6 @@ class Pipeline(BatchSource):
         In a step all ranks together have skipped `count` minus the sum of their `Batch.real`.
         """
         return len(self._loader.skipped.union(self._not_images.export()[0].numpy().tolist()))
-
-    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        loader = self._loader
-        chunks = None if epochs is None else loader.num_chunks(first_step, epochs)
-        numbers = itertools.count() if chunks is None else range(chunks)
-        feed = self._feed(self._values(loader.steps_of(number, epoch, first_step) for number in numbers))
-        data = self._dataset(feed, chunks)
-        feed.start()
-        return data
 
     def scaled(self, batch: Batch) -> Batch:
         schema = self._records.schema
@@ -125,7 +115,7 @@ class Pipeline(BatchSource):
             *[tf.TensorSpec([None, len(self._lists)], tf.int64)] * bool(self._lists),
         ]
 
-    def _values(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
+    def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         for steps, chunk in self._chunks(ranges):
             key = counter_rng.key(self._plan.seed, steps.epoch, _AUGMENT)
             by_row = [chunk.arrays[name] for name in self._parser.dtypes]
@@ -156,18 +146,14 @@ class Pipeline(BatchSource):
     def _parse(self, read: Future[Unparsed]) -> Chunk:
         return self._loader.parse(read.result())
 
-    def _feed(self, items: Iterator[list[np.ndarray | tf.Tensor]]) -> Feed:
-        return Feed(items, self._specs, self._remember)
-
-    def _dataset(self, feed: Feed, chunks: int | None) -> tf.data.Dataset:
-        data = feed.dataset(-1 if chunks is None else chunks)
+    def _dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
         if self._transforms.by_step or self._preprocess is not None or self._lists:
             one_step = tf.autograph.experimental.do_not_convert(self._transform_step)
             data = data.prefetch(1).unbatch().map(one_step, num_parallel_calls=tf.data.AUTOTUNE)
             ahead = self._config.prefetch_batches or tf.data.AUTOTUNE
         else:
             data = data.map(self._transform)
-            ahead = -(-(self._config.prefetch_batches or 1) // self._loader.steps_per_chunk)
+            ahead = -(-(self._config.prefetch_batches or 1) // self.steps_per_chunk)
         return prefetch_to(data.prefetch(ahead), self._device)
 
     def _transform_step(self, *values: tf.Tensor) -> Batch:

@@ -10,11 +10,12 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch import Batch, spec_of_batch
-from horovod_train.data.pipeline.batch_source import BatchSource
-from horovod_train.data.pipeline.feed import Feed, prefetch_to
+from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import BatchSource, StepRange
+from horovod_train.data.pipeline.feed import prefetch_to
 from horovod_train.data.stream.users import WHERE, Stream
 from horovod_train.errors import UserError
 
@@ -43,13 +44,18 @@ class StreamPipeline(BatchSource):
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
         self.what_orders = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
-        spec, seed = stream.call.spec, stream.call.seed
-        facts = [spec.name, spec.options, seed, ranks.size, self.global_batch_size, steps_per_epoch]
+        facts = [
+            stream.spec.name,
+            stream.spec.options,
+            stream.seed,
+            ranks.size,
+            self.global_batch_size,
+            steps_per_epoch,
+        ]
         self.fingerprint = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
         record_bytes = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in self._leaves)
         records = min(_CHUNK_RECORDS, _CHUNK_BYTES // record_bytes)
-        self._steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
-        self.element_spec: Batch = spec_of_batch(self._dataset(self._feed(iter(())), 0))
+        self.steps_per_chunk = max(1, min(records // self.batch_size_per_rank, steps_per_epoch))
         self.scaled_spec = self.element_spec
 
     def count(self, step: int) -> int:
@@ -58,15 +64,6 @@ class StreamPipeline(BatchSource):
             return self.global_batch_size
         return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
 
-    def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        numbers = itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs)
-        feed = self._feed(
-            chunk for number in numbers for chunk in self._chunks(number, first_step if number == epoch else 0)
-        )
-        data = self._dataset(feed, self._num_chunks(first_step, epochs))
-        feed.start()
-        return data
-
     def scaled(self, batch: Batch) -> Batch:
         return batch
 
@@ -74,15 +71,18 @@ class StreamPipeline(BatchSource):
     def skipped(self) -> int:
         return 0
 
-    def _chunks(self, epoch: int, first_step: int) -> Iterator[list[tf.Tensor]]:
-        """Yield the steps of an epoch from one on, some at a time: leaves, weights, ids, counts, each [steps, …]."""
-        rows, end = self.batch_size_per_rank, self.steps_per_epoch
-        with self._stream.call.explaining(epoch):
+    def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
+        for epoch, of_epoch in itertools.groupby(ranges, lambda steps: steps.epoch):
+            yield from self._load_epoch(epoch, list(of_epoch))
+
+    def _load_epoch(self, epoch: int, ranges: Sequence[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
+        """Yield the chunks of an epoch: leaves, weights, ids, counts, each [steps, …]."""
+        rows, first_step = self.batch_size_per_rank, ranges[0].first
+        with self._stream.explaining(epoch):
             records = self._stream.dataset(epoch)
             filler = self._filler(records) if first_step else None
-            blocks = iter(records.skip(first_step * rows).batch(self._steps_per_chunk * rows).prefetch(1))
-            for first in range(first_step, end, self._steps_per_chunk):
-                steps = min(self._steps_per_chunk, end - first)
+            blocks = iter(records.skip(first_step * rows).batch(self.steps_per_chunk * rows).prefetch(1))
+            for _, first, last in ranges:
                 block = next(blocks, None)
                 leaves = None if block is None else tf.nest.flatten(block)
                 if filler is None:
@@ -90,35 +90,27 @@ class StreamPipeline(BatchSource):
                 there = 0 if leaves is None else int(leaves[-1].shape[0])
                 if leaves is not None:
                     self._check_weights(leaves[-1], epoch)
-                if self._lengths is not None and first + steps == end:
-                    self._check_is_last(there <= steps * rows and next(blocks, None) is None, epoch)
-                yield self._padded(leaves, filler, first, steps)
+                if self._lengths is not None and last == self.steps_per_epoch:
+                    self._check_is_last(there <= (last - first) * rows and next(blocks, None) is None, epoch)
+                yield self._padded(leaves, filler, first, last - first)
 
     def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
         bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
         if int(tf.size(bad)):
             raise UserError(
-                f"{WHERE}: {self._stream.call.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
+                f"{WHERE}: {self._stream.name(epoch)}: expected weights of 0 or more; received {float(bad[0]):g}."
             )
 
     def _check_is_last(self, is_last: bool, epoch: int) -> None:
         if not is_last:
             raise UserError(
-                f"{WHERE}: {self._stream.call.name(epoch)} gives more records than an epoch has room for: "
+                f"{WHERE}: {self._stream.name(epoch)} gives more records than an epoch has room for: "
                 f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
             )
 
-    def _num_chunks(self, first_step: int, epochs: int | None) -> int:
-        """Return the number of chunks from a step of the first of some epochs on; -1 without end."""
-        if epochs is None:
-            return -1
-        steps = self.steps_per_epoch
-        in_first, in_others = (-(-(steps - first) // self._steps_per_chunk) for first in (first_step, 0))
-        return in_first + (epochs - 1) * in_others
-
     def _padded(
         self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
-    ) -> list[tf.Tensor]:
+    ) -> list[np.ndarray | tf.Tensor]:
         ranks, rows = self._stream.ranks, self.batch_size_per_rank
         room = steps * rows
         leaves = [leaf[:0] for leaf in filler] if leaves is None else [leaf[:room] for leaf in leaves]
@@ -149,15 +141,15 @@ class StreamPipeline(BatchSource):
     def _leaves(self) -> list[tf.TensorSpec]:
         return [*tf.nest.flatten(self._stream.elements[:2]), tf.TensorSpec([], tf.float32)]
 
-    def _feed(self, items: Iterator[list[tf.Tensor]]) -> Feed:
-        rows = self.batch_size_per_rank
-        specs = [*((leaf.shape, leaf.dtype) for leaf in self._leaves), ([], tf.int64)]
-        of_rows = [tf.TensorSpec([None, rows, *shape], dtype) for shape, dtype in specs]
-        return Feed(items, [*of_rows, tf.TensorSpec([None], tf.int64)], self._remember)
+    @property
+    def _specs(self) -> list[tf.TensorSpec]:
+        by_row = [*self._leaves, tf.TensorSpec([], tf.int64)]
+        rows = [tf.TensorSpec([None, self.batch_size_per_rank, *spec.shape], spec.dtype) for spec in by_row]
+        return [*rows, tf.TensorSpec([None], tf.int64)]
 
-    def _dataset(self, feed: Feed, chunks: int) -> tf.data.Dataset:
-        data = feed.dataset(chunks).map(tf.autograph.experimental.do_not_convert(self._as_batch))
-        ahead = -(-(self._prefetch or 1) // self._steps_per_chunk)
+    def _dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
+        data = data.map(tf.autograph.experimental.do_not_convert(self._as_batch))
+        ahead = -(-(self._prefetch or 1) // self.steps_per_chunk)
         return prefetch_to(data.prefetch(ahead), self._stream.ranks.device)
 
     def _as_batch(self, *values: tf.Tensor) -> Batch:

@@ -6,14 +6,13 @@ Which record is where is the function's own affair. Checks the form of the recor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.config.registry import call as call_with_options
-from horovod_train.config.registry import load_function
+from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.random_access.store import describe_error
@@ -23,29 +22,54 @@ WHERE = "data.dataset"
 _COUNTED_TOGETHER = 1024
 
 
-class _Call(NamedTuple):
-    """The user's function, with what it is called with in every epoch."""
+def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:
+    """Call the function for epoch 0; return None if it gives None, as it may with training=False. Raises UserError."""
+    assert config.dataset is not None
+    stream = Stream(config.dataset, ranks, seed, training)
+    return stream if stream.elements else None
 
-    spec: Spec
-    function: Callable[..., Any]
-    ranks: Ranks
-    seed: int
-    training: bool
 
-    def __call__(self, epoch: int) -> tf.data.Dataset | None:
-        """Return what the function gives. Raises UserError."""
-        given = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self.training}
-        with self.explaining(epoch), tf.device("cpu:0"):
-            found = call_with_options(self.function, self.spec, WHERE, epoch=epoch, **given)
-        if not isinstance(found, tf.data.Dataset | None):
+class Stream:
+    """One rank's part of the user's stream, epoch by epoch."""
+
+    def __init__(self, spec: Spec, ranks: Ranks, seed: int, training: bool) -> None:
+        """Call the function for epoch 0. Raises UserError if its records have not the form that is needed."""
+        self.spec, self.ranks, self.seed, self._training = spec, ranks, seed, training
+        self._function = load_function(spec.name, WHERE)
+        self._first = self._call(0)
+        if self._first is None and training:
+            raise UserError(f"{WHERE}: {self.name(0)} must return a tf.data.Dataset; received None.")
+        self.elements = () if self._first is None else _checked_elements(self._first, spec.name)
+        """The specs of a record: (inputs, targets), and its weight if it has one; () if there are no records."""
+
+    def dataset(self, epoch: int) -> tf.data.Dataset:
+        """Return the records of an epoch: (inputs, targets, weight). Raises UserError."""
+        data, self._first = (self._first if epoch == 0 else None), None
+        data = self._call(epoch) if data is None else data
+        if data is None or _checked_elements(data, self.spec.name) != self.elements:
+            given = None if data is None else data.element_spec
+            raise UserError(f"{WHERE}: {self.name(epoch)} gives {given}; epoch 0 gave {self.elements}.")
+        return data.map(_with_weight, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def count(self) -> int:
+        """Return the number of records of epoch 0; reads all of them if the dataset does not know it.
+
+        Raises UserError for a stream that never ends.
+        """
+        data = self.dataset(0)
+        known = int(data.cardinality())
+        if known == tf.data.INFINITE_CARDINALITY:
             raise UserError(
-                f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(found).__name__}."
+                f"{WHERE}: {self.name(0)} never ends. Give data.steps_per_epoch: how many steps an epoch has."
             )
-        return found
+        if known >= 0:
+            return known
+        with self.explaining(0):
+            return int(data.batch(_COUNTED_TOGETHER).reduce(tf.constant(0, tf.int64), _add_rows))
 
     def name(self, epoch: int) -> str:
         """Return the call as users would write it."""
-        words = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self.training}"
+        words = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self._training}"
         return f"{self.spec.name.partition(':')[2]}({words})"
 
     @contextmanager
@@ -58,51 +82,15 @@ class _Call(NamedTuple):
         except Exception as error:
             raise UserError(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
 
-
-def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:
-    """Call the function for epoch 0; return None if it gives None, as it may with training=False. Raises UserError."""
-    assert config.dataset is not None
-    call = _Call(config.dataset, load_function(config.dataset.name, WHERE), ranks, seed, training)
-    first = call(0)
-    if first is None and training:
-        raise UserError(f"{WHERE}: {call.name(0)} must return a tf.data.Dataset; received None.")
-    return None if first is None else Stream(call, first)
-
-
-class Stream:
-    """One rank's part of the user's stream, epoch by epoch."""
-
-    def __init__(self, call: _Call, first: tf.data.Dataset) -> None:
-        """first: what the call gives for epoch 0. Raises UserError if its records have not the form that is needed."""
-        self.call, self.ranks = call, call.ranks
-        self._first: tf.data.Dataset | None = first
-        self.elements = _checked_elements(first, call.spec.name)
-        """The specs of a record: (inputs, targets), and its weight if it has one."""
-
-    def dataset(self, epoch: int) -> tf.data.Dataset:
-        """Return the records of an epoch: (inputs, targets, weight). Raises UserError."""
-        data, self._first = (self._first if epoch == 0 else None), None
-        data = self.call(epoch) if data is None else data
-        if data is None or _checked_elements(data, self.call.spec.name) != self.elements:
-            given = None if data is None else data.element_spec
-            raise UserError(f"{WHERE}: {self.call.name(epoch)} gives {given}; epoch 0 gave {self.elements}.")
-        return data.map(_with_weight, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-
-    def count(self) -> int:
-        """Return the number of records of epoch 0; reads all of them if the dataset does not know it.
-
-        Raises UserError for a stream that never ends.
-        """
-        data = self.dataset(0)
-        known = int(data.cardinality())
-        if known == tf.data.INFINITE_CARDINALITY:
+    def _call(self, epoch: int) -> tf.data.Dataset | None:
+        given = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}
+        with self.explaining(epoch), tf.device("cpu:0"):
+            found = call(self._function, self.spec, WHERE, epoch=epoch, **given)
+        if not isinstance(found, tf.data.Dataset | None):
             raise UserError(
-                f"{WHERE}: {self.call.name(0)} never ends. Give data.steps_per_epoch: how many steps an epoch has."
+                f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(found).__name__}."
             )
-        if known >= 0:
-            return known
-        with self.call.explaining(0):
-            return int(data.batch(_COUNTED_TOGETHER).reduce(tf.constant(0, tf.int64), _add_rows))
+        return found
 
 
 def _describe(error: Exception) -> str:
