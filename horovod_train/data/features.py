@@ -52,11 +52,14 @@ class Feature:
         scaled = self.scale is not None or self.offset is not None
         return self.cast or ("float32" if scaled else self.stored_dtype)
 
-    def accepts(self, values: np.ndarray) -> bool:
-        """Return whether stored values are valid classes; those of an image are checked after decoding."""
+    def value_problem(self, values: np.ndarray) -> str | None:
+        """Return what is wrong with stored values as classes; those of an image are checked after decoding."""
         if self.decode == "image" or not self.classes or not values.size:
-            return True
-        return bool(values.min() >= 0 and values.max() < self.classes)
+            return None
+        low, high = values.min(), values.max()
+        if low >= 0 and high < self.classes:
+            return None
+        return f"expected a value from 0 to {self.classes - 1}; the record holds {low if low < 0 else high}"
 
 
 def parse_feature(value: Any, where: str) -> Feature:

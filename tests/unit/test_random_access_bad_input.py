@@ -157,7 +157,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "class out of range": (
         in_folder(x=np.arange(3, 8)),
         {"features": {"x": {"classes": 3}}},
-        "from 0 to 2; received 3",
+        "from 0 to 2; the record holds 3",
     ),
     "pickled": (in_folder(x=np.array([{}], object)), {}, "x is object[1]; expected rows of numbers or text"),
     "Fortran order": (fortran, {}, "x.npy is in Fortran order; save np.ascontiguousarray of it."),

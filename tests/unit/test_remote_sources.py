@@ -102,7 +102,7 @@ def test_data_are_checked_in_a_store_too(tmp_path: Path) -> None:
     url = put(WRITERS["hdf5"](tmp_path, arrays))
     report = check_split(remote(tmp_path, url, features={"y": {"classes": 10}}), "train")
     assert report.records == RECORDS
-    assert report.bad == [f"{url}: record 41: feature y: expected a value from 0 to 9; received 99."]
+    assert report.bad == [f"{url}: record 41: feature y: expected a value from 0 to 9; the record holds 99."]
 
 
 def test_a_file_is_read_whole_only_once(tmp_path: Path, asked: list[Callable[[str], None]]) -> None:

@@ -93,10 +93,10 @@ def test_items_of_an_example_have_a_shape(tmp_path: Path) -> None:
     [
         ({"words": [[1]] * 7}, "feature words: expected at most 6 items; the record holds 7"),
         ({"words": [[1], [1, 2]]}, "feature words: expected 1 values in each item; item 1 holds 2"),
-        ({"words": [[b"a"]]}, "feature words: expected items of int64; the record holds bytes"),
+        ({"words": [[b"a"]]}, "feature words: expected int64; the record holds bytes"),
         ({"words": [[100]]}, "feature words: expected a value from 0 to 99; the record holds 100"),
         ({"points": [[1.0]]}, "feature points: expected 2 values in each item; item 0 holds 1"),
-        ({"frames": [[b"abc"]]}, r"feature frames: expected 4 bytes for uint8[2, 2] in each item; one holds 3"),
+        ({"frames": [[b"abc"]]}, r"feature frames: expected 4 bytes for uint8[2, 2] in each item; the record holds 3"),
     ],
 )
 def test_a_wrong_list_is_named_and_can_be_left_out(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_wrong_list_is_named_and_can_be_left_out(changed: dict[str, Any], said
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [([1.0] * 3, "expected 2 values an item for shape [2]; the record holds 3 values"), ([1.0] * 8, "at most 3 items")],
+    [([1.0] * 3, "expected 2 values in each item; item 1 holds 1"), ([1.0] * 8, "at most 3 items")],
 )
 def test_a_list_of_an_example_that_has_no_whole_items_is_named(values: list[float], said: str, tmp_path: Path) -> None:
     features = {"points": {"type": "float", "max_length": 3, "shape": [2]}}

@@ -6,7 +6,7 @@ image decoding follow later; see transforms. Alternatively calls a user's functi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.parsing.fixed_layout import FixedLayout, NotPlain, is_plain
-from horovod_train.data.parsing.lists import pad_lists, raw_bytes, wrong_items, wrong_list
 from horovod_train.data.parsing.record_weights import WeightChecker
+from horovod_train.data.parsing.stored_values import pad_lists, raw_bytes, values_problem
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
 from horovod_train.errors import UserError
 
@@ -70,8 +70,8 @@ class SchemaParser:
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
-        fits = all(self._features[name].accepts(array) for name, array in arrays.items())
-        return arrays if fits else None
+        wrong = any(self._features[name].value_problem(array) for name, array in arrays.items())
+        return None if wrong else arrays
 
     def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         lists = {name: spec for name, spec in self._specs.items() if self._features[name].sequence}
@@ -98,11 +98,8 @@ class SchemaParser:
         except Exception:  # protobuf's DecodeError has no public name that all its versions share
             return "it is not a tf.train.Example"
         for name, feature in self._features.items():
-            if feature.sequence:
-                wrong = _wrong_items(feature, lists[name].feature) if name in lists else None
-            else:
-                wrong = _wrong(feature, stored[name]) if name in stored else _wrong_if_missing(feature)
-            if wrong:
+            of_record = lists[name].feature if feature.sequence else [stored[name]] if name in stored else []
+            if wrong := values_problem(feature, of_record):
                 return f"feature {name}: {wrong}"
         return None
 
@@ -184,54 +181,3 @@ def _unpack(feature: Feature, tensor: tf.Tensor | tf.RaggedTensor) -> np.ndarray
 def _array(tensor: tf.Tensor) -> np.ndarray | tf.Tensor:
     # Strings stay in TensorFlow: as Python's they would be copied twice more, under the interpreter's lock.
     return tensor if tensor.dtype == tf.string else tensor.numpy()
-
-
-# --- naming what is wrong ---------------------------------------------------------------------------------------
-
-_KINDS = {"int64_list": "int64", "float_list": "float", "bytes_list": "bytes", None: "nothing"}
-
-
-def _wrong_if_missing(feature: Feature) -> str | None:
-    return None if feature.max_length else f"expected {feature.type}; the record does not have it"
-
-
-def _wrong(feature: Feature, stored: tf.train.Feature) -> str | None:
-    kind = stored.WhichOneof("kind")
-    if kind is None and feature.max_length:
-        return None
-    if _KINDS[kind] != feature.type:
-        return f"expected {feature.type}; the record holds {_KINDS[kind]}"
-    values = getattr(stored, kind).value
-    if feature.max_length:
-        return wrong_list(feature, values) or _wrong_value(feature, _numbers(feature, values))
-    expected = 1 if feature.decode != "none" else int(np.prod(feature.shape, dtype=np.int64))
-    if len(values) != expected:
-        return f"expected {expected} values for shape {list(feature.shape)}; the record holds {len(values)}"
-    if feature.decode == "raw":
-        if len(values[0]) != raw_bytes(feature):
-            shape = f"{feature.raw_dtype}{list(feature.shape)}"
-            return f"expected {raw_bytes(feature)} bytes for {shape}; the record holds {len(values[0])}"
-        return _wrong_value(feature, np.frombuffer(values[0], feature.raw_dtype))
-    return _wrong_value(feature, np.array(values)) if feature.type != "bytes" else None
-
-
-def _wrong_items(feature: Feature, items: Sequence[tf.train.Feature]) -> str | None:
-    kinds = [item.WhichOneof("kind") for item in items]
-    other = next((kind for kind in kinds if _KINDS[kind] != feature.type), feature.type)
-    if other != feature.type:
-        return f"expected items of {feature.type}; the record holds {_KINDS[other]}"
-    values = [getattr(item, kind).value for item, kind in zip(items, kinds, strict=True)]
-    flat = [value for item in values for value in item]
-    return wrong_items(feature, values) or _wrong_value(feature, _numbers(feature, flat))
-
-
-def _numbers(feature: Feature, values: Sequence[Any]) -> np.ndarray:
-    """Return the numbers in a list, for _wrong_value."""
-    return np.frombuffer(b"".join(values), feature.raw_dtype) if feature.decode == "raw" else np.array(values)
-
-
-def _wrong_value(feature: Feature, values: np.ndarray) -> str | None:
-    if not feature.classes:
-        return None
-    out = values[(values < 0) | (values >= feature.classes)]
-    return f"expected a value from 0 to {feature.classes - 1}; the record holds {out[0]}" if out.size else None

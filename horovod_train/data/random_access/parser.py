@@ -27,7 +27,7 @@ class ArraysParser:
         for name, feature in self._features.items():
             values = self._values(records, name)
             array = None if values is None else _convert(feature, values)
-            if array is None or not feature.accepts(array):
+            if array is None or feature.value_problem(array):
                 return None
             parsed[name] = array
         return parsed
@@ -40,9 +40,8 @@ class ArraysParser:
             array = _convert(feature, values)
             if array is None:
                 return f"feature {name}: expected {_expected(feature)}; the record holds {_kind_of(values)}"
-            if not feature.accepts(array):
-                wrong = array[(array < 0) | (array >= feature.classes)][0]
-                return f"feature {name}: expected a value from 0 to {(feature.classes or 0) - 1}; received {wrong}"
+            if problem := feature.value_problem(array):
+                return f"feature {name}: {problem}"
         return None
 
     def _values(self, records: Data, name: str) -> np.ndarray | None:
