@@ -84,6 +84,23 @@ def test_idx_files_become_records(tmp_path: Path, suffix: str) -> None:
     assert not known
 
 
+def test_held_out_arrays_of_a_wider_dtype_keep_their_values(tmp_path: Path) -> None:
+    for name, dtype, value in (("train", np.int8, 7), ("eval", np.int16, 3000)):
+        np.savez(tmp_path / f"{name}.npz", x=np.full((6, 20), value, dtype), y=np.arange(6))
+    run("npz", "--file", tmp_path / "train.npz", "--eval-file", tmp_path / "eval.npz", "--inputs", "x", "--targets",
+        "y", "--out", tmp_path / "out")  # fmt: skip
+    for split, value in (("train", 7), ("eval", 3000)):
+        assert all((x == value).all() for x, _ in values(tmp_path / "out", split).values())
+
+
+def test_held_out_arrays_of_another_shape_are_refused(tmp_path: Path) -> None:
+    for name, width in (("train", 3), ("eval", 4)):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((6, width), np.float32))
+    with pytest.raises(UserError, match=r"eval\.npz: x: expected float32\[3\], as for training; received float32\[4\]"):
+        run("npz", "--file", tmp_path / "train.npz", "--eval-file", tmp_path / "eval.npz", "--inputs", "x", "--out",
+            tmp_path / "out")  # fmt: skip
+
+
 def test_held_out_idx_files_stay_apart(tmp_path: Path) -> None:
     train = [idx(tmp_path / "i", np.zeros((20, 2, 2))), idx(tmp_path / "l", np.zeros(20))]
     held_out = [idx(tmp_path / "ei", np.full((9, 2, 2), 255)), idx(tmp_path / "el", np.ones(9))]

@@ -43,7 +43,6 @@ from horovod_train.distributed.launch.local import Way, mpi_problem
 from horovod_train.errors import UserError
 
 if TYPE_CHECKING:
-    from horovod_train.data.prepare.writing import Encode
     from horovod_train.data.schema import Schema
 
 CEILING = "this project without any exchange: the ceiling"
@@ -154,12 +153,12 @@ def _choose(system: str, ranks: int, only: Sequence[str] | None) -> dict[str, Co
 
 
 class _Records(NamedTuple):
-    """inputs, targets: what the programs of others train on; schema, encode: the same as TFRecords."""
+    """inputs, targets: what the programs of others train on; schema, arrays: the same as TFRecords."""
 
     inputs: np.ndarray
     targets: np.ndarray
     schema: Schema
-    encode: Encode
+    arrays: dict[str, np.ndarray]
     loss: LossSpec
 
 
@@ -169,7 +168,7 @@ def _make_images(count: int) -> _Records:
     rng = np.random.default_rng(1)
     pixels, labels = rng.integers(0, 256, (count, 28, 28, 1), np.uint8), rng.integers(0, 10, count)
     loss = LossSpec("sparse_categorical_crossentropy", {"from_logits": True})
-    return _Records(pixels, labels, idx.IMAGE_SCHEMA, lambda n: idx.encode_image(pixels[n], labels[n]), loss)
+    return _Records(pixels, labels, idx.IMAGE_SCHEMA, {"image_raw": pixels, "label": labels}, loss)
 
 
 def _make_samples(count: int) -> _Records:
@@ -178,19 +177,20 @@ def _make_samples(count: int) -> _Records:
     values, labels = mlp_samples.make_samples(count, seed=1)
     inputs, targets = values.astype(np.float32), labels.astype(np.float32)[:, None]
     loss = LossSpec("binary_crossentropy", {"from_logits": True})
-    return _Records(inputs, targets, mlp_samples.SCHEMA, lambda n: {"sample": values[n], "label": labels[n]}, loss)
+    return _Records(inputs, targets, mlp_samples.SCHEMA, {"sample": values, "label": labels}, loss)
 
 
 def _prepare(folder: Path, system: str, count: int, steps: int, ranks: int) -> Prepared:
     """Make records from a fixed seed, as an .npz file and as TFRecords."""
     # Imported here, because it loads TensorFlow.
-    from horovod_train.data.prepare.writing import write_dataset
+    from horovod_train.data.prepare.writing import encode_rows, write_dataset
 
     records = _make_samples(count) if system == "mlp" else _make_images(count)
     np.savez(folder / "records.npz", inputs=records.inputs, targets=records.targets)
     places = argparse.Namespace(out=str(folder / "records"), shards=4, force=False)
     with contextlib.redirect_stdout(sys.stderr):
-        write_dataset(places, records.schema, {"train": np.arange(count)}, records.encode)
+        encode = encode_rows(records.schema, records.arrays)
+        write_dataset(places, records.schema, {"train": np.arange(count)}, encode)
     batch, steps_per_call, rate, momentum = SYSTEMS[system]
     config = Config(
         data=DataConfig(

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from horovod_train.data.features import Feature, RawDtype
-from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
+from horovod_train.data.prepare.writing import add_split_arguments, encode_rows, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
@@ -69,18 +69,27 @@ def load_arrays(path: str, names: list[str]) -> Arrays:
 
 def write(arguments: argparse.Namespace, arrays: Arrays, eval_arrays: Arrays | None, inputs: Sequence[str]) -> None:
     """Write the records; `eval_arrays` become the eval split, else --eval-fraction of them."""
+    arrays, splits = join_splits(arguments, arrays, eval_arrays, arguments.eval_file)
     features = {name: _feature(array) for name, array in arrays.items()}
+    schema = Schema(features, tuple(inputs), tuple(arguments.targets))
+    write_dataset(arguments, schema, splits, encode_rows(schema, arrays))
+
+
+def join_splits(
+    arguments: argparse.Namespace, arrays: Arrays, eval_arrays: Arrays | None, eval_path: str
+) -> tuple[Arrays, dict[str, np.ndarray]]:
+    """Return all rows, and those of each split. Raises UserError if those of eval_path have another shape or kind."""
     records = len(next(iter(arrays.values())))
-    extra = None if eval_arrays is None else len(next(iter(eval_arrays.values())))
-    splits = split_by_fraction(records, arguments, extra)
-    if eval_arrays is not None:
-        _check_same(arrays, eval_arrays, arguments.eval_file)
-        arrays = {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}
-
-    def encode(record: int) -> Values:
-        return {name: _value(features[name], array[record]) for name, array in arrays.items()}
-
-    write_dataset(arguments, Schema(features, tuple(inputs), tuple(arguments.targets)), splits, encode)
+    if eval_arrays is None:
+        return arrays, split_by_fraction(records, arguments)
+    for name, array in arrays.items():
+        other = eval_arrays.get(name)
+        if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
+            found = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
+            expected = f"{array.dtype}{list(array.shape[1:])}"
+            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {found}.")
+    splits = split_by_fraction(records, arguments, len(next(iter(eval_arrays.values()))))
+    return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
 
 
 def check_names(given: Sequence[str], columns: Sequence[str], option: str, path: str) -> None:
@@ -104,19 +113,3 @@ def _feature(array: np.ndarray) -> Feature:
     ):
         return Feature("bytes", shape, decode="raw", raw_dtype=cast(RawDtype, array.dtype.name))
     return Feature("int64", shape)
-
-
-def _value(feature: Feature, row: np.ndarray) -> bytes | np.ndarray:
-    if feature.decode == "raw":
-        return np.ascontiguousarray(row, row.dtype.newbyteorder("<")).tobytes()
-    return row.astype(np.int64) if row.dtype.kind == "b" else row
-
-
-def _check_same(arrays: Arrays, eval_arrays: Arrays, path: str) -> None:
-    for name, array in arrays.items():
-        other = eval_arrays.get(name)
-        if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
-            found = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
-            raise UserError(
-                f"--eval-file {path}: {name} is {array.dtype}{list(array.shape[1:])} in --file; here {found}."
-            )

@@ -10,8 +10,8 @@ import argparse
 import numpy as np
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.prepare.idx import IMAGE_SCHEMA, encode_image
-from horovod_train.data.prepare.writing import split_by_count, write_dataset
+from horovod_train.data.prepare.idx import IMAGE_SCHEMA
+from horovod_train.data.prepare.writing import encode_rows, split_by_count, write_dataset
 
 EVAL_RECORDS = 360
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     images, labels = load_digits()
     splits = split_by_count(len(labels), EVAL_RECORDS, arguments.seed)
-    write_dataset(arguments, IMAGE_SCHEMA, splits, lambda record: encode_image(images[record], labels[record]))
+    write_dataset(arguments, IMAGE_SCHEMA, splits, encode_rows(IMAGE_SCHEMA, {"image_raw": images, "label": labels}))
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray]:

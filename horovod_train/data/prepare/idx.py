@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train.data.features import Feature
-from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
+from horovod_train.data.prepare.arrays import Arrays, join_splits
+from horovod_train.data.prepare.writing import add_split_arguments, encode_rows, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
@@ -26,10 +27,6 @@ def image_schema(height: int, width: int, classes: int) -> Schema:
 IMAGE_SCHEMA = image_schema(28, 28, 10)
 
 
-def encode_image(image: np.ndarray, label: np.integer) -> Values:
-    return {"image_raw": image.tobytes(), "label": int(label)}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", required=True, metavar="FILE", help="for example train-images-idx3-ubyte.gz")
     parser.add_argument("--labels", required=True, metavar="FILE", help="for example train-labels-idx1-ubyte.gz")
@@ -41,30 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if bool(arguments.eval_images) != bool(arguments.eval_labels):
         raise UserError("--eval-images and --eval-labels: give both or neither.")
-    images, labels = load_pair(arguments.images, arguments.labels)
-    if arguments.eval_images:
-        eval_images, eval_labels = load_pair(arguments.eval_images, arguments.eval_labels)
-        if eval_images.shape[1:] != images.shape[1:]:
-            raise UserError(
-                f"--eval-images {arguments.eval_images}: images are {eval_images.shape[1:]}, "
-                f"those of --images {images.shape[1:]}; both must have one size."
-            )
-        splits = split_by_fraction(len(labels), arguments, len(eval_labels))
-        images, labels = np.concatenate([images, eval_images]), np.concatenate([labels, eval_labels])
-    else:
-        splits = split_by_fraction(len(labels), arguments)
-    schema = image_schema(images.shape[1], images.shape[2], int(labels.max()) + 1)
-    write_dataset(arguments, schema, splits, lambda record: encode_image(images[record], labels[record]))
+    arrays = load_pair(arguments.images, arguments.labels)
+    eval_arrays = load_pair(arguments.eval_images, arguments.eval_labels) if arguments.eval_images else None
+    arrays, splits = join_splits(arguments, arrays, eval_arrays, arguments.eval_images)
+    _, height, width = arrays["image_raw"].shape
+    schema = image_schema(height, width, int(arrays["label"].max()) + 1)
+    write_dataset(arguments, schema, splits, encode_rows(schema, arrays))
 
 
-def load_pair(image_file: str, label_file: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return images uint8 [n, height, width] and labels uint8 [n]. Raises UserError."""
+def load_pair(image_file: str, label_file: str) -> Arrays:
+    """Return image_raw uint8 [n, height, width] and label uint8 [n]. Raises UserError."""
     images, labels = load_idx(image_file, 3), load_idx(label_file, 1)
     if not len(images):
         raise UserError(f"{image_file}: holds no image.")
     if len(images) != len(labels):
         raise UserError(f"{image_file} holds {len(images)} images, {label_file} {len(labels)} labels; they must match.")
-    return images, labels
+    return {"image_raw": images, "label": labels}
 
 
 def load_idx(path: str, dimensions: int) -> np.ndarray:

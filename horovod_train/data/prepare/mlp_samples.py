@@ -9,6 +9,7 @@ import numpy as np
 from horovod_train.data.features import Feature
 from horovod_train.data.order import counter_rng
 from horovod_train.data.prepare import samples
+from horovod_train.data.prepare.writing import encode_rows
 from horovod_train.data.schema import Schema
 
 SCHEMA = Schema(
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     values, labels = make_samples(samples.count(arguments), arguments.seed)
-    samples.write(arguments, SCHEMA, lambda record: {"sample": values[record], "label": labels[record]})
+    samples.write(arguments, SCHEMA, encode_rows(SCHEMA, {"sample": values, "label": labels}))
 
 
 def make_samples(records: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -68,6 +68,17 @@ def write_dataset(
     print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
 
 
+def encode_rows(schema: Schema, arrays: Mapping[str, np.ndarray]) -> Encode:
+    """Return what encodes the rows of arrays, one for each feature."""
+
+    def value(name: str, row: np.ndarray) -> bytes | np.ndarray:
+        if schema.features[name].decode == "raw":
+            return np.ascontiguousarray(row, row.dtype.newbyteorder("<")).tobytes()
+        return row.astype(np.int64) if row.dtype.kind == "b" else row
+
+    return lambda record: {name: value(name, array[record]) for name, array in arrays.items()}
+
+
 def add_split_arguments(parser: argparse.ArgumentParser, of: str) -> None:
     """Add --eval-fraction and --shards. `of` says what the fraction is drawn from."""
     parser.add_argument("--eval-fraction", type=float, default=0.0, help=f"drawn from {of}; default %(default)s")
