@@ -6,18 +6,23 @@ Knows no format. Blocks of local files are read without this; see tfrecord.block
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.storage.remote_files import RemoteFiles
+from horovod_train.data.storage.file_systems import open_file_system
+from horovod_train.data.storage.retries import Retries
 
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
+
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
+"""What drivers say of a file that changes when it does, best first. All of them have one of these."""
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
@@ -61,39 +66,65 @@ def real(path: str) -> str:
 
 
 class Storage:
-    """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing."""
+    """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing.
+
+    A request to a server is repeated if it fails; see retries.
+    """
 
     def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
         """retry_s: how long a request to a remote file system that fails is repeated."""
-        self._remote = RemoteFiles(retry_s)
+        self._retries = Retries(retry_s)
+        self._names: dict[str, list[str]] = {}
 
     def stamp(self, path: str) -> Stamp:
-        return Stamp(*self._remote.facts(path)) if is_remote(path) else Stamp.of(os.stat(path))
+        if not is_remote(path):
+            return Stamp.of(os.stat(path))
+        info = self._ask(path, lambda system, place: system.info(place))
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
 
     def is_folder(self, path: str) -> bool:
-        return self._remote.is_folder(path) if is_remote(path) else os.path.isdir(path)
+        if is_remote(path):
+            return bool(self._ask(path, lambda system, place: system.isdir(place)))
+        return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
-        return self._remote.exists(path) if is_remote(path) else os.path.exists(path)
+        if is_remote(path):
+            return bool(self._ask(path, lambda system, place: system.exists(place)))
+        return os.path.exists(path)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of what is in a folder, sorted."""
-        return self._remote.names(folder) if is_remote(folder) else sorted(os.listdir(folder))
+        """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
+        if not is_remote(folder):
+            return sorted(os.listdir(folder))
+        if folder not in self._names:
+            found = self._ask(folder, lambda system, place: system.ls(place, detail=False))
+            own = open_file_system(folder).path.rstrip("/")
+            inside = {str(path).rstrip("/") for path in found} - {own}  # some stores list an object for the folder
+            self._names[folder] = sorted(path.rpartition("/")[2] for path in inside)
+        return self._names[folder]
 
     def glob(self, pattern: str) -> list[str]:
         """Return the paths that fit a pattern, sorted."""
-        return self._remote.glob(pattern) if is_remote(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not is_remote(pattern):
+            return sorted(glob.glob(pattern, recursive=True))
+        prefix = open_file_system(pattern).prefix
+        return sorted(f"{prefix}{path}" for path in self._ask(pattern, lambda system, place: system.glob(place)))
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
-            return self._remote.read_all(path)
+            return bytes(self._ask(path, lambda system, place: system.cat_file(place)))
         with open(path, "rb") as file:
             return file.read()
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         """Return bytes of a file, fewer at its end."""
         if is_remote(path):
-            return self._remote.read(path, offset, length)
+            if not length:
+                return b""
+            return bytes(
+                self._ask(path, lambda system, place: system.cat_file(place, start=offset, end=offset + length))
+            )
         # Opened again each time, because there may be more files than a process may have open.
         with open(path, "rb", buffering=0) as file:
             return os.pread(file.fileno(), length, offset)
@@ -104,7 +135,7 @@ class Storage:
         if is_remote(path):
             stamp = self.stamp(path)
             with ThreadPoolExecutor(1, thread_name_prefix="read-on") as thread:
-                yield stamp, _ReadOn(self._remote, path, stamp.size, thread)
+                yield stamp, _ReadOn(self, path, stamp.size, thread)
         else:
             with open(path, "rb", buffering=0) as file:
                 fd = file.fileno()
@@ -118,6 +149,11 @@ class Storage:
                 yield piece
                 offset += len(piece)
 
+    def _ask(self, url: str, question: Callable[[Any, str], Any]) -> Any:
+        """Return the answer of a remote file system: (file system, path in it) → answer."""
+        system = open_file_system(url)
+        return self._retries.call(url, lambda: question(system.system, system.path))
+
 
 DEFAULT = Storage()
 
@@ -125,8 +161,8 @@ DEFAULT = Storage()
 class _ReadOn:
     """Reads a remote file piece by piece, each while the one before it is used."""
 
-    def __init__(self, files: RemoteFiles, url: str, size: int, thread: ThreadPoolExecutor) -> None:
-        self._files, self._url, self._size, self._thread = files, url, size, thread
+    def __init__(self, storage: Storage, url: str, size: int, thread: ThreadPoolExecutor) -> None:
+        self._storage, self._url, self._size, self._thread = storage, url, size, thread
         self._pieces: dict[int, Future[bytes]] = {}
 
     def __call__(self, length: int, offset: int) -> bytes:
@@ -138,7 +174,7 @@ class _ReadOn:
         for number in range(first, last + 2):
             if number not in self._pieces and number * _REMOTE_PIECE < self._size:
                 self._pieces[number] = self._thread.submit(
-                    self._files.read, self._url, number * _REMOTE_PIECE, _REMOTE_PIECE
+                    self._storage.read, self._url, number * _REMOTE_PIECE, _REMOTE_PIECE
                 )
         joined = b"".join(self._pieces[number].result() for number in range(first, last + 1))
         return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
