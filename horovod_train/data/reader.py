@@ -6,14 +6,17 @@ records of a batch cannot be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.progress import track
 from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, one_by_one
+
+_CHUNK = 4096
 
 
 class _Part(NamedTuple):
@@ -127,3 +130,18 @@ def parse_usable(
     arrays = parser.parse(usable) if usable else {}
     assert arrays is not None, "every record was checked, and together they still do not parse"
     return arrays, unusable
+
+
+def parse_all(
+    source: RecordSource, reader: Reader, parser: Parser, what: str
+) -> Iterator[tuple[np.ndarray, Data, Arrays, dict[int, str]]]:
+    """Read all records in their order, some thousand at a time. what: names the work on a progress bar.
+
+    Yield the numbers of some, what was read, and what parse_usable returns for it.
+    """
+    firsts = range(0, source.blocks.num_records, _CHUNK)
+    for first in track(firsts, len(firsts), what):
+        records = np.arange(first, min(first + _CHUNK, source.blocks.num_records))
+        data, faults = reader.read(records)
+        yield records, data, *parse_usable(parser, records, data, faults, reader.name_record)
+        reader.keep_only(source.blocks.containing(records[-1:]).tolist())

@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +18,12 @@ import numpy as np
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
-from horovod_train.data.features import Feature
 from horovod_train.data.parsing.serialized import build_parser
-from horovod_train.data.progress import track
-from horovod_train.data.reader import Reader, parse_usable
+from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.source import one_by_one
 from horovod_train.data.transforms.decoding import image_problem
 from horovod_train.errors import UserError
 
-_CHUNK = 4096
 _MAX_CLASSES = 1000
 
 
@@ -94,7 +91,7 @@ def check_split(config: DataConfig, split: Split) -> Report:
     except UserError as error:
         report.bad.append(str(error))
     if report.records:
-        _Check(records, config, report).run()
+        _check_records(records, config, report)
     return report
 
 
@@ -102,53 +99,33 @@ def _may_be_read(path: str) -> bool:
     return is_remote(path) or os.access(path, os.R_OK)  # a store says it when it is asked
 
 
-class _Check:
-    """One pass over all records, in their order."""
+def _check_records(records: Records, config: DataConfig, report: Report) -> None:
+    """Read all records in their order, and add to the report what is in them."""
+    features, reader = records.schema.features, Reader(records.source)
+    parser = build_parser(records.source, features, config)
+    report.features = {name: _no_values(dtype, parser.shapes[name]) for name, dtype in parser.dtypes.items()}
+    digests = np.zeros(records.num_records, np.uint64)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
+            usable = ~np.isin(numbers, list(bad))
+            stored, numbers = itertools.compress(one_by_one(data), usable), numbers[usable]
+            digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
+            for name, values in arrays.items():
+                report.features[name].add(values)
+                feature = features.get(name)
+                if feature and feature.decode == "image":
+                    problems = threads.map(partial(image_problem, feature), np.asarray(values).tolist())
+                    for record, problem in zip(numbers.tolist(), problems, strict=True):
+                        if problem:
+                            bad[record] = reader.name_record(record, f"feature {name}: {problem}")
+            report.bad += [bad[record] for record in sorted(bad)]
+    known = digests[digests != 0]
+    report.duplicates = len(known) - len(np.unique(known))
 
-    def __init__(self, records: Records, config: DataConfig, report: Report) -> None:
-        self._blocks, self._features, self._report = records.source.blocks, records.schema.features, report
-        self._parser = build_parser(records.source, records.schema.features, config)
-        self._reader = Reader(records.source)
-        self._digests = np.zeros(records.num_records, np.uint64)
-        report.features = {name: self._summary(name) for name in self._parser.dtypes}
 
-    def run(self) -> None:
-        firsts = range(0, self._blocks.num_records, _CHUNK)
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for first in track(firsts, len(firsts), f"checking {self._report.where}"):
-                records = np.arange(first, min(first + _CHUNK, self._blocks.num_records))
-                self._check(records, threads)
-                self._reader.keep_only(self._blocks.containing(records[-1:]).tolist())
-        known = self._digests[self._digests != 0]
-        self._report.duplicates = len(known) - len(np.unique(known))
-
-    def _summary(self, name: str) -> FeatureSummary:
-        dtype, shape = self._parser.dtypes[name], self._parser.shapes[name]
-        counted = dtype.startswith(("int", "uint")) and shape == ()
-        return FeatureSummary(dtype, shape, histogram={} if counted else None)
-
-    def _check(self, records: np.ndarray, threads: Executor) -> None:
-        data, faults = self._reader.read(records)
-        arrays, bad = parse_usable(self._parser, records, data, faults, self._reader.name_record)
-        usable = ~np.isin(records, list(bad))
-        stored, records = list(itertools.compress(one_by_one(data), usable)), records[usable]
-        for name, values in arrays.items():
-            self._report.features[name].add(values)
-            feature = self._features.get(name)
-            if feature and feature.decode == "image":
-                bad |= self._bad_images(name, feature, records, np.asarray(values).tolist(), threads)
-        self._report.bad += [bad[record] for record in sorted(bad)]
-        self._digests[records] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
-
-    def _bad_images(
-        self, name: str, feature: Feature, records: np.ndarray, files: Sequence[bytes], threads: Executor
-    ) -> dict[int, str]:
-        problems = threads.map(lambda file: image_problem(feature, file), files)
-        return {
-            record: self._reader.name_record(record, f"feature {name}: {problem}")
-            for record, problem in zip(records.tolist(), problems, strict=True)
-            if problem
-        }
+def _no_values(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:
+    counted = dtype.startswith(("int", "uint")) and shape == ()
+    return FeatureSummary(dtype, shape, histogram={} if counted else None)
 
 
 def _digest(record: Any) -> bytes:

@@ -72,7 +72,7 @@ def test_whatever_fails_between_loader_and_queue_is_what_the_reader_is_told(imag
         raise MemoryError("no room for a chunk")
         yield []
 
-    made._values = broken  # type: ignore[method-assign,assignment]
+    made._load = broken  # type: ignore[method-assign,assignment]
     with pytest.raises(MemoryError, match="no room for a chunk"):
         consume(made)
 

@@ -17,15 +17,13 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.kept import places_for, save_to_first
 from horovod_train.data.order.buckets import Buckets
-from horovod_train.data.progress import track
-from horovod_train.data.reader import Reader, parse_usable
+from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import RecordSource
 from horovod_train.errors import UserError
 from horovod_train.output.files import open_whole
 from horovod_train.output.removal import Made
 
-_CHUNK = 4096
 _MAGIC = b"\x93NUMPY"
 
 
@@ -66,16 +64,11 @@ def _measure(source: RecordSource, lists: dict[str, Feature], config: DataConfig
     """Read all records; a bad one has no length, and is named when it is used."""
     reader, parser = Reader(source, config.read_threads), source.parser(lists)
     lengths = np.zeros((source.blocks.num_records, len(lists)), np.int32)
-    firsts = range(0, len(lengths), _CHUNK)
-    for first in track(firsts, len(firsts), "reading records once, for their lengths"):
-        records = np.arange(first, min(first + _CHUNK, len(lengths)))
-        data, faults = reader.read(records)
-        arrays, bad = parse_usable(parser, records, data, faults, reader.name_record)
+    for records, _, arrays, bad in parse_all(source, reader, parser, "reading records once, for their lengths"):
         usable = records[~np.isin(records, list(bad))]
         for column, (name, feature) in enumerate(lists.items()):
             if len(usable):
                 lengths[usable, column] = lengths_of(feature, np.asarray(arrays[name]))
-        reader.keep_only(source.blocks.containing(records[-1:]).tolist())
     return lengths
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from horovod_train.config.registry import raised_at
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.source import Arrays, Blocks
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, check_unchanged
 from horovod_train.errors import UserError
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
@@ -100,11 +100,7 @@ class FileStamps:
             now = self._storage.stamp(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read any more: {error.strerror}.") from error
-        if (now.size, now.mtime_ns) != (before.size, before.mtime_ns):
-            raise UserError(
-                f"{path}: was changed while in use: {before.size} bytes before, {now.size} now, "
-                "or a newer date. Put it back as it was, or start again on the new file."
-            )
+        check_unchanged(path, before.size, before.mtime_ns, now)
         if is_remote(path):  # looking takes a request
             self._checked.add(path)
 

@@ -17,6 +17,7 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.storage.file_systems import open_file_system
 from horovod_train.data.storage.retries import Retries
+from horovod_train.errors import UserError
 
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
@@ -63,6 +64,15 @@ def unique(path: str) -> str:
 def real(path: str) -> str:
     """Return the same text for all local paths to a file; for a remote one as unique does."""
     return unique(path) if is_remote(path) else os.path.realpath(path)
+
+
+def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:
+    """Raise UserError if a file has another stamp than before."""
+    if (now.size, now.mtime_ns) != (size, mtime_ns):
+        raise UserError(
+            f"{path}: was changed while in use: {size} bytes before, {now.size} now, "
+            "or a newer date. Put it back as it was, or start again on the new file."
+        )
 
 
 class Storage:

@@ -10,9 +10,9 @@ import numpy as np
 from horovod_train import tfrecord_framing
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.source import LoadedBlock
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, check_unchanged
 from horovod_train.data.tfrecord.index import Index
-from horovod_train.data.tfrecord.index_file import ScannedFile, is_of
+from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.scan import at_record
 from horovod_train.data.tfrecord.staging import StagedFiles
 from horovod_train.errors import UserError
@@ -75,15 +75,17 @@ class TFRecordBlocks:
 
     def _read_local(self, file: ScannedFile, offset: int, length: int) -> bytes:
         if file.packing:  # its copy is read, so that it need not stay open
-            _check_unchanged(file, Stamp.of(os.stat(file.path)))
+            check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.stat(file.path)))
             return self._staged.read_unpacked(file, offset, length)
         with self._files.opened(file.path) as fd:
-            _check_unchanged(file, Stamp.of(os.fstat(fd)))  # one that was replaced is read as it was
+            check_unchanged(
+                file.path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd))
+            )  # one that was replaced is read as it was
             return os.pread(fd, length, offset)
 
     def _read_remote(self, file: ScannedFile, offset: int, length: int) -> bytes:
         if file.path not in self._checked:  # once, because it takes a request
-            _check_unchanged(file, self._storage.stamp(file.path))
+            check_unchanged(file.path, file.size, file.mtime_ns, self._storage.stamp(file.path))
             self._checked.add(file.path)
         if file.packing:
             return self._staged.read_unpacked(file, offset, length)
@@ -95,11 +97,3 @@ def _unpacked_bytes(index: Index) -> dict[ScannedFile, int]:
     ends = np.zeros(len(index.files), np.int64)
     np.maximum.at(ends, index.file, index.offset + index.blocks.bytes)
     return {file: int(end) for file, end in zip(index.files, ends.tolist(), strict=True) if file.packing}
-
-
-def _check_unchanged(file: ScannedFile, now: Stamp) -> None:
-    if not is_of(file, now):
-        raise UserError(
-            f"{file.path}: was changed while in use: {file.size} bytes before, {now.size} now, "
-            "or a newer date. Put it back as it was, or start again on the new file."
-        )

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import tempfile
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +27,8 @@ _SHORT = 1 << 14  # bytes; between longer records, only headers are read
 _CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut off at the end of the file
 
 
-class _Found(NamedTuple):
-    extents: Extents
-    digest: str
-    problem: str
+_Blocks = tuple[Extents, str, str]
+"""What a file holds: its blocks, their digest, and why nothing is read after them."""
 
 
 def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
@@ -39,10 +36,11 @@ def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
     try:
         with storage.opened(path) as (stamp, read):
             packing = compression.detect(read(tfrecord_framing.HEADER_BYTES, 0))
-            found = _scan_packed(path, packing, storage) if packing else _scan_blocks(read, stamp.size)
+            blocks = _scan_packed(path, packing, storage) if packing else _scan_blocks(read, stamp.size)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    return ScannedFile(path, stamp.size, stamp.mtime_ns, packing, found.digest, found.problem), found.extents
+    extents, digest, problem = blocks
+    return ScannedFile(path, stamp.size, stamp.mtime_ns, packing, digest, problem), extents
 
 
 def at_record(record: int, offset: int, problem: str) -> str:
@@ -50,19 +48,17 @@ def at_record(record: int, offset: int, problem: str) -> str:
     return f"record {record} at byte {offset}: {problem}."
 
 
-def _scan_packed(path: str, packing: str, storage: Storage) -> _Found:
+def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
     with tempfile.TemporaryFile() as unpacked:
         try:
             size = compression.unpack(path, packing, unpacked, storage)
         except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
-            return _found([], [], 0, "", str(error).removeprefix(f"{path}: "))
-        found = _scan_blocks(functools.partial(os.pread, unpacked.fileno()), size)
-        if not size:
-            return found._replace(problem="holds no records once unpacked. Remove it or write it again.")
-        return found
+            return Extents(*np.zeros((3, 0), np.int64)), "", str(error).removeprefix(f"{path}: ")
+        extents, digest, problem = _scan_blocks(functools.partial(os.pread, unpacked.fileno()), size)
+    return extents, digest, problem if size else "holds no records once unpacked. Remove it or write it again."
 
 
-def _scan_blocks(read: ReadAt, size: int) -> _Found:
+def _scan_blocks(read: ReadAt, size: int) -> _Blocks:
     header, content = tfrecord_framing.Header(), hashlib.blake2b(digest_size=_DIGEST_BYTES)
     chunk, base, seen = b"", 0, list[bytes]()
     offset, record, length = 0, 0, 0
@@ -91,12 +87,9 @@ def _scan_blocks(read: ReadAt, size: int) -> _Found:
     content.update(b"".join([*seen, last]))
     if not record:
         edges, counts = [], []
-    return _found(edges, counts, offset, content.hexdigest(), problem)
-
-
-def _found(edges: list[int], counts: list[int], end: int, digest: str, problem: str) -> _Found:
     starts = np.array(edges, np.int64)
-    return _Found(Extents(starts, np.diff(starts, append=end), np.array(counts, np.int64)), digest, problem)
+    extents = Extents(starts, np.diff(starts, append=offset), np.array(counts, np.int64))
+    return extents, content.hexdigest(), problem
 
 
 def _problem(record: int, offset: int, length: int | None, over: int) -> str:

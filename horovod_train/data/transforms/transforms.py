@@ -6,7 +6,6 @@ Runs in TensorFlow's graph, for one or many steps per call. Does not read or par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -16,13 +15,6 @@ from horovod_train.data.schema import Schema
 from horovod_train.data.transforms.augment import Augmentation, build_augmentations
 from horovod_train.data.transforms.decoding import ChangeImage, ImageChanges, decode_images
 from horovod_train.errors import UserError
-
-
-class _Steps(NamedTuple):
-    """The transformations of one feature."""
-
-    feature: Feature
-    augmentations: list[Augmentation]
 
 
 class Transforms:
@@ -40,11 +32,14 @@ class Transforms:
                 f"there is none among {', '.join(schema.inputs)}."
             )
         images |= _images(features, schema.targets)
-        done = {name: build_augmentations(augment, image.shape, image.interpolation) for name, image in images.items()}
-        _check_in_step(images, done, [name for name in schema.targets if name not in schema.inputs])
-        self._steps = {name: _Steps(feature, done.get(name, [])) for name, feature in features.items()}
+        self._features = features
+        self._augmentations = {
+            name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
+            for name, feature in features.items()
+        }
+        _check_in_step(images, self._augmentations, [name for name in schema.targets if name not in schema.inputs])
         # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
-        self.draws = max([1, *(sum(a.draws for a in steps.augmentations) for steps in self._steps.values())])
+        self.draws = max([1, *(sum(one.draws for one in several) for several in self._augmentations.values())])
         """Random numbers that a row needs."""
         self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
         """Whether it takes rows of one step per call, [rows, ...]; otherwise any number of leading axes."""
@@ -55,11 +50,10 @@ class Transforms:
         """Return the tensors before `scale`, and for each image feature which rows could be decoded: bool [rows]."""
         tensors, decoded = {}, {}
         for name, values in stored.items():
-            if name not in self._steps:
+            if name not in self._features:
                 tensors[name] = values  # a user's parse function has done it all
                 continue
-            feature, augmentations = self._steps[name]
-            at = 0
+            feature, augmentations, at = self._features[name], self._augmentations[name], 0
             if feature.decode == "image":
                 changes, singly = _on_decoding(augmentations)
                 values, decoded[name] = decode_images(feature, values, draws, changes)
@@ -73,7 +67,7 @@ class Transforms:
     def scale(self, tensors: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return what the model gets: value * scale + offset, in the features' dtypes. Any number of leading axes."""
         return {
-            name: cast_and_scale(self._steps[name].feature, values) if name in self._steps else values
+            name: cast_and_scale(self._features[name], values) if name in self._features else values
             for name, values in tensors.items()
         }
 
