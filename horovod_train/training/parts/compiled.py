@@ -171,20 +171,48 @@ def _compile_config(model: keras.Model) -> dict[str, Any]:
 
 def _per_record(given: Any, output: str | None) -> Callable[[Any, Any], tf.Tensor]:
     """Return (targets, outputs) → float32 [batch] for a loss as `compile` takes it."""
-    loss = keras.losses.get(given)
+    try:
+        loss = keras.losses.get(given)
+    except ValueError as error:
+        raise UserError(f"model.name: is compiled with {given!r}; expected the full name of a loss.") from error
     name = getattr(loss, "name", getattr(loss, "__name__", str(given)))
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction == "sum":
             raise UserError(f"model.name: is compiled with a sum, {name}; the trainer takes means: leave it out.")
         loss = copy.copy(loss)
         loss.reduction = "none"
+    else:
+        loss = _OfFunction(loss, name)
 
     def of_records(targets: Any, outputs: Any) -> tf.Tensor:
         if output is not None:
             targets, outputs = pick(targets, output, "target"), pick(outputs, output, "output")
-        return per_record(loss(targets, outputs), name)
+        return per_record(loss, targets, outputs, name)
 
     return of_records
+
+
+class _OfFunction(keras.losses.Loss):
+    """Calls a function as `fit` does: with floats, and without a last axis of length 1 that only one argument has.
+
+    [batch] becomes [batch, 1] instead.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
+        super().__init__(name, reduction="none")
+        self._function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        given = [y_true, y_pred]
+        if not any(map(keras.tree.is_nested, given)):
+            less, more = sorted((0, 1), key=lambda index: len(given[index].shape))
+            rank = len(given[less].shape)
+            if rank + 1 == len(given[more].shape) and given[more].shape[-1] == 1:
+                if rank == 1:
+                    given[less] = keras.ops.expand_dims(given[less], -1)
+                else:
+                    given[more] = keras.ops.squeeze(given[more], -1)
+        return self._function(*given)
 
 
 def _by_output(given: Any, part: str) -> Iterator[tuple[str | None, Any]]:

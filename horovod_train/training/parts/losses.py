@@ -172,7 +172,7 @@ def build_loss(spec: Spec) -> Loss:
     function = _build_function(spec, "loss")
 
     def loss(targets: Any, outputs: Any) -> tf.Tensor:
-        return per_record(function(targets, outputs), spec.name)
+        return per_record(function, targets, outputs, spec.name)
 
     given = spec.class_weight if isinstance(spec, LossSpec) else {}
     return Loss({"loss": Term(1.0, loss, build_class_weights(given, None, "loss"))})
@@ -190,12 +190,25 @@ def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
     return lambda targets, outputs: factory(targets, outputs, **spec.options)
 
 
-def per_record(values: Any, name: str) -> tf.Tensor:
-    """Return losses [batch, ...] averaged over all axes but the first, float32 [batch]; ValueError for a scalar."""
-    values = tf.cast(values, tf.float32)
+def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, name: str) -> tf.Tensor:
+    """Return the losses [batch, ...] of a function averaged over all axes but the first, float32 [batch].
+
+    Raises ValueError for a single number, and for a loss that compares each record with all others.
+    """
+    values = tf.cast(function(targets, outputs), tf.float32)
     if not values.shape.rank:
         raise ValueError(f"loss {name} must give one value a record, [batch]; it gave a single number")
+    shapes = [list(getattr(given, "shape", ())) for given in (targets, outputs)]
+    if sorted(map(len, shapes)) == [1, 2] and {1} == {*shapes[0][1:], *shapes[1][1:]} and _is_square(values.shape):
+        raise ValueError(
+            f"loss {name} compares each record with all others: it gave {values.shape} for targets {shapes[0]} and "
+            f"outputs {shapes[1]}; reshape one of them to the shape of the other"
+        )
     return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
+
+
+def _is_square(shape: tf.TensorShape) -> bool:
+    return len(shape) == 2 and shape[0] == shape[1] != 1
 
 
 def _build_terms(options: Mapping[str, Any]) -> Loss:
@@ -211,7 +224,7 @@ def _build_term(output: str, value: Any) -> Term:
     function, target = _build_function(term, where), term.target or output
 
     def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
-        return per_record(function(pick(targets, target, "target"), pick(outputs, output, "output")), output)
+        return per_record(function, pick(targets, target, "target"), pick(outputs, output, "output"), output)
 
     return Term(term.weight, loss_of_output, build_class_weights(term.class_weight, target, where))
 
