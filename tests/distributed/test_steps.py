@@ -85,6 +85,15 @@ def test_evaluation_counts_every_record_once(rank_facts: RankFacts, launcher: st
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_the_state_that_a_metric_makes_late_is_summed_over_ranks(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        ours, alone = facts["late_metric"]
+        assert ours == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
 def test_dropout_masks_differ_by_rank_and_step_and_repeat_on_a_second_run(
     rank_facts: RankFacts, launcher: str, np_: int
 ) -> None:

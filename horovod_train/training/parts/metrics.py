@@ -100,8 +100,13 @@ class OfOutput:
     def __init__(self, metric: keras.metrics.Metric, output: str, target: str, name: str | None = None) -> None:
         """name: default: the metric's."""
         self.metric, self.output, self.target = metric, output, target
-        self.name, self.variables = name or metric.name, metric.variables
+        self.name = name or metric.name
         self.result, self.reset_state = metric.result, metric.reset_state
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Those that the metric has now: some, such as F1Score, make theirs in their first update."""
+        return list(self.metric.variables)
 
     def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:
         of = pick(targets, self.target, "target"), pick(outputs, self.output, "output")

@@ -29,7 +29,7 @@ from uneven import (
     weights,
 )
 
-from horovod_train.config.settings import Spec, TrainConfig
+from horovod_train.config.settings import MetricSpec, Spec, TrainConfig
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.optim.lars import LARS
 from horovod_train.training.parts.losses import build_loss
@@ -108,6 +108,17 @@ EvalStep(model, build_loss(LOSS), found).run(batches(), 3)
 x, y = (np.concatenate(parts) for parts in zip(*(records(step) for step in range(3)), strict=True))
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 facts["evaluation"] = [found.result(group), model.evaluate(x, y, verbose=0, return_dict=True, batch_size=len(x))]
+
+# A metric of one output that makes its variables in its first update.
+loss = build_loss(Spec("per_output", {"out": {"name": "categorical_crossentropy", "options": {"from_logits": True}}}))
+found = Accumulator(loss, build_metrics([MetricSpec("F1Score", {"average": "macro"}, output="out")]))
+for step in range(3):
+    batch = share(step)
+    targets, outputs = {"out": tf.one_hot(batch.targets, 3)}, {"out": model(batch.inputs)}
+    found.add(loss.weigh(targets, outputs, batch.weights), targets, outputs, batch.real)
+metric = keras.metrics.F1Score("macro")
+metric.update_state(tf.one_hot(y, 3), model(x))
+facts["late_metric"] = [found.result(group)["f1_score"], float(metric.result())]
 
 state, _ = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5))
 facts["mask"] = state.model.layers[1].mask.numpy()
