@@ -24,6 +24,7 @@ from horovod_train.models import overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.parts.averages import AverageSlots
+from horovod_train.training.parts.logits import refuse_probabilities
 from horovod_train.training.parts.losses import Loss, Term, build_class_weights, build_loss, per_record, pick
 from horovod_train.training.parts.lr_multipliers import multiply_rates
 from horovod_train.training.parts.metrics import Metric, OfOutput, build_metrics
@@ -57,6 +58,7 @@ def origins(model: keras.Model, config: Config) -> Iterator[str]:
 def choose_loss(config: Config, model: keras.Model) -> Loss:
     """Build the config's loss or the compiled model's. Raises UserError."""
     if not brings(model, config)["loss"]:
+        refuse_probabilities(config)
         return build_loss(config.loss)
     if config.loss.options:
         raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")

@@ -21,6 +21,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
+from horovod_train.training.parts.logits import refuse_logits
 
 LossFunction = Callable[[Any, Any], tf.Tensor]
 """(targets, outputs) → float32 [batch]."""
@@ -34,6 +35,7 @@ def smoothed_sparse_categorical_crossentropy(
     (1 − ε) · CE(label) + ε · mean over classes k of CE(k), ε = label_smoothing. Szegedy et al. 2016 (arXiv:1512.00567),
     section 7, also the source of ε = 0.1. Returns float32 [...].
     """
+    refuse_logits(outputs, "smoothed_sparse_categorical_crossentropy")
     log_probabilities = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
     one_hot = tf.one_hot(tf.cast(targets, tf.int32), outputs.shape[-1])
     own = tf.reduce_sum(one_hot * log_probabilities, axis=-1)
@@ -193,8 +195,11 @@ def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
 def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, name: str) -> tf.Tensor:
     """Return the losses [batch, ...] of a function averaged over all axes but the first, float32 [batch].
 
-    Raises ValueError for a single number, and for a loss that compares each record with all others.
+    Raises ValueError for a single number, for a loss that compares each record with all others, and for a loss of
+    logits after a softmax.
     """
+    if getattr(function, "from_logits", False):
+        refuse_logits(outputs, name)
     values = tf.cast(function(targets, outputs), tf.float32)
     if not values.shape.rank:
         raise ValueError(f"loss {name} must give one value a record, [batch]; it gave a single number")
