@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None
 
 
 @contextlib.contextmanager
-def open_whole(path: Path, made: Made, *, sync: bool = True) -> Iterator[BinaryIO]:
+def open_whole(path: Path, made: Made, *, sync: bool) -> Iterator[BinaryIO]:
     """Open a file to write that gets its name when the block ends, and disappears if the block raises.
 
     made: what an old file must be. sync: also survive a power cut. Raises OSError; NotOurs if the name is taken by

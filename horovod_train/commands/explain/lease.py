@@ -12,7 +12,7 @@ from horovod_train.output.lease_holder import UNNAMED
 WATCH_S = 2 * REFRESH_S
 
 
-def find_running(run_dir: Path, watch_s: float = WATCH_S) -> str | None:
+def find_running(run_dir: Path, watch_s: float) -> str | None:
     """Return which run has the directory and how that shows, in words; None if no run has it.
 
     A lease refreshed within watch_s is valid. A lease that looks older is watched for that long, because the clock that
