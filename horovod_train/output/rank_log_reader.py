@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.rank_log import FOLDER, end_file, log_file
@@ -32,7 +32,8 @@ class Entry:
     text: str
 
 
-class Introduction(NamedTuple):
+@dataclass(frozen=True)
+class Introduction:
     """What the first line of a start says."""
 
     rank: int
@@ -43,14 +44,9 @@ class Introduction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankStory:
+class RankStory(Introduction):
     """end: the content of `rank-N.end.json`, see RankLog.end; None if the process could not write it."""
 
-    rank: int
-    size: int
-    launcher: str
-    pid: int
-    host: str
     entries: tuple[Entry, ...]
     end: Mapping[str, Any] | None
 
@@ -123,7 +119,7 @@ def _read_starts(path: Path) -> list[RankStory]:
 
 def _story(entries: Sequence[Entry]) -> RankStory | None:
     said = read_introduction(entries[0].text)
-    return None if said is None else RankStory(*said, tuple(entries), None)
+    return RankStory(**vars(said), entries=tuple(entries), end=None) if said else None
 
 
 def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
