@@ -96,6 +96,18 @@ def read_phase(text: str) -> tuple[str, int | None]:
     return (phase[1], int(phase[2]) if phase[2] else None) if phase else ("", None)
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 5`, or `ranks 0-3, 5`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    words = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
 def _read_starts(path: Path) -> list[RankStory]:
     starts: list[list[Entry]] = []
     try:

@@ -37,7 +37,7 @@ from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.process import has_run_since
 from horovod_train.output.rank_log import FOLDER, log_file
-from horovod_train.output.rank_log_reader import RankStory, read_stories
+from horovod_train.output.rank_log_reader import RankStory, name_ranks, read_stories
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 
@@ -79,9 +79,9 @@ class Explanation:
         if self.time:
             yield f"when: {self.time}"
         if self.followed:
-            yield f"ended because of another rank: {_ranks(self.followed)}"
+            yield f"ended because of another rank: {name_ranks(self.followed)}"
         if self.silent:
-            yield f"no end in their logs: {_ranks(self.silent)}"
+            yield f"no end in their logs: {name_ranks(self.silent)}"
         yield from (f"before that: {sentence}" for sentence in [*self.slow, *filter(None, [self.earlier])])
         yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
         if self.state != "finished":
@@ -249,7 +249,3 @@ def _is_alive(story: RankStory) -> bool:
     """Return whether its process is on this host: the same process, not a later one with its number."""
     is_here = story.host == socket.gethostname()
     return is_here and has_run_since(story.pid, datetime.fromisoformat(story.entries[0].time).timestamp())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from horovod_train.commands.watch.follow import Look, RankNow
 from horovod_train.output.metrics import Row
+from horovod_train.output.rank_log_reader import name_ranks
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CELLS = 24
@@ -121,7 +122,7 @@ def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
     in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
     for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
         hosts = _hosts(look.ranks, ranks)
-        yield f"{_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
+        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
     if len(groups) > _MOST_GROUPS:
         yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
 
@@ -130,18 +131,6 @@ def _does(now: RankNow) -> str:
     if now.ended:
         return now.ended
     return now.doing if now.step is None else f"{now.doing}, step {now.step} or later"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`ranks 0-3, 5`"""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    words = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
 def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
