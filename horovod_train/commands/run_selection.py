@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +12,10 @@ from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
+from horovod_train.output import lease
+from horovod_train.output.rank_log import FOLDER
+
+LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER, lease.NAME)
 
 
 class Choice(NamedTuple):
@@ -53,11 +56,11 @@ def choose(arguments: argparse.Namespace) -> Choice:
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
 
 
-def require_run(run_dir: Path, left: Sequence[str]) -> None:
+def require_run(run_dir: Path) -> None:
     """Raise UserError if the directory has none of the files and folders that runs leave."""
-    if not any((run_dir / name).exists() for name in left):
+    if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
         found = "a folder without any of these" if run_dir.is_dir() else "no folder"
-        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(left)}; found {found}.")
+        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {found}.")
 
 
 def _checkpoint(asked: str, run_dir: str | None) -> str:

@@ -41,7 +41,6 @@ from horovod_train.output.rank_log_reader import RankStory, name_ranks, read_sto
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 
-_LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER)
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 
 
@@ -104,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
-    require_run(run_dir, _LEFT_BY_A_RUN)
+    require_run(run_dir)
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
     outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))

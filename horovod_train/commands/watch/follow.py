@@ -11,13 +11,11 @@ from datetime import datetime
 from pathlib import Path
 
 from horovod_train.commands.run_selection import require_run
-from horovod_train.output.lease import NAME as LEASE
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.rank_log_reader import TROUBLE, Entry, Introduction, read_introduction, read_line, read_phase
 
-_LEFT_BY_A_RUN = (FOLDER, "metrics.jsonl", LEASE)
 _ENDS_AT = re.compile(r"ends at step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
 
@@ -108,7 +106,7 @@ class Follower:
     """When the lease was refreshed, by the clock of its host; and when that was seen, by ours."""
 
     def __post_init__(self) -> None:
-        require_run(self.run_dir, _LEFT_BY_A_RUN)
+        require_run(self.run_dir)
 
     def look(self) -> Look:
         for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
