@@ -166,7 +166,7 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
 
 
 def _keys_of_spec(key: str) -> set[str]:
-    """Return the keys of the Spec at `key`; those of any Spec if it is not a setting of its own."""
+    """Return the keys of the Spec at `key`; those of any Spec if the key is inside a list or an option."""
     default = next((field.default for field in dataclasses.fields(Config) if field.name == key), None)
     return {field.name for field in dataclasses.fields(default if isinstance(default, Spec) else Spec)}
 

@@ -1,4 +1,4 @@
-"""Rules between settings that are each valid alone, and what they come to on a number of ranks.
+"""Rules between settings that are each valid alone, and their values on a number of ranks.
 
 Looks only at the config.
 """
@@ -141,7 +141,7 @@ def _wrong_objective(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_logs(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong about what is written beside checkpoints."""
+    """Yield what is wrong about what is logged."""
     if any(step < 2 for step in config.log.profile_at_steps):
         yield "log.profile_at_steps", "must be 2 or later: the first step is the one that is compiled."
     names = [tracker.name for tracker in config.log.trackers]
@@ -163,7 +163,7 @@ def _averages_twice(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield settings that are about files, beside a source that may have none."""
+    """Yield settings that are about files, next to a source that may have none."""
     if data.source is None:
         return
     if ":" not in data.source.name:

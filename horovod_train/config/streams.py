@@ -11,7 +11,7 @@ _GO_WITH = {"dataset", "steps_per_epoch", "global_batch_size", "batch_size_per_r
 
 
 def stream_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the settings of a stream, or beside it: (key, problem)."""
+    """Yield what is wrong with the settings of a stream, and those that have no effect with one: (key, problem)."""
     if data.dataset is None:
         return
     if ":" not in data.dataset.name:

@@ -2,7 +2,7 @@
 
     python -m horovod_train.output.profile FILE.xplane.pb …       prints them as JSON
 
-The package xprof reads the profiles. It does so in a process of its own, because it is C++ that logs to standard error,
+The package xprof reads the profiles. It runs in another process, because it is C++ that logs to standard error,
 and whose failure must not end a run.
 """
 
@@ -108,7 +108,7 @@ def most_expensive(file: str) -> tuple[str, float, list[Op]]:
     Raises UserError if xprof is not installed.
     """
     convert: Any = import_extra("xprof.convert.raw_to_tool_data", "profile", "log.profile_at_steps")
-    with tempfile.TemporaryDirectory() as folder:  # it leaves a file of its own beside a profile
+    with tempfile.TemporaryDirectory() as folder:  # xprof leaves a file next to the profile
         link = Path(folder) / Path(file).name
         link.symlink_to(Path(file).resolve())
         answer, _ = convert.xspace_to_tool_data([str(link)], "framework_op_stats", {})

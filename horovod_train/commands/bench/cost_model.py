@@ -44,7 +44,7 @@ class Point(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """α and β in seconds for one hop and one byte on a core of its own; γ has no unit."""
+    """α and β in seconds for one hop and one byte if each rank has a core; γ has no unit."""
 
     hop_s: float
     byte_s: float

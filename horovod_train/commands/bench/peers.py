@@ -6,7 +6,7 @@ python -m horovod_train.main bench peers --np 1 --system mlp
 The convnet of models/convnet.py on made images of 28×28, 64 a rank, or the tiny perceptron of models/mlp.py on made
 samples, 100 a rank. This project trains as a user starts it, from TFRecords, with its checks and its watchdog; the
 others train from main memory, see peer_programs. The ceiling is this project as runs of one rank each at the same time,
-which exchange nothing; with one rank, a loop of one's own. Each contender runs once in each round.
+which exchange nothing; with one rank, a hand-written loop. Each contender runs once in each round.
 """
 
 from __future__ import annotations

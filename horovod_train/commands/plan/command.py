@@ -181,7 +181,7 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
 
 
 def _data_set_lines(data_sets: Sequence[Facts]) -> list[str]:
-    """Return a line for each data set that is repeated, and for those beside it."""
+    """Return a line for each data set, if any of them is repeated."""
     if all(one["repeats"] == 1 for one in data_sets):
         return []
     return [f"{one['records']:,} of {one['name']}, {one['repeats']} × an epoch" for one in data_sets]

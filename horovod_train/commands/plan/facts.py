@@ -51,7 +51,7 @@ class Sizes:
     trainable_parameters: int | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     rate_of: str = ""
-    """What has a learning rate of its own, which the config does not give."""
+    """What brings a learning rate that is not in the config."""
     fine_tuning: Mapping[str, str] = field(default_factory=dict)
     """What the model begins with and what of it is trained, in words, by what it is about."""
 

@@ -2,7 +2,7 @@
 
 python -m horovod_train.main report runs/a runs/b --out report.html
 
-The page holds curves, starts and settings of one run or of several beside each other. It asks nothing of any server.
+The page holds curves, starts and settings of one run, or of several side by side. It loads nothing from a server.
 """
 
 from __future__ import annotations

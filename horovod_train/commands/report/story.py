@@ -24,7 +24,7 @@ from horovod_train.output.rank_log_reader import TROUBLE, RankStory, read_phase,
 _RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
 _CODE = re.compile(r"code: (.+)")
 _MOST_AUDITED = 50_000_000
-"""Bytes of an audit; reading more takes longer than somebody waits for a page."""
+"""Bytes of an audit; larger ones take minutes to read."""
 _REMARKED = (*TROUBLE, "warning")
 
 

@@ -17,7 +17,7 @@ _TABLE = Made("a run's table of metrics", r"\w+\.csv", is_ours=lambda path: begi
 
 
 class CsvTables:
-    """A value that comes later gets a column of its own, which is empty in the rows before."""
+    """A value that first appears later gets a new column, which is empty in the rows before."""
 
     def __init__(self) -> None:
         self._folder = Path()

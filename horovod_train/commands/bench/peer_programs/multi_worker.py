@@ -1,4 +1,4 @@
-"""tf.distribute.MultiWorkerMirroredStrategy, in a loop of one's own: `fit` of Keras 3 does not take the strategy.
+"""tf.distribute.MultiWorkerMirroredStrategy in a hand-written loop: `fit` of Keras 3 does not take the strategy.
 
 TF_CONFIG says which rank this is. Compiled, several steps a call; the Keras optimizer adds up the gradients.
 """

@@ -1,4 +1,4 @@
-"""TensorFlow in one process, in a loop of one's own: compiled, several steps a call, without any exchange."""
+"""TensorFlow in one process, in a hand-written loop: compiled, several steps a call, without any exchange."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stock Horovod in a loop of one's own: under Keras 3 its optimizer and tape do not work, its collectives do.
+"""Stock Horovod in a hand-written loop: under Keras 3 its optimizer and tape do not work, its collectives do.
 
 As its best users would write it: compiled, several steps a call, each gradient exchanged as soon as it is there; with
---grouped all at once, which is faster for a tiny model.
+--grouped all in one exchange, which is faster for a tiny model.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Task(NamedTuple):
     """A folder for what ranks find."""
     threads: int
     grouped: bool
-    """For stock Horovod: exchange all gradients at once."""
+    """For stock Horovod: average all gradients in one exchange."""
 
     @property
     def system(self) -> System:
