@@ -6,14 +6,16 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from horovod_train.config.loader import Origins, load
 from horovod_train.config.numbers import is_number
 from horovod_train.config.remote_paths import remote_problem
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +56,25 @@ class ConfigWords(NamedTuple):
 
     files: list[str]
     overrides: list[str]
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1: the `type` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; received {text!r}")
+    return int(text)
+
+
+def above_0(text: str) -> float:
+    """Parse a finite number above 0: the `type` of an argument."""
+    if not is_number(text) or not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0; received {text!r}")
+    return float(text)
+
+
+def several(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return the `type` of an argument that holds several values of another type, such as 1,2,4."""
+    return lambda text: [one(word) for word in text.split(",")]
 
 
 def add_config(parser: argparse.ArgumentParser, help_line: str, *, required: bool = False) -> None:

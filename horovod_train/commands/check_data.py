@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from horovod_train.commands.arguments import add_config, load_words
+from horovod_train.commands.arguments import add_config, count, load_words
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
@@ -37,8 +37,8 @@ _SHOWN = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a folder of records or of splits, or a glob")
     add_config(parser, "check what it trains and evaluates on")
-    parser.add_argument("--np", type=int, metavar="N", help="show what each of N ranks would read instead")
-    parser.add_argument("--epochs", type=int, help="in how many epochs, with --np; default 1")
+    parser.add_argument("--np", type=count, metavar="N", help="show what each of N ranks would read instead")
+    parser.add_argument("--epochs", type=count, help="in how many epochs, with --np; default 1")
     parser.add_argument("--audit", metavar="RUN_DIR", help="check what the ranks of a run did read instead")
 
 
@@ -133,8 +133,6 @@ def _number(value: float | None) -> str:
 
 def _show_shares(console: Console, config: Config, size: int, epochs: int) -> int:
     data = config.data
-    if size < 1 or epochs < 1:
-        raise UserError(f"check-data: --np and --epochs must be at least 1; received {size} and {epochs}.")
     records = open_records(data, "train")
     batch = data.global_batch_size or (data.batch_size_per_rank or _ROWS_PER_RANK) * size
     plan = build_plan(records, data, seed=config.seed, training=True, global_batch_size=batch)

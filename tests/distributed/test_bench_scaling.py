@@ -61,9 +61,9 @@ def test_two_numbers_of_ranks_are_measured(digits: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--np", "0"], "--np: expected numbers of ranks such as 1,2,4; received 0."),
-        (["--np", "1,two"], "--np: expected numbers of ranks such as 1,2,4; received 1,two."),
-        (["--steps", "3"], "--steps at least 20"),
+        (["--np", "0"], "--np: expected a whole number of at least 1; received '0'."),
+        (["--np", "1,two"], "--np: expected a whole number of at least 1; received 'two'."),
+        (["--steps", "3"], "--steps must be at least 20; received 3."),
         (["--json", __file__], "--json"),
         (["--png", "/nowhere/a.png"], "--png /nowhere/a.png: expected a new file in a folder that exists."),
         (["data.shufle=true"], "data.shufle"),

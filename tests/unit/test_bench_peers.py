@@ -63,8 +63,8 @@ def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, s
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--np", "0"], "--np and --rounds must be at least 1"),
-        (["--rounds", "0"], "--np and --rounds must be at least 1"),
+        (["--np", "0"], "--np: expected a whole number of at least 1"),
+        (["--rounds", "0"], "--rounds: expected a whole number of at least 1"),
         (["--steps", "10"], "--steps must be at least 100; received 10."),
         (["--system", "mlp", "--steps", "499"], "--steps must be at least 500; received 499."),
         (["--records", "100", "--np", "2"], "--records must be at least 128"),

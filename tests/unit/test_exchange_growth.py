@@ -104,18 +104,18 @@ def test_a_vote_stays_below_a_percent_only_because_hundreds_of_ranks_vote_less_o
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--np", "0"], "--np: expected numbers above 0 such as 2,4; received 0."),
-        (["--np", "1,x"], "--np: expected numbers above 0 such as 2,4; received 1,x."),
+        (["--np", "0"], "--np: expected a whole number of at least 1; received '0'."),
+        (["--np", "1,x"], "--np: expected a whole number of at least 1; received 'x'."),
         (["--np", "2", "--to", "64"], "--to needs several numbers of ranks"),
         (["--np", "2", "--step-ms", "3"], "--step-ms needs several numbers of ranks"),
         (["--np", "1,2,4", "--to", "1"], "--to: expected numbers of at least 2 ranks; received 1."),
-        (["--np", "1,2,4", "--gbit", "0"], "--gbit: expected numbers above 0 such as 2,4; received 0."),
-        (["--np", "1,2,4", "--gbit", "inf"], "--gbit: expected numbers above 0 such as 2,4; received inf."),
-        (["--np", "1,2,4", "--hop-us", "-1"], "--hop-us must be above 0; received -1.0."),
+        (["--np", "1,2,4", "--gbit", "0"], "--gbit: expected a number above 0; received '0'."),
+        (["--np", "1,2,4", "--gbit", "inf"], "--gbit: expected a number above 0; received 'inf'."),
+        (["--np", "1,2,4", "--hop-us", "-1"], "--hop-us: expected a number above 0; received '-1'."),
         (["--np", "1,2"], "--np: a fit needs two numbers above 1, such as 1,2,4; received fewer."),
         (["--np", "1,2,4", "--only", "gloo"], "--only must leave one contender; it leaves gloo, cycle 0.1 ms; "),
         (["--np", "1,2,4", "--system", "mlp"], "all systems are measured; leave out --system."),
-        (["--np", "2", "--rounds", "0"], "--rounds must be at least 1"),
+        (["--np", "2", "--rounds", "0"], "--rounds: expected a whole number of at least 1"),
     ],
 )
 def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

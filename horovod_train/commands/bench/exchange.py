@@ -18,6 +18,7 @@ import statistics
 import sys
 from typing import Any
 
+from horovod_train.commands.arguments import above_0, count, several
 from horovod_train.commands.bench import growth
 from horovod_train.commands.bench.exchange_run import Contender, contenders, launch
 from horovod_train.commands.tables import build_table, open_screen
@@ -33,11 +34,10 @@ OLD_NAMES = {"s6": "convnet", "s1": "mlp"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--np", default="2", metavar="N[,N]", help="ranks; several numbers: how the cost grows; default 2"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="launches of each; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=4.0, help="measured in each launch; default %(default)s")
+    numbers = "ranks; several numbers: how the cost grows; default 2"
+    parser.add_argument("--np", type=several(count), default=[2], metavar="N[,N]", help=numbers)
+    parser.add_argument("--rounds", type=count, default=3, help="launches of each; default %(default)s")
+    parser.add_argument("--seconds", type=above_0, default=4.0, help="measured in each launch; default %(default)s")
     parser.add_argument(
         "--system",
         type=lambda name: OLD_NAMES.get(name, name),
@@ -52,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     numbers = growth.read_numbers(arguments)
-    if arguments.rounds < 1 or arguments.seconds <= 0:
-        raise UserError("bench exchange: --rounds must be at least 1, --seconds above 0.")
     projected = growth.read_projected(arguments, is_asked=len(numbers) > 1)
     known = _known(arguments.only)
     if len(numbers) > 1:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from horovod_train.commands.arguments import above_0, count, several
 from horovod_train.commands.bench.cost_model import (
     TOPOLOGIES,
     Costs,
@@ -48,15 +49,17 @@ class Projected(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    several = parser.add_argument_group("with several numbers of ranks")
-    several.add_argument("--to", metavar="N,N", help="ranks to project to; default 64,512")
-    several.add_argument("--gbit", metavar="G,G", help="Gbit/s of each rank's link; default 10,25,100")
-    several.add_argument("--hop-us", type=float, metavar="US", help="µs for a small message between hosts; default 20")
-    several.add_argument("--step-ms", type=float, metavar="MS", help="ms of a step of ResNet-50 alone; default 100")
+    group = parser.add_argument_group("with several numbers of ranks")
+    group.add_argument("--to", type=several(count), metavar="N,N", help="ranks to project to; default 64,512")
+    group.add_argument(
+        "--gbit", type=several(above_0), metavar="G,G", help="Gbit/s of a rank's link; default 10,25,100"
+    )
+    group.add_argument("--hop-us", type=above_0, metavar="US", help="µs for a small message between hosts; default 20")
+    group.add_argument("--step-ms", type=above_0, metavar="MS", help="ms of a step of ResNet-50 alone; default 100")
 
 
 def read_numbers(arguments: argparse.Namespace) -> list[int]:
-    numbers = sorted({int(number) for number in _read(arguments.np, "--np", whole=True)})
+    numbers = sorted(set(arguments.np))
     if len(numbers) > 1 and sum(number > 1 for number in numbers) < 2:
         raise UserError("bench exchange: --np: a fit needs two numbers above 1, such as 1,2,4; received fewer.")
     if len(numbers) > 1 and arguments.system:
@@ -71,23 +74,10 @@ def read_projected(arguments: argparse.Namespace, *, is_asked: bool) -> Projecte
     for option, value in given.items():
         if value is not None and not is_asked:
             raise UserError(f"bench exchange: {option} needs several numbers of ranks, such as --np 1,2,4,8.")
-        if isinstance(value, float) and not 0 < value < float("inf"):
-            raise UserError(f"bench exchange: {option} must be above 0; received {value}.")
-    ranks = [int(number) for number in _read(arguments.to or "64,512", "--to", whole=True)]
+    ranks, gbits = arguments.to or [64, 512], arguments.gbit or [10, 25, 100]
     if min(ranks) < 2:
-        raise UserError(f"bench exchange: --to: expected numbers of at least 2 ranks; received {arguments.to}.")
-    gbits = _read(arguments.gbit or "10,25,100", "--gbit", whole=False)
+        raise UserError(f"bench exchange: --to: expected numbers of at least 2 ranks; received {min(ranks)}.")
     return Projected(ranks, gbits, (arguments.hop_us or 20.0) / 1e6, (arguments.step_ms or 100.0) / 1e3)
-
-
-def _read(text: str, option: str, *, whole: bool) -> list[float]:
-    try:
-        numbers = [float(int(word) if whole else float(word)) for word in text.split(",")]
-    except ValueError:
-        numbers = [0.0]
-    if not all(0 < number < float("inf") for number in numbers):
-        raise UserError(f"bench exchange: {option}: expected numbers above 0 such as 2,4; received {text}.")
-    return numbers
 
 
 def choose(known: Sequence[str], only: Sequence[str] | None) -> str:

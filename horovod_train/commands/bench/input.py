@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_train.commands.arguments import add_config, load_words
+from horovod_train.commands.arguments import add_config, count, load_words
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.dataset import Records, open_records
@@ -39,19 +39,17 @@ class Turn(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="a folder of records, or a glob")
     add_config(parser, "read what it trains on")
-    parser.add_argument("--batch-size", type=int, default=128, help="records a step; default %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each; default %(default)s")
+    parser.add_argument("--batch-size", type=count, default=128, help="records a step; default %(default)s")
+    parser.add_argument("--rounds", type=count, default=5, help="turns of each; default %(default)s")
     parser.add_argument(
         "--delay-ms", type=float, default=0.0, help="compare with blocks that come so late, instead of other pipelines"
     )
-    parser.add_argument("--passes", type=int, default=3, help="over the records in a turn; default %(default)s")
+    parser.add_argument("--passes", type=count, default=3, help="over the records in a turn; default %(default)s")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.path) == bool(arguments.config):
         raise UserError("bench input: give either the path of records or --config.")
-    if min(arguments.batch_size, arguments.rounds, arguments.passes) < 1:
-        raise UserError("bench input: --batch-size, --rounds and --passes must be at least 1.")
     if arguments.delay_ms < 0:
         raise UserError(f"bench input: --delay-ms must be at least 0; received {arguments.delay_ms:g}.")
     in_folder = Config(data=DataConfig(train=(arguments.path,)))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from horovod_train.commands.arguments import count
 from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
 from horovod_train.commands.bench.peer_run import Contender, Given
@@ -65,8 +66,8 @@ class Prepared(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--np", type=int, default=2, metavar="N", help="ranks; default %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
+    parser.add_argument("--np", type=count, default=2, metavar="N", help="ranks; default %(default)s")
+    parser.add_argument("--rounds", type=count, default=3, help="runs of each; default %(default)s")
     parser.add_argument("--system", choices=SYSTEMS, default="convnet", help="what is trained; default %(default)s")
     parser.add_argument("--steps", type=int, help="in each run; the first fifth is not timed; default 400, mlp: 20000")
     parser.add_argument("--records", type=int, help="made records; default 60000, mlp: 10000")
@@ -97,8 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
-    if arguments.np < 1 or arguments.rounds < 1:
-        raise UserError("bench peers: --np and --rounds must be at least 1.")
     # Metrics come ten times in a run, at the end of a call.
     least_steps = 10 * SYSTEMS[arguments.system].steps_per_call
     if steps < least_steps:

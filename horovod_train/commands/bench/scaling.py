@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.commands.arguments import add_config, load_words
+from horovod_train.commands.arguments import add_config, count, load_words, several
 from horovod_train.commands.bench.scaling_run import SHARES, Measured, measure, measured_config
 from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
@@ -50,27 +50,28 @@ class Point(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "what is trained, as to train it", required=True)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--np", default="1,2", metavar="N,N", help="numbers of ranks; default %(default)s")
+    parser.add_argument(
+        "--np", type=several(count), default=[1, 2], metavar="N,N", help="numbers of ranks; default 1,2"
+    )
     parser.add_argument(
         "--steps", type=int, default=200, help="in each run; the first fifth is not timed; default %(default)s"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each; default %(default)s")
+    parser.add_argument("--rounds", type=count, default=3, help="runs of each; default %(default)s")
     parser.add_argument("--way", choices=("mpirun", "horovodrun"), help="default: the fastest that works here")
     parser.add_argument("--json", metavar="FILE", help="write the figures of every run there")
     parser.add_argument("--png", metavar="FILE", help="draw them there; needs horovod_train[report]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    numbers = _numbers(arguments.np)
-    if arguments.rounds < 1 or arguments.steps < 20:
-        raise UserError("bench scaling: --rounds must be at least 1, --steps at least 20.")
+    if arguments.steps < 20:
+        raise UserError(f"bench scaling: --steps must be at least 20; received {arguments.steps}.")
     if arguments.png:
         import_extra("matplotlib", "report", "bench scaling --png")
     check_new("bench scaling: --json", arguments.json)
     check_new("bench scaling: --png", arguments.png)
     config = measured_config(load_words([*arguments.config, *arguments.overrides]), arguments.steps)
     way = arguments.way or best_way()[0]
-    points = {ranks: Point(ranks, [], []) for ranks in numbers}
+    points = {ranks: Point(ranks, [], []) for ranks in sorted(set(arguments.np))}
     for number in range(arguments.rounds):
         for ranks, point in points.items():
             point.together.append(measure(config, ranks, way))
@@ -86,16 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png:
         _draw(Path(arguments.png), list(points.values()))
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = sorted({int(word) for word in text.split(",")})
-    except ValueError:
-        numbers = [0]
-    if numbers[0] < 1:
-        raise UserError(f"bench scaling: --np: expected numbers of ranks such as 1,2,4; received {text}.")
-    return numbers
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from horovod_train.commands.arguments import add_config, load_words
+from horovod_train.commands.arguments import above_0, add_config, load_words
 from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.inference.made import FINDINGS
 from horovod_train.output import tensorflow_noise
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=above_0,
         default=60.0,
         metavar="S",
         help="seconds in which all ranks must start; default %(default)g",
@@ -58,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if no check failed, 1 if one did. Collective."""
     config = load_words(arguments.config) if arguments.config else None
-    if arguments.timeout <= 0:
-        raise UserError(f"doctor: --timeout must be above 0; received {arguments.timeout:g}.")
     if arguments.json not in (None, "-"):
         check_out("--json", arguments.json, FINDINGS)
     tensorflow_noise.load_tensorflow()

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from horovod_train.commands.arguments import add_config_arguments, load_config, require_output_dir
+from horovod_train.commands.arguments import above_0, add_config_arguments, count, load_config, require_output_dir
 from horovod_train.commands.plan.facts import Facts, Pace, Sizes, collect, open_outlook
 from horovod_train.commands.plan.resume import Start, find_resume
 from horovod_train.commands.tables import open_screen
@@ -39,11 +39,11 @@ NOT_CHECKED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--np", type=int, default=1, metavar="N", help="ranks; default %(default)s")
+    parser.add_argument("--np", type=count, default=1, metavar="N", help="ranks; default %(default)s")
     parser.add_argument("--fast", action="store_true", help="build no model: answers in a second, without TensorFlow")
     parser.add_argument(
         "--examples-per-s",
-        type=float,
+        type=above_0,
         metavar="X",
         help="speed over all ranks, as a run logs it; for the time it takes",
     )
@@ -58,12 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     if config.data.dataset:
         stream = config.data.dataset.name
         raise UserError(f"plan: data.dataset: {stream} is a stream, of which only a run knows how many steps it has.")
-    if arguments.np < 1:
-        raise UserError(f"--np: must be at least 1; received {arguments.np}.")
     time_s = None if arguments.time is None else parse_seconds(arguments.time, "--time")
-    for option, value in (("--examples-per-s", arguments.examples_per_s), ("--time", time_s)):
-        if value is not None and not value > 0:
-            raise UserError(f"{option}: must be above 0; received {value:g}.")
+    if time_s is not None and not time_s > 0:
+        raise UserError(f"--time: must be above 0; received {time_s:g}.")
     facts, notes, faults = _look(config, arguments.np, arguments.fast, Pace(arguments.examples_per_s, time_s))
     if arguments.json:
         print(json.dumps({**(facts or {}), "notes": notes, "faults": faults}, indent=2))

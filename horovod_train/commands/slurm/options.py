@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from horovod_train.commands.arguments import Parser
+from horovod_train.commands.arguments import Parser, count
 from horovod_train.config.numbers import CLOCK
 from horovod_train.config.registry import suggest
 from horovod_train.config.yaml_nodes import compose, plain_value
@@ -66,12 +66,6 @@ def _image(word: str) -> str:
     return _line(word)
 
 
-def _count(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; received {word!r}")
-    return int(word)
-
-
 def _sbatch(word: str) -> str:
     option = re.fullmatch(r"--([a-z][a-z0-9-]*)(=.+)?", word)
     if not option or not word.isprintable():
@@ -91,12 +85,12 @@ class Option(NamedTuple):
 
 
 OPTIONS = {
-    "nodes": Option(_count, "N", "hosts (1)"),
+    "nodes": Option(count, "N", "hosts (1)"),
     "gpus_per_node": Option(
-        lambda word: 0 if word == "0" else _count(word), "N", "GPUs of a host, all used (0: on CPUs)"
+        lambda word: 0 if word == "0" else count(word), "N", "GPUs of a host, all used (0: on CPUs)"
     ),
-    "tasks_per_node": Option(_count, "N", "ranks on a host; default: GPUs / device.per_rank, or 1"),
-    "cpus_per_task": Option(_count, "N", f"default: {CPUS_PER_GPU} for a GPU, else 1"),
+    "tasks_per_node": Option(count, "N", "ranks on a host; default: GPUs / device.per_rank, or 1"),
+    "cpus_per_task": Option(count, "N", f"default: {CPUS_PER_GPU} for a GPU, else 1"),
     "gres": Option(_name, "NAME[:TYPE]:N", "in place of --gpus-per-node, such as gpu:a100:4; also others"),
     "mem": Option(
         _like(r"\d+[KMGT]?", "a size such as 64G"), "SIZE", "memory of a host, such as 64G; default: the cluster's"
