@@ -87,7 +87,7 @@ def test_what_this_machine_takes_is_measured(parts: dict[str, Part]) -> None:
 @pytest.mark.parametrize("network", [RING, TREE])
 def test_the_limit_is_where_the_share_passes_it(parts: dict[str, Part], network: Network) -> None:
     for part in parts.values():
-        if part.share is not None and (limit := passes_at(part, network)) is not None and limit > 2:
+        if part.interval_s is not None and (limit := passes_at(part, network)) is not None and limit > 2:
             assert part.share(limit - 1, network) <= MOST_SHARE < part.share(limit, network)
 
 

@@ -168,14 +168,14 @@ def _projection(projected: Projected, topology: Topology) -> Iterator[str]:
     yield f"|---|---|{'--:|' * (len(projected.ranks) + 1)}"
     for part in parts:
         cells = [_alternatives([_seconds(part, ranks, each) for each in networks]) for ranks in projected.ranks]
-        since = ["—" if part.share is None else _since(part, each) for each in networks]
+        since = ["—" if part.interval_s is None else _since(part, each) for each in networks]
         yield f"| {part.name} | {part.when} | {' | '.join(cells)} | {_alternatives(since)} |"
 
 
 def _seconds(part: Part, ranks: int, network: Network) -> str:
     seconds = part.seconds(ranks, network)
     shown = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return shown if part.share is None else f"{shown} ({100 * part.share(ranks, network):.2g} %)"
+    return shown if part.interval_s is None else f"{shown} ({100 * part.share(ranks, network):.2g} %)"
 
 
 def _since(part: Part, network: Network) -> str:

@@ -46,12 +46,17 @@ class Network(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One part of what ranks cost. `share`: of the run's time at so many ranks; None for what is done once."""
+    """One part of what ranks cost. interval_s: from one to the next, at so many ranks; None for what is done once."""
 
     name: str
     when: str
     seconds: Callable[[int, Network], float]
-    share: Callable[[int, Network], float] | None
+    interval_s: Callable[[int, Network], float] | None
+
+    def share(self, ranks: int, network: Network) -> float:
+        """Return the share of the run's time."""
+        assert self.interval_s is not None
+        return self.seconds(ranks, network) / self.interval_s(ranks, network)
 
 
 def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
@@ -85,37 +90,21 @@ def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
         requests = 2 * ranks * (ranks - 1)
         return requests * max(own.request_s, network.wire_s(140 * ranks))
 
+    def vote_every(ranks: int, network: Network) -> float:
+        return seconds_between_votes(ranks, is_ring=network.topology == "ring")
+
     return [
-        Part(
-            "gradients of ResNet-50",
-            "each step",
-            exchange,
-            lambda ranks, network: exchange(ranks, network) / (step_s + exchange(ranks, network)),
-        ),
-        Part(
-            "agreement check",
-            f"every {every_steps:,} steps",
-            check,
-            lambda ranks, network: check(ranks, network) / (every_steps * step_s),
-        ),
-        Part(
-            "vote",
-            "every second or more",
-            vote,
-            lambda ranks, network: (
-                vote(ranks, network) / seconds_between_votes(ranks, is_ring=network.topology == "ring")
-            ),
-        ),
-        Part("watch: root's CPU", "in a second", watch, watch),
+        Part("gradients of ResNet-50", "each step", exchange, lambda *at: step_s + exchange(*at)),
+        Part("agreement check", f"every {every_steps:,} steps", check, lambda *at: every_steps * step_s),
+        Part("vote", "every second or more", vote, vote_every),
+        Part("watch: root's CPU", "in a second", watch, lambda *at: 1.0),
         Part("meeting at the start", "once", meeting, None),
     ]
 
 
 def passes_at(part: Part, network: Network) -> int | None:
     """Return from how many ranks on a part takes more than MOST_SHARE; None if not up to MOST_RANKS."""
-    share = part.share
-    assert share is not None
     ranks = range(2, MOST_RANKS + 1)
     # Shares grow with the ranks.
-    index = bisect.bisect_right(ranks, MOST_SHARE, key=lambda count: share(count, network))
+    index = bisect.bisect_right(ranks, MOST_SHARE, key=lambda count: part.share(count, network))
     return ranks[index] if index < len(ranks) else None
