@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import glob
-import itertools
 import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -36,12 +34,11 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
     """
     first = next(iter(patterns))
     try:
-        are_folders = [storage.is_folder(path) for path in paths]
-        fits = functools.partial(_fits, storage=storage)
-        kind = next((one for one in patterns if any(map(fits, paths, are_folders, itertools.repeat(one)))), first)
+        named = [(path, storage.is_folder(path)) for path in paths]
+        kind = next((one for one in patterns if any(_fits(*each, one, storage) for each in named)), first)
         found = [
             _list_folder(path, setting, kind, storage) if is_folder else _list_glob(path, setting, storage)
-            for path, is_folder in zip(paths, are_folders, strict=True)
+            for path, is_folder in named
         ]
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error

@@ -5,13 +5,14 @@ The repeats of a block are blocks of their own: they come at different times in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from horovod_train.data.order.selection import Selection
-from horovod_train.data.source import Blocks, RecordSource
+from horovod_train.data.source import Blocks, Part, RecordSource
 
 
 class DataSet(NamedTuple):
@@ -34,29 +35,26 @@ class Entry(NamedTuple):
 
 def split_by_entry(source: RecordSource, entries: Sequence[Entry]) -> list[DataSet]:
     """Return the data sets of a source, in its order."""
-    ends = np.cumsum([entry.parts for entry in entries])
-    assert int(ends[-1]) == len(source.parts), "a source has as many parts as files"
-    counts = [part.records for part in source.parts]
     return [
-        DataSet(entry.name, sum(counts[end - entry.parts : end]), entry.repeats)
-        for entry, end in zip(entries, ends.tolist(), strict=True)
+        DataSet(entry.name, sum(part.records for part in parts), entry.repeats)
+        for entry, parts in zip(entries, _parts(source, entries), strict=True)
     ]
 
 
 def mix(source: RecordSource, entries: Sequence[Entry]) -> Selection:
     """Return the records of a source, those of each data set as often as it repeats."""
-    of_source = source.blocks
-    edges = np.cumsum([0, *(found.records for found in split_by_entry(source, entries))])
-    first = np.searchsorted(of_source.first_record, edges)  # a block is of one part
-    numbers = np.arange(len(of_source.records))
-    block = np.concatenate(
-        [np.tile(numbers[first[n] : first[n + 1]], entry.repeats) for n, entry in enumerate(entries)]
-    )
-    blocks = Blocks(of_source.records[block], of_source.bytes[block])
+    edges = np.cumsum([0, *(data_set.records for data_set in split_by_entry(source, entries))])
+    first_block = np.searchsorted(source.blocks.first_record, edges)  # a block is of one part
+    of_each = np.split(np.arange(first_block[-1]), first_block[1:-1])
+    repeats = [entry.repeats for entry in entries]
+    block = np.concatenate([np.tile(blocks, times) for blocks, times in zip(of_each, repeats, strict=True)])
+    blocks = Blocks(source.blocks.records[block], source.blocks.bytes[block])
+    parts = [list(parts) * times for parts, times in zip(_parts(source, entries), repeats, strict=True)]
+    return Selection(source, blocks, [*itertools.chain(*parts)], block)
+
+
+def _parts(source: RecordSource, entries: Sequence[Entry]) -> list[Sequence[Part]]:
+    """Return the parts of each data set."""
     ends = np.cumsum([entry.parts for entry in entries]).tolist()
-    parts = [
-        part
-        for entry, end in zip(entries, ends, strict=True)
-        for part in list(source.parts[end - entry.parts : end]) * entry.repeats
-    ]
-    return Selection(source, blocks, parts, block)
+    assert ends[-1] == len(source.parts), "a source has as many parts as files"
+    return [source.parts[end - entry.parts : end] for entry, end in zip(entries, ends, strict=True)]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.files import check_different
@@ -18,7 +16,7 @@ from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
-from horovod_train.data.storage.storage import DEFAULT, Storage, unique
+from horovod_train.data.storage.storage import DEFAULT, Storage, map_paths, unique
 from horovod_train.errors import UserError
 
 OpenStore = Callable[[str, Request], Store]
@@ -27,7 +25,6 @@ OpenStore = Callable[[str, Request], Store]
 BuildParser = Callable[[dict[str, Feature]], Parser]
 
 _TRIED_RECORDS = 100
-_REMOTE_STORES = 16  # opened at the same time: each takes a few requests
 
 
 class RandomAccessRecords:
@@ -81,7 +78,7 @@ def open_described(
     storage = Storage(config.retry_s)
     folders = (*config.paths("train"), *config.paths("eval"))
     request = Request(wanted_names(config), wanted_images(config), setting, storage, folders)
-    stores = _open_all(paths, open_store, request)
+    stores = map_paths(lambda path: open_store(path, request), paths)
     filled = [store for store in stores if store.blocks.num_records]
     if not filled:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
@@ -90,13 +87,6 @@ def open_described(
         for store in filled:
             _check_first(store, ArraysParser(schema.features))
     return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
-
-
-def _open_all(paths: Sequence[str], open_store: OpenStore, request: Request) -> list[Store]:
-    if not any(map(is_remote, paths)):
-        return [open_store(path, request) for path in paths]
-    with ThreadPoolExecutor(_REMOTE_STORES) as threads:
-        return list(threads.map(lambda path: open_store(path, request), paths))
 
 
 def _check_first(store: Store, parser: Parser) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
@@ -19,11 +19,14 @@ from horovod_train.data.storage.file_systems import open_file_system
 from horovod_train.data.storage.retries import Retries
 from horovod_train.errors import UserError
 
+_REMOTE_FILES = 32  # asked for at the same time
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
 """What drivers say of a file that changes when it does, best first. All of them have one of these."""
+
+T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
 """(length, offset) → bytes of a file, fewer at its end."""
@@ -73,6 +76,14 @@ def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:
             f"{path}: was changed while in use: {size} bytes before, {now.size} now, "
             "or a newer date. Put it back as it was, or start again on the new file."
         )
+
+
+def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    """Return the results for all paths, in order; several remote ones are asked for together: each takes requests."""
+    if not any(map(is_remote, paths)):
+        return list(map(function, paths))
+    with ThreadPoolExecutor(_REMOTE_FILES) as threads:
+        return list(threads.map(function, paths))
 
 
 class Storage:

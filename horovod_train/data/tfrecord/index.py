@@ -22,7 +22,7 @@ from horovod_train.data.files import INDEX_NAME, check_different
 from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage, map_paths
 from horovod_train.data.tfrecord.index_file import (
     Entries,
     Extents,
@@ -36,7 +36,6 @@ from horovod_train.data.tfrecord.scan import scan
 
 _MANY_BYTES = 1 << 30  # beyond this, scanning is worth starting processes for
 _REMOTE_SCANS = 8  # remote files scanned at the same time; each keeps a few MiB in memory
-_REQUESTS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +85,8 @@ def write_index(folder: str, names: Iterable[str]) -> int:
 
 def _stamps(names: Sequence[str], storage: Storage) -> Stamps:
     """Return the stamps of the files that have one."""
-    if any(map(is_remote, names)):  # each takes a request
-        with ThreadPoolExecutor(_REQUESTS) as threads:
-            found = list(threads.map(lambda name: _stamp(name, storage), names))
-    else:
-        found = [_stamp(name, storage) for name in names]
-    return {name: stamp for name, stamp in zip(names, found, strict=True) if stamp is not None}
+    stamps = map_paths(lambda name: _stamp(name, storage), names)
+    return {name: stamp for name, stamp in zip(names, stamps, strict=True) if stamp is not None}
 
 
 def _stamp(name: str, storage: Storage) -> Stamp | None:
