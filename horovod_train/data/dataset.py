@@ -25,7 +25,7 @@ from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
 from horovod_train.data.random_access.users import UsersStore
-from horovod_train.data.schema import Schema, dump_schema, find_schema, own_schema
+from horovod_train.data.schema import Schema, dump_schema, find_schema, schema_of_names
 from horovod_train.data.source import OpenSource, Part, RecordSource, problems_of
 from horovod_train.data.storage.storage import Storage
 from horovod_train.data.tfrecord.source import open_tfrecords
@@ -81,13 +81,13 @@ class Records:
         return {f"records of {self.setting}": self.digest, f"what a record of {self.setting} holds": kind}
 
 
-class OpenFiles(Protocol):
+class OpenRecords(Protocol):
     """Opens some or all of what was found. Raises UserError for what cannot be read."""
 
     def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records: ...
 
 
-class Found(NamedTuple):
+class FoundFiles(NamedTuple):
     """The files of a split that nothing has opened yet."""
 
     files: list[str]
@@ -95,7 +95,7 @@ class Found(NamedTuple):
     are_paths: bool
     entries: list[Entry]
     """The data sets that the files are of."""
-    open: OpenFiles
+    open: OpenRecords
 
 
 def open_records(config: DataConfig, split: Split) -> Records:
@@ -134,7 +134,7 @@ def scan_records(config: DataConfig, split: Split) -> Records:
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
 
 
-def find_records(config: DataConfig, split: Split) -> Found:
+def find_records(config: DataConfig, split: Split) -> FoundFiles:
     """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
     if config.dataset:
         stream = config.dataset.name
@@ -146,24 +146,24 @@ def find_records(config: DataConfig, split: Split) -> Found:
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return Found(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
+        return FoundFiles(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
     storage = Storage(config.retry_s)
     of_folders = _kind_of_folders(paths, storage)
     if of_folders:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return Found(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
+        return FoundFiles(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return Found(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
+        return FoundFiles(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
     if config.parse:
-        schema = own_schema(config.inputs, config.targets)
+        schema = schema_of_names(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting, storage)
         check_weight(config.weight, schema)
-    return Found(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
+    return FoundFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
 
 
 def _open_source(

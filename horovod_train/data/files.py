@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage, parent, unique
+from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage, normalized, parent
 from horovod_train.errors import UserError
 
 INDEX_NAME = "index.npz"
@@ -50,7 +50,7 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
 def check_named_once(files: Sequence[str], setting: str) -> None:
     """Raise UserError for a name that comes twice."""
     seen: set[str] = set()
-    for name in map(unique, files):
+    for name in map(normalized, files):
         if name in seen:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
         seen.add(name)

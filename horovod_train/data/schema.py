@@ -90,7 +90,7 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
     return _checked(chosen, "data" if inputs or targets else first.where)
 
 
-def own_schema(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
+def schema_of_names(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
     """Return a schema for a user's parse function: names only."""
     if not inputs:
         raise UserError("data.inputs: is required with data.parse: which of its tensors does the model get?")

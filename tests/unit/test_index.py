@@ -19,9 +19,9 @@ import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.cache_paths import paths_beside
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import INDEX_NAME, list_files
-from horovod_train.data.kept import places_of
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import one_by_one
 from horovod_train.data.tfrecord import index as index_module
@@ -235,7 +235,7 @@ def test_a_user_without_home_and_passwd_entry_can_read() -> None:
 
 def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scanned: list[str]) -> None:
     folder = make_images(tmp_path / "train")
-    files, where = list_tfrecords(folder), places_of(str(folder), INDEX_NAME, None)
+    files, where = list_tfrecords(folder), paths_beside(str(folder), INDEX_NAME, None)
     with ThreadPoolExecutor() as threads:
         with one_at_a_time(where):
             other = threads.submit(open_index, files)

@@ -18,9 +18,9 @@ from made_records import batches, config, ids, make_images, pipeline
 from memory_store import called_before_reads
 
 from horovod_train.config.loader import load
+from horovod_train.data.cache_paths import paths_beside
 from horovod_train.data.dataset import open_records
 from horovod_train.data.files import INDEX_NAME
-from horovod_train.data.kept import places_of
 from horovod_train.data.storage import retries
 from horovod_train.data.storage.retries import Retries
 from horovod_train.data.storage.storage import Storage
@@ -127,7 +127,7 @@ def test_the_index_is_kept_and_files_that_change_are_scanned_again(
     make_images(store.local / "train", (300, 9, 23))
     store.files.pipe(f"{store.train}/1.tfrecord", (store.local / "train" / "1.tfrecord").read_bytes())
     assert scanned() == {"1.tfrecord"}
-    (where,) = places_of(store.train, INDEX_NAME, str(tmp_path / "indexes"))
+    (where,) = paths_beside(store.train, INDEX_NAME, str(tmp_path / "indexes"))
     assert set(load_entries(where)) == {"0.tfrecord", "1.tfrecord", "2.tfrecord"}
     assert not store.files.exists(f"{store.train}/index.npz")
 

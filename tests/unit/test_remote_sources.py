@@ -152,7 +152,7 @@ def test_pieces_of_a_file_are_what_is_there(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(remote_file, "_PAGE", 100)
     written = np.random.default_rng(1).bytes(1234)
     (tmp_path / "f").write_bytes(written)
-    file = RemoteFile(Pages(Storage(), put(tmp_path / "f"), keep=3))
+    file = RemoteFile(Pages(Storage(), put(tmp_path / "f"), max_pages=3))
     random = np.random.default_rng(2)
     for first, length in random.integers(0, 1300, (300, 2)).tolist():
         file.seek(first)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.cache_paths import paths_in_cache, save_to_first
 from horovod_train.data.features import Feature
-from horovod_train.data.kept import places_for, save_to_first
 from horovod_train.data.order.buckets import Buckets
 from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.schema import Schema
@@ -52,7 +52,7 @@ def find_buckets(source: RecordSource, digest: str, schema: Schema, config: Data
     used = {*schema.inputs, *schema.targets, by}
     lists = {name: feature for name, feature in lists.items() if name in used}
     unique = hashlib.sha256(f"{digest} {lists!r}".encode()).hexdigest()[:16]
-    places, shape = places_for(f"lengths-{unique}.npy", config.index_dir), (source.blocks.num_records, len(lists))
+    places, shape = paths_in_cache(f"lengths-{unique}.npy", config.index_dir), (source.blocks.num_records, len(lists))
     lengths = _load(places, shape)
     if lengths is None:
         lengths = _measure(source, lists, config)

@@ -33,7 +33,7 @@ def build_parser(source: RecordSource, features: dict[str, Feature], config: Dat
     Records whose `data.weight` is negative or not finite are bad records. Raises UserError.
     """
     own, weight = config.parse, config.weight
-    parser = source.parser(features) if own is None else OwnParser(load_function(own, "data.parse"), own)
+    parser = source.parser(features) if own is None else FunctionParser(load_function(own, "data.parse"), own)
     return parser if weight is None else WeightChecker(parser, weight, features.get(weight))
 
 
@@ -104,7 +104,7 @@ class SchemaParser:
         return None
 
 
-class OwnParser:
+class FunctionParser:
     """Parses with a user's function: string tensor [n] → dict of tensors [n, ...] of known shapes. A Parser."""
 
     def __init__(self, function: Callable[[tf.Tensor], dict[str, tf.Tensor]], name: str) -> None:

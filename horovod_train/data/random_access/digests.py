@@ -3,7 +3,7 @@
 The digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it finds what has
 changed by accident, not what somebody has forged.
 
-Kept in `digests.json`; see kept. Modification times only say whether a digest is still valid, so copies are
+Kept in `digests.json`; see cache_paths. Modification times only say whether a digest is still valid, so copies are
 equal whatever their dates.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import google_crc32c
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.kept import places_of, save_to_first
+from horovod_train.data.cache_paths import paths_beside, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.storage.storage import DEFAULT, Stamps, Storage
 from horovod_train.errors import UserError
@@ -56,7 +56,7 @@ def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storag
         by_folder.setdefault(_split(path, entries[path])[0], []).append(path)
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
-        places = places_of(folder, NAME, index_dir)
+        places = paths_beside(folder, NAME, index_dir)
         stamps = {path: _stamp(path, entries[path]) for path in paths}
         for place in places:
             kept = _load(place)

@@ -16,7 +16,7 @@ from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import Request, Store, describe_error
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
-from horovod_train.data.storage.storage import DEFAULT, Storage, map_paths, unique
+from horovod_train.data.storage.storage import DEFAULT, Storage, map_paths, normalized
 from horovod_train.errors import UserError
 
 OpenStore = Callable[[str, Request], Store]
@@ -46,7 +46,7 @@ class RandomAccessRecords:
         check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
         digests |= content_digests(files, index_dir, storage)
         self.parts = [
-            Part(unique(store.path), store.size, store.blocks.num_records, digests[store.path]) for store in stores
+            Part(normalized(store.path), store.size, store.blocks.num_records, digests[store.path]) for store in stores
         ]
 
     @property

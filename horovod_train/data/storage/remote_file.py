@@ -28,10 +28,10 @@ Range = tuple[int, int]
 class Pages:
     """Reads pieces of a remote file, and keeps the pages that short ones are of. Several threads may use it."""
 
-    def __init__(self, storage: Storage, url: str, keep: int = 4) -> None:
-        """keep: how many pages of 256 KiB. Raises UserError for a file that cannot be read."""
-        self._storage, self.url, self._keep = storage, url, keep
-        self._kept: OrderedDict[int, bytes] = OrderedDict()
+    def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
+        """max_pages: to keep, of 256 KiB each. Raises UserError for a file that cannot be read."""
+        self._storage, self.url, self._max_pages = storage, url, max_pages
+        self._pages: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
         try:
             self.size = storage.stamp(url).size
@@ -55,14 +55,14 @@ class Pages:
 
     def _page(self, number: int) -> bytes:
         with self._lock:
-            if number in self._kept:
-                self._kept.move_to_end(number)
-                return self._kept[number]
+            if number in self._pages:
+                self._pages.move_to_end(number)
+                return self._pages[number]
         page = self.read(number * _PAGE, _PAGE)
         with self._lock:
-            self._kept[number] = page
-            while len(self._kept) > self._keep:
-                self._kept.popitem(last=False)
+            self._pages[number] = page
+            while len(self._pages) > self._max_pages:
+                self._pages.popitem(last=False)
         return page
 
 

@@ -58,15 +58,15 @@ def parent(folder: str) -> str | None:
     return above if name and not above.endswith("/") else None
 
 
-def unique(path: str) -> str:
+def normalized(path: str) -> str:
     """Return the same text for two spellings of a path; symbolic links are not followed."""
     scheme, _, rest = path.partition("://")
     return f"{scheme}://{os.path.normpath(rest)}" if is_remote(path) else os.path.normpath(path)
 
 
-def real(path: str) -> str:
-    """Return the same text for all local paths to a file; for a remote one as unique does."""
-    return unique(path) if is_remote(path) else os.path.realpath(path)
+def resolved(path: str) -> str:
+    """Return the same text for all local paths to a file; for a remote one as normalized does."""
+    return normalized(path) if is_remote(path) else os.path.realpath(path)
 
 
 def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:

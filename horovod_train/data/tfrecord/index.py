@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
+from horovod_train.data.cache_paths import paths_beside, save_to_first
 from horovod_train.data.files import INDEX_NAME, check_different
-from horovod_train.data.kept import places_of, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.source import Blocks
 from horovod_train.data.storage.storage import DEFAULT, Stamp, Stamps, Storage, map_paths
@@ -27,7 +27,7 @@ from horovod_train.data.tfrecord.index_file import (
     Entries,
     Extents,
     ScannedFile,
-    is_of,
+    is_current,
     load_entries,
     one_at_a_time,
     save_entries,
@@ -67,7 +67,7 @@ def open_index(files: Sequence[str], index_dir: str | None = None, storage: Stor
         by_folder.setdefault(os.path.dirname(name), []).append(name)
     known: Entries = {}
     for folder, names in by_folder.items():
-        known.update(_open_folder(names, stamps, places_of(folder, INDEX_NAME, index_dir), storage))
+        known.update(_open_folder(names, stamps, paths_beside(folder, INDEX_NAME, index_dir), storage))
     entries = [known[name] for name in files]
     counts = [len(extents.records) for _, extents in entries]
     joined = Extents(*(np.concatenate(column) for column in zip(*(extents for _, extents in entries), strict=True)))
@@ -131,7 +131,7 @@ def _load(where: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[
         known.update(entries)
         for name in names:
             entry = entries.get(os.path.basename(name))
-            if entry and name in stamps and is_of(entry[0], stamps[name]):
+            if entry and name in stamps and is_current(entry[0], stamps[name]):
                 fresh[name] = entry[0]._replace(path=name), entry[1]
     return known, fresh
 

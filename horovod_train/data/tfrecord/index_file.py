@@ -71,7 +71,7 @@ Entries = dict[str, tuple[ScannedFile, Extents]]
 """By the file's name within its folder."""
 
 
-def is_of(file: ScannedFile, stamp: Stamp) -> bool:
+def is_current(file: ScannedFile, stamp: Stamp) -> bool:
     """Return whether the file is as it was when it was scanned."""
     return (stamp.size, stamp.mtime_ns) == (file.size, file.mtime_ns)
 

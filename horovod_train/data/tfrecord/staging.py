@@ -17,7 +17,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horovod_train.data.storage.storage import DEFAULT, Storage, real
+from horovod_train.data.storage.storage import DEFAULT, Storage, resolved
 from horovod_train.data.tfrecord import compression
 from horovod_train.data.tfrecord.index_file import ScannedFile
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
@@ -48,8 +48,8 @@ class StagedFiles:
 
         unpacked_bytes: the size of the content of each packed file.
         """
-        self._where, self._folder, self._flags, self._is_full = folder, None, -1, False
-        self._of = os.path.dirname(files[0].path) if files else ""
+        self._stage_dir, self._folder, self._flags, self._is_full = folder, None, -1, False
+        self._source_folder = os.path.dirname(files[0].path) if files else ""
         self._unpacked, self._storage = UnpackedFiles(unpacked_bytes, storage), storage
         if folder:
             try:
@@ -134,8 +134,8 @@ class StagedFiles:
         """Stop copying for good only if there is no space."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
             self._is_full = True
-            what = f"What is not there yet of {self._of} is not copied."
-            log.warning(f"data.stage_dir: {self._where}: {error.strerror}. {what}", extra=ANY_RANK)
+            what = f"What is not there yet of {self._source_folder} is not copied."
+            log.warning(f"data.stage_dir: {self._stage_dir}: {error.strerror}. {what}", extra=ANY_RANK)
 
 
 def _open_folder(folder: str) -> Path:
@@ -162,5 +162,5 @@ def _open_folder(folder: str) -> Path:
 
 def _name(*files: ScannedFile) -> str:
     """Return the copy's name: a hash of path, size and mtime of the files."""
-    facts = [(real(file.path), file.size, file.mtime_ns) for file in files]
+    facts = [(resolved(file.path), file.size, file.mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]

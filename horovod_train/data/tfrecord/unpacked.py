@@ -27,24 +27,24 @@ class UnpackedFiles:
     def __init__(self, sizes: Mapping[ScannedFile, int], storage: Storage = DEFAULT) -> None:
         """sizes: the bytes of each packed file's content."""
         self._storage = storage
-        self._sizes, self._places, end = sizes, {}, 0
+        self._sizes, self._starts, end = sizes, {}, 0
         for file, size in sizes.items():
-            self._places[file] = end
+            self._starts[file] = end
             end += size
         self._total = end
         self._locks = {file: threading.Lock() for file in sizes}
-        self._is_whole = dict.fromkeys(sizes, False)
+        self._is_unpacked = dict.fromkeys(sizes, False)
         self._opening = threading.Lock()
         self._file: BinaryIO | None = None
 
     def read(self, file: ScannedFile, offset: int, length: int) -> bytes:
         """Return bytes of a file's content. The first call unpacks it. Raises UserError if that cannot be done."""
         with self._locks[file]:  # threads that need another file do not wait
-            if not self._is_whole[file]:
+            if not self._is_unpacked[file]:
                 self._unpack(file)
-                self._is_whole[file] = True
+                self._is_unpacked[file] = True
         length = min(length, self._sizes[file] - offset)
-        return os.pread(self._descriptor(), length, self._places[file] + offset)
+        return os.pread(self._descriptor(), length, self._starts[file] + offset)
 
     def log_room_needed(self, folder: str | None, each: str) -> None:
         """Log the space that unpacking needs, if a file is packed. `each` says how often."""
@@ -62,7 +62,7 @@ class UnpackedFiles:
             log.info(text)
 
     def _unpack(self, file: ScannedFile) -> None:
-        at, end = self._places[file], self._places[file] + self._sizes[file]
+        at, end = self._starts[file], self._starts[file] + self._sizes[file]
         for piece in compression.pieces(file.path, file.packing, self._storage):
             if file.problem and at + len(piece) >= end:  # nothing is read after the damage
                 self._write(file, piece[: end - at], at)

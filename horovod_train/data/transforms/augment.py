@@ -134,7 +134,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
         where = f"data.augment[{number}]"
         make = choose(AUGMENTATIONS, spec.name, f"{where}.name")
         if ":" in spec.name:
-            built.append(_own(make, spec.options))
+            built.append(_wrap_function(make, spec.options))
             continue
         made = call(make, spec, where)
         augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape, interpolation)
@@ -144,7 +144,7 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
     return built
 
 
-def _own(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
+def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
     """Wrap a user's function(image [h, w, c], seed int32 [2], **options) → image, for tf.random.stateless_ ones."""
     function = tf.function(function)  # with AutoGraph, as in tf.data.Dataset.map
 

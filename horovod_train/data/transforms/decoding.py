@@ -79,7 +79,7 @@ def decode_images(
 def decode_image(feature: Feature, file: tf.Tensor, draw: tf.Tensor, changes: ImageChanges) -> tf.Tensor:
     """Return one image, uint8 of the feature's shape. Raises InvalidArgumentError for a file too small or no image."""
     random_box = changes.box
-    choose = _own_box(feature) if random_box is None else lambda size: random_box(size, draw)
+    choose = _box_of_resize(feature) if random_box is None else lambda size: random_box(size, draw)
     image = _decode(feature, file, choose, side=0 if random_box else _SIDE)
     image.set_shape((None, None, feature.shape[2]))
     if choose is not None:
@@ -110,7 +110,7 @@ def image_problem(feature: Feature, file: bytes) -> str | None:
 _Choose = Callable[[tf.Tensor], tf.Tensor]
 
 
-def _own_box(feature: Feature) -> _Choose | None:
+def _box_of_resize(feature: Feature) -> _Choose | None:
     """Return what chooses the part that `resize` keeps; None if the image is not resized."""
     if feature.resize == "crop":
         return partial(_centre, feature)

@@ -1,6 +1,6 @@
-"""Where to keep what was found out about records by reading them, so that the next start need not read them again.
+"""Where indexes, digests and lengths of records are saved, so that the next start need not read the records again.
 
-Beside the records, in `data.index_dir`, or in the user's cache folder. Does not know what is kept.
+Next to the records, in `data.index_dir`, or in the user's cache folder. Does not know what the files hold.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.storage.storage import real
+from horovod_train.data.storage.storage import resolved
 
 
-def places_of(folder: str, name: str, index_dir: str | None) -> list[Path]:
-    """Return where a file about the records of a folder may be, best first. name: what it is called beside them."""
-    digest = hashlib.sha256(real(folder).encode(errors="surrogateescape")).hexdigest()[:16]
+def paths_beside(folder: str, name: str, index_dir: str | None) -> list[Path]:
+    """Return where a file about the records of a folder may be, best first. name: of the file if it is next to them."""
+    digest = hashlib.sha256(resolved(folder).encode(errors="surrogateescape")).hexdigest()[:16]
     beside = [] if index_dir or is_remote(folder) else [Path(folder, name)]
-    return [*beside, *places_for(f"{digest}{Path(name).suffix}", index_dir)]
+    return [*beside, *paths_in_cache(f"{digest}{Path(name).suffix}", index_dir)]
 
 
-def places_for(name: str, index_dir: str | None) -> list[Path]:
-    """Return where a file of a name of its own may be: one place, or none."""
+def paths_in_cache(name: str, index_dir: str | None) -> list[Path]:
+    """Return where a file that is never next to the records may be: one path, or none."""
     if index_dir:
         return [Path(index_dir, name)]
     try:
