@@ -64,7 +64,8 @@ def write_dataset(
         }
         with open(os.path.join(folder, DATASET_NAME), "x", encoding="utf-8") as file:
             file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
-            _to_disk(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())  # a rename may reach the disk before the data does
     print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
 
 
@@ -135,7 +136,7 @@ def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:
         for record in records.tolist():
             file.write(tfrecord_framing.frame(_example(encode(record))))
         file.flush()
-        _to_disk(file.fileno())
+        os.fsync(file.fileno())
 
 
 def _example(values: Values) -> bytes:
@@ -183,8 +184,3 @@ def _new_folder(out: str) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):
             remove(partial, _DRAFT)
-
-
-def _to_disk(fd: int) -> None:
-    """Wait for the data, because a rename may reach the disk before the data does."""
-    os.fsync(fd)

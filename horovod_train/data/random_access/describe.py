@@ -17,6 +17,9 @@ _STORED_AS = {"bool": "uint8", "uint32": "int64"}
 """The dtypes that records do not have as tensors → the smallest that has their values."""
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
 
+_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
+"""numpy's kind of the values in lists → the type as which they are read."""
+
 
 def wanted_names(config: DataConfig) -> tuple[str, ...]:
     """Return the features that the config names; () if it leaves the choice to the records."""
@@ -97,12 +100,7 @@ def _stored(where: str, values: np.ndarray, given: Mapping[str, Any]) -> dict[st
 
 
 def _type_in_lists(where: str, values: np.ndarray) -> str:
-    """Return the type of the values in lists: whole numbers are read as int64, others as float32."""
-    value = np.asarray(values[0])
-    if value.dtype.kind in "biu":
-        return "int64"
-    if value.dtype.kind == "f":
-        return "float"
-    if value.dtype.kind in "OSU":
-        return "bytes"
-    raise UserError(f"{where}: {value.dtype} is not supported in lists; store whole numbers, floats or text.")
+    dtype = np.asarray(values[0]).dtype
+    if dtype.kind not in _IN_LISTS:
+        raise UserError(f"{where}: {dtype} is not supported in lists; store whole numbers, floats or text.")
+    return _IN_LISTS[dtype.kind]

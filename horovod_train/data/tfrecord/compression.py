@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from horovod_train import tfrecord_framing
 from horovod_train.data.storage.storage import DEFAULT, Storage
@@ -21,13 +20,6 @@ def detect(head: bytes) -> str:
     if len(head) > 1 and head[0] & 0x0F == 8 and (head[0] << 8 | head[1]) % 31 == 0:
         return "ZLIB"
     return ""
-
-
-def unpack(path: str, packing: str, out: BinaryIO, storage: Storage = DEFAULT) -> int:
-    """Write the file's content to `out`; return the number of bytes. Raises UserError for a broken or cut file."""
-    written = sum(out.write(piece) for piece in pieces(path, packing, storage))
-    out.flush()
-    return written
 
 
 def pieces(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[bytes]:

@@ -51,9 +51,10 @@ def at_record(record: int, offset: int, problem: str) -> str:
 def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
     with tempfile.TemporaryFile() as unpacked:
         try:
-            size = compression.unpack(path, packing, unpacked, storage)
+            size = sum(unpacked.write(piece) for piece in compression.pieces(path, packing, storage))
         except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return Extents(*np.zeros((3, 0), np.int64)), "", str(error).removeprefix(f"{path}: ")
+        unpacked.flush()
         extents, digest, problem = _scan_blocks(functools.partial(os.pread, unpacked.fileno()), size)
     return extents, digest, problem if size else "holds no records once unpacked. Remove it or write it again."
 
@@ -72,17 +73,17 @@ def _scan_blocks(read: ReadAt, size: int) -> _Blocks:
             # Starts at the checksum that ends the previous record.
             base = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
             chunk, at = read(1 << 20 if length < _SHORT else 4096, base), offset - base
-        found = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
-        end = offset + tfrecord_framing.HEADER_BYTES + (found or 0) + tfrecord_framing.FOOTER_BYTES
-        if found is None or end > size:
-            problem = _problem(record, offset, found, end - size)
+        next_length = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
+        end = offset + tfrecord_framing.HEADER_BYTES + (next_length or 0) + tfrecord_framing.FOOTER_BYTES
+        if next_length is None or end > size:
+            problem = _problem(record, offset, next_length, end - size)
             break
         seen.append(chunk[at - tfrecord_framing.FOOTER_BYTES if at else 0 : at + tfrecord_framing.HEADER_BYTES])
         if counts[-1] == BLOCK_RECORDS or (counts[-1] and end - edges[-1] > BLOCK_BYTES):
             edges.append(offset)
             counts.append(0)
         counts[-1] += 1
-        offset, record, length = end, record + 1, found
+        offset, record, length = end, record + 1, next_length
     last = read(tfrecord_framing.FOOTER_BYTES, offset - tfrecord_framing.FOOTER_BYTES) if record else b""
     content.update(b"".join([*seen, last]))
     if not record:
