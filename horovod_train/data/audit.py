@@ -176,9 +176,9 @@ def audit(run_dir: str) -> list[EpochAudit]:
 
 def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
     for path in folder.glob("epoch-*.jsonl"):
-        found = _NAME.fullmatch(path.name)
-        if found:
-            yield path, Position(int(found[1]), int(found[2])), int(found[3])
+        match = _NAME.fullmatch(path.name)
+        if match:
+            yield path, Position(int(match[1]), int(match[2])), int(match[3])
 
 
 def _load(path: Path) -> tuple[Start, dict[Position, list[int]]]:

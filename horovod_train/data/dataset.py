@@ -87,7 +87,7 @@ class OpenRecords(Protocol):
     def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records: ...
 
 
-class FoundFiles(NamedTuple):
+class SplitFiles(NamedTuple):
     """The files of a split that nothing has opened yet."""
 
     files: list[str]
@@ -121,20 +121,20 @@ def look_before_start(config: DataConfig, split: Split, *, ranks: int) -> None:
 
 def scan_records(config: DataConfig, split: Split) -> Records:
     """Do as open_records, but do not compare the records with the counts that `prepare` recorded."""
-    found = find_records(config, split)
-    records = found.open(found.files, allow_damage=config.on_bad_record == "skip")
+    split_files = find_records(config, split)
+    records = split_files.open(split_files.files, allow_damage=config.on_bad_record == "skip")
     if not records.num_records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
     source = records.source
     if config.fold:
         source = fold_records(source, config.fold, is_left_out=split == "eval")
-    data_sets = split_by_entry(source, found.entries)
-    if any(entry.repeats > 1 for entry in found.entries):
-        source = mix(source, found.entries)
+    data_sets = split_by_entry(source, split_files.entries)
+    if any(entry.repeats > 1 for entry in split_files.entries):
+        source = mix(source, split_files.entries)
     return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
 
 
-def find_records(config: DataConfig, split: Split) -> FoundFiles:
+def find_records(config: DataConfig, split: Split) -> SplitFiles:
     """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
     if config.dataset:
         stream = config.dataset.name
@@ -146,24 +146,24 @@ def find_records(config: DataConfig, split: Split) -> FoundFiles:
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return FoundFiles(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
+        return SplitFiles(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
     storage = Storage(config.retry_s)
     of_folders = _kind_of_folders(paths, storage)
     if of_folders:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return FoundFiles(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
+        return SplitFiles(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return FoundFiles(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
+        return SplitFiles(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting, storage)
         check_weight(config.weight, schema)
-    return FoundFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
+    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
 
 
 def _open_source(
@@ -255,10 +255,10 @@ def check_counts(records: Records, folders: Sequence[str]) -> None:
     for folder in (path for path in folders if is_remote(path) or os.path.isdir(path)):
         parts = records.stored or records.source.parts
         inside = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
-        found, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))
-        if expected is None or found == expected.records or (problems_of(inside) and found < expected.records):
+        count, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))
+        if expected is None or count == expected.records or (problems_of(inside) and count < expected.records):
             continue
         raise UserError(
-            f"{folder}: holds {found} records; {expected.where} says {expected.records}. "
+            f"{folder}: holds {count} records; {expected.where} says {expected.records}. "
             "A file is missing or was added: write the folder again, or correct its counts."
         )

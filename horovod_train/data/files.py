@@ -36,15 +36,15 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
     try:
         named = [(path, storage.is_folder(path)) for path in paths]
         kind = next((one for one in patterns if any(_fits(*each, one, storage) for each in named)), first)
-        found = [
+        lists = [
             _list_folder(path, setting, kind, storage) if is_folder else _list_glob(path, setting, storage)
             for path, is_folder in named
         ]
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
-    files = [name for names in found for name in names]
+    files = [name for names in lists for name in names]
     check_named_once(files, setting)
-    return Listed(kind, files, [len(names) for names in found])
+    return Listed(kind, files, [len(names) for names in lists])
 
 
 def check_named_once(files: Sequence[str], setting: str) -> None:

@@ -63,14 +63,14 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
     if features:
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
-    found = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
-    for folder, place in found.items():
+    paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
+    for folder, place in paths.items():
         if place is None:
             raise UserError(
                 f"{setting}: {folder or '.'} has no {DATASET_NAME}, in it or above it, and there is no data.features; "
                 'one of them must say what a record holds, like data.features="{label: {type: int64}}".'
             )
-    schemas = {place: load_schema(place, storage) for place in sorted({place for place in found.values() if place})}
+    schemas = {place: load_schema(place, storage) for place in sorted({place for place in paths.values() if place})}
     first, *others = schemas.values()
     for other in others:
         name = _first_difference(first, other)
@@ -81,7 +81,7 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
             )
     expected = {
         folder: Expected(count, place)
-        for folder, place in found.items()
+        for folder, place in paths.items()
         if place and (count := schemas[place].counts.get(_name(folder))) is not None
     }
     chosen = dataclasses.replace(
@@ -121,11 +121,11 @@ def dump_schema(schema: Schema) -> str:
 
 def parse_schema(content: Any, where: str) -> Schema:
     """Build a schema from plain dicts and lists. Raises UserError that names the key."""
-    found = build(_Content, content, where)
-    if not found.features:
+    parts = build(_Content, content, where)
+    if not parts.features:
         raise UserError(f"{where}: features must name at least one feature.")
-    features = {str(name): parse_feature(value, f"{where}: {name}") for name, value in found.features.items()}
-    return _checked(Schema(features, found.inputs or (), found.targets or (), found.counts, where), where)
+    features = {str(name): parse_feature(value, f"{where}: {name}") for name, value in parts.features.items()}
+    return _checked(Schema(features, parts.inputs or (), parts.targets or (), parts.counts, where), where)
 
 
 # --- checking ---------------------------------------------------------------------------------------------------

@@ -76,17 +76,17 @@ class Report:
 
 def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
-    found, paths = find_records(config, split), config.paths(split)
-    report = Report(", ".join(paths), files=len(found.files))
-    readable = [name for name in found.files if not found.are_paths or _may_be_read(name)]
-    report.bad += [f"{name}: cannot be read." for name in sorted({*found.files} - {*readable})]
+    split_files, paths = find_records(config, split), config.paths(split)
+    report = Report(", ".join(paths), files=len(split_files.files))
+    readable = [name for name in split_files.files if not split_files.are_paths or _may_be_read(name)]
+    report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
         return report
     try:
-        records = found.open(readable, allow_damage=True)
+        records = split_files.open(readable, allow_damage=True)
         report.bad += records.problems
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
-        if len(readable) == len(found.files):
+        if len(readable) == len(split_files.files):
             check_counts(records, paths)
     except UserError as error:
         report.bad.append(str(error))

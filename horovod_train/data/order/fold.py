@@ -36,8 +36,8 @@ def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selec
     number, folds = map(int, fold.split("/"))
     if source.blocks.num_records < folds:
         raise UserError(f"data.fold: {fold} needs at least {folds} records; there are {source.blocks.num_records}.")
-    found = parts_of_records(source.blocks.num_records, folds) == number - 1
-    chosen = found if is_left_out else ~found
+    in_part = parts_of_records(source.blocks.num_records, folds) == number - 1
+    chosen = in_part if is_left_out else ~in_part
     counts = _count(chosen, source.blocks.first_record)
     block = np.flatnonzero(counts)
     edges = np.concatenate([[0], np.cumsum([part.records for part in source.parts])])

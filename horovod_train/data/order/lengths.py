@@ -82,9 +82,9 @@ def lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
 def _load(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:
     for place in places:
         with contextlib.suppress(OSError, ValueError, EOFError):
-            found = np.load(place, mmap_mode="r", allow_pickle=False)  # ranks of a host share its pages
-            if found.shape == shape and found.dtype == np.int32:
-                return found
+            lengths = np.load(place, mmap_mode="r", allow_pickle=False)  # ranks of a host share its pages
+            if lengths.shape == shape and lengths.dtype == np.int32:
+                return lengths
     return None
 
 

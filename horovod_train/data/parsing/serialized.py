@@ -76,8 +76,8 @@ class SchemaParser:
     def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         lists = {name: spec for name, spec in self._specs.items() if self._features[name].sequence}
         others = {name: spec for name, spec in self._specs.items() if name not in lists}
-        found = dict(tf.io.parse_example(records, others)) if others else {}
-        return found | tf.io.parse_sequence_example(records, sequence_features=lists)[1] if lists else found
+        parsed = dict(tf.io.parse_example(records, others)) if others else {}
+        return parsed | tf.io.parse_sequence_example(records, sequence_features=lists)[1] if lists else parsed
 
     def _parse_alike(self, records: np.ndarray) -> Arrays | None:
         """Return the arrays of records that differ only in their values; None if they differ in more."""

@@ -97,8 +97,8 @@ class Pipeline(BatchSource):
 
     def explain(self, error: BaseException) -> Exception | None:
         text = str(error.message) if isinstance(error, tf.errors.OpError) else ""
-        found = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
-        return self._name_image(int(found[1])) if found else super().explain(error)
+        match = re.search(re.escape(_NOT_AN_IMAGE) + r".*?(\d+)", text, re.DOTALL)
+        return self._name_image(int(match[1])) if match else super().explain(error)
 
     # A chunk on its way from Python into tf.data: the stored values by name, draws, weights and ids, each [steps, rows,
     # …]; count [steps]; if lists are cut, widths [steps, lists].
@@ -169,8 +169,8 @@ class Pipeline(BatchSource):
         schema, width = self._records.schema, dict(zip(self._lists, tf.unstack(widths, len(self._lists)), strict=True))
 
         def cut(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
-            found = by_name(tensors, names)
-            return pick({name: t[:, : width[name]] if name in width else t for name, t in found.items()}, names)
+            named = by_name(tensors, names)
+            return pick({name: t[:, : width[name]] if name in width else t for name, t in named.items()}, names)
 
         return batch._replace(inputs=cut(batch.inputs, schema.inputs), targets=cut(batch.targets, schema.targets))
 

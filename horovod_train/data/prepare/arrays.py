@@ -85,9 +85,9 @@ def join_splits(
     for name, array in arrays.items():
         other = eval_arrays.get(name)
         if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
-            found = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
+            given = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
             expected = f"{array.dtype}{list(array.shape[1:])}"
-            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {found}.")
+            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {given}.")
     splits = split_by_fraction(records, arguments, len(next(iter(eval_arrays.values()))))
     return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
 

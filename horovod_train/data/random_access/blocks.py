@@ -34,5 +34,5 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
         if last - first == 1:
             return [{}], {0: describe_error(error)}
     each = [_read(store, record, record + 1) for record in range(first, last)]
-    faults = {place: found[0] for place, (_, found) in enumerate(each) if found}
+    faults = {place: faulty[0] for place, (_, faulty) in enumerate(each) if faulty}
     return [row for data, _ in each for row in one_by_one(data)], faults

@@ -121,8 +121,8 @@ def _load(place: Path) -> dict[str, Any]:
         content = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    found = content.get("digests") if isinstance(content, dict) and content.get("format") == _FORMAT else None
-    return found if isinstance(found, dict) else {}
+    saved = content.get("digests") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    return saved if isinstance(saved, dict) else {}
 
 
 def _add(entries: Mapping[str, Any], place: Path) -> None:

@@ -39,9 +39,9 @@ class RandomAccessRecords:
         self.blocks = Blocks(*columns)
         self._first_block = np.cumsum([0, *(len(store.blocks.records) for store in stores)])
         identities = {store.path: store.identity() for store in stores}
-        self._stamps = [found for found in identities.values() if not isinstance(found, str)]
-        files = {path: found.stamps for path, found in identities.items() if not isinstance(found, str)}
-        digests = {path: found for path, found in identities.items() if isinstance(found, str)}
+        self._stamps = [one for one in identities.values() if not isinstance(one, str)]
+        files = {path: one.stamps for path, one in identities.items() if not isinstance(one, str)}
+        digests = {path: one for path, one in identities.items() if isinstance(one, str)}
         # Of a table that names files only the table: records may share an image.
         check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
         digests |= content_digests(files, index_dir, storage)
@@ -101,14 +101,14 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     failure: Exception | None = None
     for record in range(min(store.blocks.num_records, _TRIED_RECORDS)):
         try:
-            found = store.read(record, record + 1)
+            arrays = store.read(record, record + 1)
         except (UserError, MemoryError):
             raise
         except Exception as error:
             failure = failure or error
             continue
-        assert isinstance(found, dict), "serialized records do not describe themselves"
-        return record, found
+        assert isinstance(arrays, dict), "serialized records do not describe themselves"
+        return record, arrays
     assert failure is not None
     said = describe_error(failure)
     raise UserError(f"{store.path}: none of its first records can be read; record 0: {said}.") from failure

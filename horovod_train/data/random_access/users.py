@@ -46,9 +46,9 @@ class UsersStore:
         )
 
     def read(self, first: int, last: int) -> Arrays:
-        found = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
+        arrays = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
         names = self._request.names
-        return {name: found[name] for name in names if name in found} if names else found
+        return {name: arrays[name] for name in names if name in arrays} if names else arrays
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
@@ -94,10 +94,10 @@ class UsersStore:
         return {name: stack([row[name] for row in rows]) for name in rows[0]}
 
     def _read_many(self, first: int, last: int) -> Arrays:
-        found = self._checked(self._made.read(np.arange(first, last)))
+        given = self._checked(self._made.read(np.arange(first, last)))
         arrays = {
             name: values if isinstance(values, np.ndarray) and values.ndim else stack(list(values))
-            for name, values in found.items()
+            for name, values in given.items()
         }
         for name, array in arrays.items():
             if len(array) != last - first:
@@ -107,11 +107,11 @@ class UsersStore:
                 )
         return arrays
 
-    def _checked(self, found: Any) -> Mapping[str, Any]:
-        if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found):
-            method, kind = "read" if self._reads_many else "__getitem__", type(found).__name__
+    def _checked(self, given: Any) -> Mapping[str, Any]:
+        if not isinstance(given, Mapping) or not given or not all(isinstance(name, str) for name in given):
+            method, kind = "read" if self._reads_many else "__getitem__", type(given).__name__
             raise UserError(f"{self._where}: its {method} must return a dict of features by name; received a {kind}.")
-        return found
+        return given
 
     def _fingerprint(self, own: Any) -> str:
         try:

@@ -55,7 +55,7 @@ class Retries:
         began, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
-                found = request()
+                answer = request()
             except Exception as error:  # drivers raise classes of their own
                 tried_s = time.monotonic() - began
                 if not may_pass(error):
@@ -71,7 +71,7 @@ class Retries:
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._note_success(url)
-                return found
+                return answer
 
     def _note_failure(self, url: str, error: Exception) -> None:
         with self._lock:

@@ -119,9 +119,9 @@ class Storage:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
         if folder not in self._names:
-            found = self._ask(folder, lambda system, place: system.ls(place, detail=False))
+            paths = self._ask(folder, lambda system, place: system.ls(place, detail=False))
             own = open_file_system(folder).path.rstrip("/")
-            inside = {str(path).rstrip("/") for path in found} - {own}  # some stores list an object for the folder
+            inside = {str(path).rstrip("/") for path in paths} - {own}  # some stores list an object for the folder
             self._names[folder] = sorted(path.rpartition("/")[2] for path in inside)
         return self._names[folder]
 

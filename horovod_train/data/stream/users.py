@@ -85,12 +85,12 @@ class Stream:
     def _call(self, epoch: int) -> tf.data.Dataset | None:
         given = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}
         with self.explaining(epoch), tf.device("cpu:0"):
-            found = call(self._function, self.spec, WHERE, epoch=epoch, **given)
-        if not isinstance(found, tf.data.Dataset | None):
+            result = call(self._function, self.spec, WHERE, epoch=epoch, **given)
+        if not isinstance(result, tf.data.Dataset | None):
             raise UserError(
-                f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(found).__name__}."
+                f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(result).__name__}."
             )
-        return found
+        return result
 
 
 def _describe(error: Exception) -> str:

@@ -144,12 +144,12 @@ def _open_folder(folder: str) -> Path:
     here = own / boot_id()
     own.parent.mkdir(parents=True, exist_ok=True)
     own.mkdir(mode=0o700, exist_ok=True)
-    found = own.lstat()
+    status = own.lstat()
     # Its name is predictable, so another user may have made it and could put false records there.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UserError(
             f"data.stage_dir: expected {own} to be a folder that belongs to user {os.geteuid()} alone (mode 700); it "
-            f"belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):o}. Remove it, or choose "
+            f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}. Remove it, or choose "
             "another stage_dir."
         )
     here.mkdir(mode=0o700, exist_ok=True)

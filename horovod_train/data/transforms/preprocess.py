@@ -32,11 +32,11 @@ def preprocessed(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) 
     """Return what it makes of inputs, with a known number of rows. Raises UserError if it does not give that many."""
     shown = tf.nest.map_structure(lambda tensor: f"{tensor.dtype.name}{tensor.shape}", inputs)
     try:
-        found = preprocess(inputs)
-        leaves = list(found.values()) if isinstance(found, dict) else [found]
+        results = preprocess(inputs)
+        leaves = list(results.values()) if isinstance(results, dict) else [results]
         if not leaves or not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
-            raise ValueError(f"expected a tensor, or tensors by name; received {found}")
-        return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), found)
+            raise ValueError(f"expected a tensor, or tensors by name; received {results}")
+        return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), results)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
         text = " ".join(str(error).split())[:300]
         raise UserError(f"data.preprocess: {name}, for inputs of {shown}: {text}{raised_at(error)}") from error

@@ -73,8 +73,8 @@ class Transforms:
 
 
 def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
-    found = {name: features[name] for name in names if name in features}
-    return {name: feature for name, feature in found.items() if len(feature.shape) == 3 and not feature.max_length}
+    there = {name: features[name] for name in names if name in features}
+    return {name: feature for name, feature in there.items() if len(feature.shape) == 3 and not feature.max_length}
 
 
 def _check_in_step(

@@ -34,8 +34,8 @@ class ArrayRecordFile(FileStore):
 
     def read(self, first: int, last: int) -> list[bytes]:
         self._stamps.check(self.path)
-        found: list[bytes] = self._reader.read(first, last)
-        return found
+        records: list[bytes] = self._reader.read(first, last)
+        return records
 
 
 def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage: bool) -> RandomAccessRecords:

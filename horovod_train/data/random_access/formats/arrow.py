@@ -117,8 +117,8 @@ class ArrowFile(_Batches):
             return self._open_remote(arrow)
         with arrow.memory_map(self.path) as file, arrow.ipc.open_file(file) as reader:
             batches = map(reader.get_batch, range(reader.num_record_batches))
-            found = [(batch.num_rows, batch.nbytes) for batch in batches]
-            return reader.schema, [count for count, _ in found], sum(size for _, size in found)
+            sizes = [(batch.num_rows, batch.nbytes) for batch in batches]
+            return reader.schema, [count for count, _ in sizes], sum(size for _, size in sizes)
 
     def _open_remote(self, arrow: Any) -> tuple[Any, Sequence[int], int]:
         """Do as _open, but read only one column of the batches. Takes the file's size for that in memory."""

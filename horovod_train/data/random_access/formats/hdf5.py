@@ -32,7 +32,7 @@ class _Rows:
         if self._start is not None:
             return [(self._start + first * self._row_bytes, (last - first) * self._row_bytes)]
         chunks = range(first // self._rows, -(-last // self._rows))
-        return [found for chunk in chunks for found in self._chunks.get(chunk, ())]
+        return [one for chunk in chunks for one in self._chunks.get(chunk, ())]
 
     def _add(self, chunk: Any) -> None:
         self._chunks.setdefault(chunk.chunk_offset[0] // self._rows, []).append((chunk.byte_offset, chunk.size))
@@ -54,9 +54,9 @@ class HDF5File(FileStore):
             raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}.") from error
         # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
         weakref.finalize(self, self._file.close)
-        found: dict[str, Any] = {}
-        self._file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
-        self._datasets = {name: found[name] for name in request.choose(list(found), path)}
+        there: dict[str, Any] = {}
+        self._file.visititems(lambda name, item: there.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+        self._datasets = {name: there[name] for name in request.choose(list(there), path)}
         for name, dataset in self._datasets.items():
             kind = h5py.check_vlen_dtype(dataset.dtype) or dataset.dtype
             if not dataset.shape or not (h5py.check_string_dtype(dataset.dtype) or kind.kind in "biuf"):
@@ -73,7 +73,7 @@ class HDF5File(FileStore):
         self._stamps.check(self.path)
         if self._remote is None:
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
-        ranges = [found for rows in self._rows for found in rows.ranges(first, last)]
+        ranges = [one for rows in self._rows for one in rows.ranges(first, last)]
         with self._remote.loaded(ranges):
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
 

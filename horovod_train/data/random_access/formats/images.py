@@ -31,10 +31,10 @@ class ImageFolder(FileStore):
         self.blocks = single_blocks(len(files), sizes)
 
     def read(self, first: int, last: int) -> Arrays:
-        found = {"label": self._labels[first:last]}
+        arrays = {"label": self._labels[first:last]}
         if "image" in self._names:
-            found["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
-        return {name: found[name] for name in self._names}
+            arrays["image"] = objects([read_file(file, self._stamps) for file in self._files[first:last]])
+        return {name: arrays[name] for name in self._names}
 
 
 def _check_same_classes(path: str, classes: list[str], request: Request) -> None:

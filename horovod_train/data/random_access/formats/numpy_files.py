@@ -50,20 +50,20 @@ class NumpyArrays(FileStore):
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for files that hold no rows of numbers or text."""
         try:
-            found, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
+            by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
         except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
             raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
         super().__init__(path, files, request.storage)
-        self._arrays = found
-        for name, array in found.items():
+        self._arrays = by_name
+        for name, array in by_name.items():
             if not array.shape or array.dtype.kind not in "biufSU":
                 raise UserError(
                     f"{path}: {name} is {array.dtype}{list(array.shape)}; expected rows of numbers or text."
                 )
-        records = check_lengths({name: array.shape[0] for name, array in found.items()}, path, request.setting)
-        self.blocks = even_blocks(records, sum(_row_bytes(array) for array in found.values()) * records)
+        records = check_lengths({name: array.shape[0] for name, array in by_name.items()}, path, request.setting)
+        self.blocks = even_blocks(records, sum(_row_bytes(array) for array in by_name.values()) * records)
 
     def read(self, first: int, last: int) -> Arrays:
         for path in self._stamps.stamps:
@@ -96,7 +96,7 @@ def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndar
 
 
 def _open_archive(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
-    found: dict[str, _Rows | np.ndarray] = {}
+    arrays: dict[str, _Rows | np.ndarray] = {}
     with _opened(path, request.storage) as file, zipfile.ZipFile(file) as archive:
         members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
         for name in request.choose(list(members), path):
@@ -105,11 +105,11 @@ def _open_archive(path: str, request: Request) -> tuple[dict[str, _Rows | np.nda
                 file.seek(info.header_offset)
                 header = file.read(_ZIP_HEADER.size)
                 start = info.header_offset + _ZIP_HEADER.size + sum(_ZIP_HEADER.unpack(header))
-                found[name] = _find_rows(path, start, request.storage)
+                arrays[name] = _find_rows(path, start, request.storage)
             else:
                 with archive.open(info) as member:
-                    found[name] = np.lib.format.read_array(member, allow_pickle=False)
-    return found, [path]
+                    arrays[name] = np.lib.format.read_array(member, allow_pickle=False)
+    return arrays, [path]
 
 
 def _opened(path: str, storage: Storage) -> BinaryIO:
