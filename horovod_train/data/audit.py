@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,33 +58,11 @@ class Start:
         return Position(self.epoch, self.step)
 
 
-class Audit(Protocol):
-    """Where one rank notes which records it consumes: AuditLog, or NullAudit without data.audit."""
-
-    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
-        """Record the ids int64 [steps, rows] that this rank consumed from a step on, as in Batch."""
-
-    def flush(self) -> None:
-        """Return when all that was appended is on disk, if the disk accepts it. Call it before saving a checkpoint."""
-
-    def close(self) -> None:
-        """Flush for the last time."""
-
-
-class NullAudit:
-    """Writes nothing."""
-
-    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class AuditLog:
-    """One rank's file of one start. Raises UserError if it cannot be created."""
+    """One rank's file of one start: which records it consumes."""
 
     def __init__(self, run_dir: str, start: Start) -> None:
+        """Create the file. Raises UserError if that fails."""
         folder = Path(run_dir, FOLDER)
         try:
             _prepare(folder, start)
@@ -98,16 +76,32 @@ class AuditLog:
         self.flush()
 
     def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None:
+        """Record the ids int64 [steps, rows] that this rank consumed from a step on, as in Batch."""
         self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
 
     def flush(self) -> None:
+        """Return when all that was appended is on disk, if the disk accepts it. Call it before saving a checkpoint."""
         self.lines.flush(sync=True)
 
     def close(self) -> None:
+        """Flush for the last time."""
         self.lines.close()
 
     def _write(self, line: dict[str, object]) -> None:
         self.lines.append(json.dumps(line, separators=(",", ":")))
+
+
+class NullAudit:
+    """Writes nothing: without data.audit."""
+
+    def append(self, epoch: int, first_step: int, ids: np.ndarray) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Audit = AuditLog | NullAudit
 
 
 def _prepare(folder: Path, start: Start) -> None:
