@@ -40,7 +40,7 @@ def _is_index(path: Path) -> bool:
     return {"format", "blocks", "packing", *Extents._fields} <= arrays
 
 
-_LOCK = Made("the lock of an index", r".+\.npz\.lock")
+_LOCK = Made("a lock", r".+\.(npz|unpacked)\.lock")
 _INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
 
 
@@ -122,9 +122,9 @@ def _texts(array: np.ndarray) -> list[str]:
 
 @contextlib.contextmanager
 def one_at_a_time(places: Sequence[Path]) -> Iterator[None]:
-    """Lock an index, so that of all processes that need it only one scans.
+    """Lock a file by another one next to it, so that of all processes that need it only one makes it.
 
-    Best effort: if no file can be made or locked, several may scan, and the last one's index stays.
+    places: where the file may be. Best effort: without a lock several may make the file, and the last one stays.
     """
     locks = (_open_lock(place.with_name(f"{place.name}.lock")) for place in places)
     path, fd = next(filter(None, locks), (Path(), -1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from horovod_train.data.storage.storage import DEFAULT, Storage, resolved
 from horovod_train.data.tfrecord import compression
-from horovod_train.data.tfrecord.index_file import ScannedFile
+from horovod_train.data.tfrecord.index_file import ScannedFile, one_at_a_time
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
@@ -28,7 +27,9 @@ from horovod_train.output.removal import Made, remove, rename
 
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _NAME = r"[0-9a-f]{24}"
-_OTHER_BOOT = Made("a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|lock|partial)",))
+_OTHER_BOOT = Made(
+    "a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|(unpacked\.)?lock|partial)",)
+)
 _PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
 
 log = logging.getLogger(__name__)
@@ -104,19 +105,12 @@ class StagedFiles:
         """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
         if path.exists():
             return True
-        try:
-            lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT, 0o600)
-        except OSError as error:
-            self._stop_copying(error)
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                self._write(file, path)
-        except OSError as error:
-            self._stop_copying(error)
-        finally:
-            os.close(lock)
+        with one_at_a_time([path]):
+            try:
+                if not path.exists():
+                    self._write(file, path)
+            except OSError as error:
+                self._stop_copying(error)
         return path.exists()
 
     def _write(self, file: ScannedFile, path: Path) -> None:
