@@ -59,9 +59,7 @@ class Unparsed(NamedTuple):
     """A chunk as it was read."""
 
     steps: StepRange
-    records: np.ndarray
-    real: np.ndarray
-    """bool: False for padding."""
+    rows: Rows
     widths: np.ndarray
     """As of a chunk."""
     data: Data | None
@@ -107,14 +105,15 @@ class Loader:
             self._reader.keep_only(np.concatenate(near).tolist())
             self._needs = {s: n for s, n in self._needs.items() if s in following}
             self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
-        return Unparsed(steps, records, need.rows.real.ravel(), need.widths, data, faults)
+        return Unparsed(steps, need.rows, need.widths, data, faults)
 
     def parse(self, read: Unparsed) -> Chunk:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
-        arrays, bad = self._parse(read.records, read.data, read.faults)
+        records, real = (values.ravel() for values in read.rows)
+        arrays, bad = self._parse(records, read.data, read.faults)
         count = np.array([self._plan.count(step) for step in range(read.steps.first, read.steps.last)], np.int64)
-        ids = np.where(read.real, np.where(bad, mark_skipped(read.records), read.records), -1)
-        return Chunk(arrays, read.records, ids, count, read.widths)
+        ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
+        return Chunk(arrays, records, ids, count, read.widths)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
