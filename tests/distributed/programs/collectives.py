@@ -34,7 +34,7 @@ of_each = group.gather((np.arange(float(rank)), b"x" * rank))  # of other length
 facts["gathered_bytes"] = [(array.tolist(), data.decode()) for array, data in of_each]
 try:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(objects, "MOST_BYTES", 10)
+        patch.setattr(objects, "MAX_BYTES", 10)
         group.gather("more than 10 bytes")
 except RunError as error:
     facts["too_large"] = str(error)
