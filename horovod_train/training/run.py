@@ -17,6 +17,7 @@ from horovod_train.distributed import consistency
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.commit import describe_commit
+from horovod_train.output.files import STOP_FILE
 from horovod_train.training.hooks import call_callbacks
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.loop import DONE, fit, position
@@ -155,7 +156,8 @@ def _finish(run: Run, reason: StopReason) -> int:
     with run.group.raise_together():
         run.output.write_summary(summary)
     why = "" if reason == DONE else f" ({reason.text})"
-    again = f"; saved; to resume, start it again{_how_to_resume(run.config, reason)}" if reason.restartable else ""
+    saved = "; saved" if summary["steps"] else ""
+    again = f"{saved}; to resume, {_how_to_resume(run.config, reason)}" if reason.restartable else ""
     log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
     at_most_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
     run.output.finish_trackers("stopped" if reason.restartable else "done", at_most_s=at_most_s)
@@ -167,9 +169,9 @@ def _finish(run: Run, reason: StopReason) -> int:
 
 
 def _how_to_resume(config: Config, reason: StopReason) -> str:
-    """Return what the user must change in the command or folder so that the next start resumes."""
-    never = " with --resume auto" if config.checkpoint.resume == "never" else ""
-    return f"{never} without that file" if reason.text == STOP_FILE_REASON else never
+    """Return what the user must do, and change in the command, so that the next start resumes."""
+    remove = f"remove {config.output_dir}/{STOP_FILE} and " if reason.text == STOP_FILE_REASON else ""
+    return f"{remove}start it again{' with --resume auto' if config.checkpoint.resume == 'never' else ''}"
 
 
 def _summary(run: Run, reason: StopReason) -> dict[str, Any]:

@@ -300,7 +300,7 @@ def test_the_stop_file_and_max_time_end_a_run_to_be_started_again(config: Path, 
     (tmp_path / "a" / "STOP").touch()
     stopped = train(["--config", config, "--output-dir", tmp_path / "a"])
     assert stopped.returncode == 75, stopped.text
-    assert "(STOP file); saved; to resume, start it again without that file" in stopped.stdout
+    assert f"(STOP file); to resume, remove {tmp_path / 'a' / 'STOP'} and start it again" in stopped.stdout
     assert summary_of(tmp_path / "a")["ended"] == "STOP file"
     assert metrics_of(tmp_path / "a", "train") == []  # nothing was done that could be told
     often = "checkpoint={every_steps: null, every_epochs: null, every_minutes: 0.02, keep: 1000}"
