@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import socket
 import sys
 import time
@@ -240,6 +241,9 @@ def entry() -> None:
             os._exit(exit_code)
 
     exit_code = main()
+    # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     let_go()
     sys.exit(exit_code)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,11 @@ class Quits:
         self._state.write_text("closed")
 
 
+def terminate_at_exit(run: Any, step: int) -> None:
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+
+
+terminated_at_exit = every(None, terminate_at_exit, at_end="always")
 note_every_5 = every(5, note)
 stop_at_6 = at([6], ask_rank_1_to_stop)
 stop_at_10 = at([10], ask_rank_1_to_stop)

@@ -69,8 +69,8 @@ def open_run(config: Config) -> Iterator[Run]:
         stack.enter_context(logs.to_file(log_file.write))
         # Around the run's end, which first shows the error and tells the other ranks.
         stack.enter_context(_output_told_of_failure(output))
-        run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         signals = stack.enter_context(collected_signals())
+        run_end = stack.enter_context(RunEnd(group, log_file, open_watchdog(group, log_file, config.watch)))
         stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
