@@ -49,6 +49,18 @@ def digits(seconds: float) -> keras.Model:
     return keras.Model(image, Delay(seconds, works=False)(keras.layers.Dense(10)(hidden)))
 
 
+class DelayInEvaluation(Delay):
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return super().call(x, training=not training)
+
+
+def in_evaluation() -> keras.Model:
+    """Takes a second for each batch of an evaluation on rank 1."""
+    image = keras.Input((28, 28, 1))
+    seconds = float(launcher.detect().rank == 1)
+    return keras.Model(image, DelayInEvaluation(seconds, False)(keras.layers.Dense(10)(keras.layers.Flatten()(image))))
+
+
 class Late(keras.callbacks.Callback):
     """Takes its time after each step on rank 1."""
 

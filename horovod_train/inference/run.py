@@ -51,6 +51,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             step = build_evaluation(config, group, trained.model, pipeline).step
+        group.heartbeat.set_probe(step.counter)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)
         about = {"step": trained.step, "epoch": trained.epoch, "records": pipeline.num_records, "ranks": group.size}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import RankFacts
+from conftest import PROJECT, RankFacts, train
 
 from horovod_train.training.phase_times import MEASURED_PHASES, judge
 
@@ -43,6 +44,20 @@ def between(times: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All but the start and the end, before which all input is there."""
     assert len(times) == 5
     return times[1:-1]
+
+
+@pytest.mark.long
+def test_an_evaluation_that_is_slow_on_one_rank_is_no_stall(digits: Path, tmp_path: Path) -> None:
+    """Both call 10 batches at once, which takes rank 1 longer than the limit."""
+    words = [
+        *("data.global_batch_size=20", f"data.train={digits}/train", f"data.eval={digits}/eval"),
+        *("train.max_steps=20", "model=user_slow:in_evaluation", "eval={every_steps: 20, every_epochs: null}"),
+        "watch={warn_after_s: 3, stop_after_s: 6, first_step_after_s: 60}",
+    ]
+    config = PROJECT / "configs" / "digits_convnet.yaml"
+    finished = train(["--config", config, *words, "--output-dir", tmp_path / "run"], launcher="srun", np=2)
+    assert finished.returncode == 0, finished.text
+    assert "has been in" not in finished.stdout
 
 
 @pytest.mark.parametrize(("np_", "reason"), REASONS)

@@ -94,6 +94,14 @@ def test_the_state_that_a_metric_makes_late_is_summed_over_ranks(
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
+def test_each_batch_of_an_evaluation_is_progress_to_the_watchdog(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
+    for facts in rank_facts("steps", launcher, np_):
+        assert facts["counted"] == ["batch 0", "batch 1", "batch 2"]
+
+
+@pytest.mark.parametrize(("launcher", "np_"), WAYS)
 def test_dropout_masks_differ_by_rank_and_step_and_repeat_on_a_second_run(
     rank_facts: RankFacts, launcher: str, np_: int
 ) -> None:

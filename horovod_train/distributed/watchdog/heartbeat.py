@@ -11,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -73,6 +74,13 @@ class Heartbeat:
     def set_probe(self, probe: Probe) -> None:
         """Read steps and the phases inside compiled calls from `probe` from now on."""
         self._probe = probe
+
+    @contextmanager
+    def probing(self, probe: Probe) -> Iterator[None]:
+        """Read from `probe` inside the block."""
+        before, self._probe = self._probe, probe
+        yield
+        self._probe = before
 
     def phase(self, name: str, detail: str = "") -> _Phase:
         """Enter a phase immediately. As a context manager it returns to the previous phase at the end.

@@ -1,4 +1,4 @@
-"""Records the phase of a compiled step in variables that the watchdog reads while the step runs."""
+"""Records where a compiled call is in variables that the watchdog reads while the call runs."""
 
 from __future__ import annotations
 
@@ -35,3 +35,19 @@ class PhaseVariable:
     def __call__(self) -> tuple[int, str, str]:
         phase = self.phase()
         return int(self._step), phase, files_being_read() if phase == "input" else ""
+
+
+class BatchCounter:
+    """The probe of a Heartbeat for compiled evaluation. step: the training steps before it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        with tf.device("CPU:0"):
+            self._batches = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def count(self) -> None:
+        """Count a batch, inside the compiled call."""
+        self._batches.assign_add(1, read_value=False)
+
+    def __call__(self) -> tuple[int, None, str]:
+        return self.step, None, f"batch {int(self._batches)}"

@@ -46,9 +46,10 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep | OwnEvalStep) -> StopReason | None:
+    step.counter.step = int(run.state.step)
     for batches, steps in pipeline.one_pass(run.config.train.steps_per_call):
-        run.group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
-        with pipeline.explaining():  # by default errors are explained from the training data
+        # By default errors are explained from the training data, and progress is that of training.
+        with run.group.heartbeat.probing(step.counter), pipeline.explaining():
             step.run(batches, steps)
         if reason := run.stopping.vote_periodically():
             return reason

@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod_train.data.order.counter_rng import mix
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.chunks import Batches, Place, each
-from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
+from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, restored_if_nonfinite
 from horovod_train.training.parts.losses import Loss
 from horovod_train.training.parts.metrics import Accumulator
@@ -229,6 +229,7 @@ class EvalStep:
         self, model: keras.Model, loss: Loss, metrics: Accumulator, scaled: Callable[[Batch], Batch] = _unscaled
     ) -> None:
         self.model, self.loss, self.metrics, self.scaled = model, loss, metrics, scaled
+        self.counter = BatchCounter()
         self._run = tf.function(self._run_steps, autograph=False)
 
     def run(self, batches: Batches, steps: int) -> None:
@@ -241,6 +242,7 @@ class EvalStep:
             outputs = self.model(batch.inputs, training=False)
             losses = self.loss.weigh(batch.targets, outputs, batch.weights)
             self.metrics.add(losses, batch.targets, outputs, batch.real)
+            self.counter.count()
             return ()
 
         return each(place, steps, one_step, ())

@@ -14,6 +14,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.chunks import Batches, Place, each
 from horovod_train.distributed.sync_batch_norm import rows_that_count
+from horovod_train.distributed.watchdog.phase_variable import BatchCounter
 from horovod_train.training.steps.own.logs import Logs
 from horovod_train.training.steps.own.optimizers import Optimizers
 from horovod_train.training.steps.own.trial import data_of
@@ -75,6 +76,7 @@ class OwnEvalStep:
     ) -> None:
         """scale: the rows of all ranks in all steps, padding included, by the number of records."""
         self.model, self.metrics, self._scale, self.scaled = model, metrics, scale, scaled
+        self.counter = BatchCounter()
         self._run = tf.function(self._run_steps, autograph=False)
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
@@ -88,6 +90,7 @@ class OwnEvalStep:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
             batch = self.scaled(batch)
             self.metrics.add(self.model.test_step(data_of(batch, tf.constant(self._scale, tf.float32))))
+            self.counter.count()
             return ()
 
         return each(place, steps, one_step, ())
