@@ -54,6 +54,15 @@ def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
     assert root["launcher_after"] == other["launcher_after"] == "srun"
 
 
+def test_horovods_log_does_not_have_the_key_of_the_rendezvous(tmp_path: Path) -> None:
+    """Horovod writes the address, which has the key, at these levels; and reads its level once."""
+    secret = {"HOROVOD_TRAIN_TOKEN": "secret"}
+    for facts in meet(tmp_path / "secret", HOROVOD_LOG_LEVEL="trace", **secret):
+        assert facts["inside"]["HOROVOD_LOG_LEVEL"] == "info"
+    for facts in meet(tmp_path / "no secret", HOROVOD_LOG_LEVEL="trace"):
+        assert facts["inside"]["HOROVOD_LOG_LEVEL"] == "trace"
+
+
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     (facts,) = meet(tmp_path / "out", ["0"], HOROVOD_START_TIMEOUT="1")
     assert "1 of 2 ranks have not reached localhost in time: 1." in facts["error"]

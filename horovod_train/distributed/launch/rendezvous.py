@@ -23,6 +23,7 @@ from horovod_train.distributed.launch import key_value_store, network
 from horovod_train.distributed.launch.rendezvous_server import TOKEN, StepServer, key_of, proof_of_root
 from horovod_train.distributed.launch.slurm import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
+from horovod_train.output.console import to_stderr
 
 ARRIVE_WITHIN_S = 300.0
 """How long ranks wait for each other, unless HOROVOD_START_TIMEOUT, horovodrun's own setting, says otherwise.
@@ -68,7 +69,7 @@ def open_rendezvous(step: Step) -> Iterator[None]:
             address = _with_key(server.server_address[0], port, step)
             _wait_for_all(server, step, until)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
-        variables = _horovod_variables(step, address, port)
+        variables = _horovod_variables(step, address, port) | _log_level(step)
         with _environment(variables):
             yield
         if _stays():
@@ -269,6 +270,17 @@ def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
         "CPU_OPERATIONS": "gloo",
     }
     return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+
+
+def _log_level(step: Step) -> dict[str, str]:
+    """Return a level at which Horovod does not write the address, and so the key. Without a token it is no secret."""
+    level = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
+    if level not in ("trace", "debug") or not os.environ.get(TOKEN):
+        return {}
+    if step.rank == 0:
+        why = "it would write the key of the rendezvous into the log, and info is used. To see all, unset"
+        to_stderr(f"warning: HOROVOD_LOG_LEVEL={level}: {why} {TOKEN}.")
+    return {"HOROVOD_LOG_LEVEL": "info"}
 
 
 @contextmanager
