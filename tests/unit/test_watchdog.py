@@ -28,6 +28,7 @@ class Group:
     rank: int = 0
     size: int = SIZE
     launcher: str = "none"
+    hosts: tuple[str, ...] = ("here",) * SIZE
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def name(self, rank: int) -> str:

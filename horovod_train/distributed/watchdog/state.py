@@ -110,7 +110,11 @@ class WatchState:
         self.is_closed = True
 
     def say_once(self, line: str) -> None:
-        if not self._said:
+        """Show a line that all ranks know, unless this rank has done so, or another of its host does."""
+        hosts, own = self.group.hosts, self.group.rank
+        gone = self.cause.rank if self.cause else None
+        neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own] and rank != gone]
+        if own == min(neighbours, default=own) and not self._said:
             self._said = True
             to_stderr(line)
 

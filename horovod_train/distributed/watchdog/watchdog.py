@@ -43,7 +43,7 @@ class Watchdog(Protocol):
         """After Horovod has shut down: return why, if it is known or becomes known within LEAVE_WITHIN_S."""
 
     def say_once(self, line: str) -> None:
-        """Show a line, unless this rank has already said why the run ends."""
+        """Show a line, once on each host, unless this rank has already said why the run ends."""
 
     def failing(self) -> AbstractContextManager[None]:
         """Return a context in which this rank reports its failure; after it, the process ends in time."""
