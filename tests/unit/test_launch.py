@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,6 +117,27 @@ PLANNED = {"SLURM_TASKS_PER_NODE": "2(x2)"}
 def test_processes_that_would_not_find_each_other_are_told_what_to_do(environment: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         read_launch(environment).check(may_be_elastic=True)
+
+
+@pytest.mark.parametrize(
+    ("slots", "environment", "words"),
+    [
+        ("a a b b", {}, "PBS job 7 has 2 hosts, but this process is one alone"),
+        ("a a b b", mpirun(0, 4, 4), "mpirun put all 4 ranks on one host, though the job has 2 hosts"),
+        ("a b", mpich(0, 2) | {"MPI_LOCALNRANKS": "2"}, "mpirun put all 2 ranks on one host"),
+        ("a a b b", mpirun(0, 4, 2), ""),
+        ("a a b b", mpirun(0, 2, 2), ""),  # a part of the job
+        ("a a", {}, ""),  # two slots, for threads
+        ("a a b b", mpich(0, 4) | {"MPI_LOCALNRANKS": "2"}, ""),
+    ],
+)
+def test_in_a_job_of_pbs_the_ranks_are_on_the_hosts_of_its_file(
+    tmp_path: Path, slots: str, environment: dict[str, str], words: str
+) -> None:
+    (tmp_path / "nodes").write_text("".join(f"{host}\n" for host in slots.split()))
+    fault = read_launch(environment | {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "7"}).fault
+    assert fault.startswith(words)
+    assert bool(fault) == bool(words)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from horovod_train.distributed.launch.slurm import Step, expand_counts, read_step
@@ -115,6 +117,7 @@ _UNKNOWN = (("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("FLUX_TASK_RANK", "FL
 def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
     """Return rank, size and the number of ranks on this host (0: unknown)."""
     said = {name: environment.get(prefix + name) for name in ("RANK", "SIZE", "LOCAL_SIZE")}
+    said["LOCAL_SIZE"] = said["LOCAL_SIZE"] or environment.get("MPI_LOCALNRANKS")  # MPICH's and Intel's mpiexec
     try:
         rank, size, local_size = int(said["RANK"] or ""), int(said["SIZE"] or ""), int(said["LOCAL_SIZE"] or 0)
     except ValueError:
@@ -143,15 +146,27 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
 
 
 def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
-    """Report that all ranks are on one host of a job with several hosts, and more than SLURM has planned there."""
+    """Report that all ranks are on one host of a job with several hosts, and more than is planned there."""
     nodes, planned = _number(environment, "SLURM_JOB_NUM_NODES"), environment.get("SLURM_TASKS_PER_NODE")
-    if nodes in (None, 1) or not planned or not local_size == size > max(expand_counts(planned)):
+    here, slots = environment.get("SLURMD_NODENAME", "one host"), _pbs_slots(environment)
+    name_them = f"Name them to it (-H {here}:N,…), or {_SRUN}"
+    if slots:
+        nodes, most, name_them = len(slots), max(slots), "Name them to it: mpirun --hostfile $PBS_NODEFILE"
+    elif nodes is not None and planned:
+        most = max(expand_counts(planned))
+    else:
         return ""
-    here = environment.get("SLURMD_NODENAME", "one host")
-    return (
-        f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. Name them to it "
-        f"(-H {here}:N,…), or {_SRUN}"
-    )
+    if nodes == 1 or not local_size == size > most:
+        return ""
+    return f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. {name_them}"
+
+
+def _pbs_slots(environment: Mapping[str, str]) -> list[int]:
+    """Return the number of ranks that PBS plans for each host of the job; none outside a job of PBS."""
+    try:
+        return list(Counter(Path(environment["PBS_NODEFILE"]).read_text().split()).values())
+    except (KeyError, OSError):
+        return []
 
 
 def _number(environment: Mapping[str, str], name: str) -> float | None:
@@ -187,6 +202,11 @@ def _alone(environment: Mapping[str, str]) -> str:
                 f"this is rank {environment.get(rank_name)} of {environment[size_name]} (by {rank_name}, {size_name}), "
                 "but without MPI each rank would train alone. Start the ranks with mpirun or horovodrun."
             )
+    if len(slots := _pbs_slots(environment)) > 1:
+        return (
+            f"PBS job {environment.get('PBS_JOBID')} has {len(slots)} hosts, but this process is one alone. Instead "
+            "start it with mpirun --hostfile $PBS_NODEFILE."
+        )
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1":
         return ""
