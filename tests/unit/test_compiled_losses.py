@@ -1,4 +1,4 @@
-"""A compiled loss gives each record what it gives in `fit`."""
+"""A loss, compiled or of the config, gives each record what it gives in `fit`; others are refused."""
 
 from __future__ import annotations
 
@@ -68,6 +68,53 @@ def test_a_loss_of_pairs_of_records_is_refused() -> None:
     with pytest.raises(ValueError, match=expected):
         build_loss(Spec("test_compiled_losses:squared"))(targets, outputs)
     assert build_loss(Spec("test_compiled_losses:squared"))(outputs, outputs)["loss"].shape == (ROWS,)
+
+
+IGNORING = {"from_logits": True, "ignore_class": 0}
+REFUSED = {
+    "circle": (Spec("circle"), keras.losses.Circle(), "circle compares the records of a whole batch"),
+    "ignore_class": (
+        Spec("sparse_categorical_crossentropy", IGNORING),
+        keras.losses.SparseCategoricalCrossentropy(**IGNORING),
+        r"with ignore_class takes the mean over what is not ignored, .* loss.class_weight: \{0: 0\} instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loss_that_is_not_of_each_record_is_refused(name: str) -> None:
+    spec, given, expected = REFUSED[name]
+    with pytest.raises(UserError, match=expected):
+        build_loss(spec)
+    with pytest.raises(UserError, match=expected):
+        choose_loss(Config(), compiled(given))
+
+
+def test_a_sum_is_refused() -> None:
+    with pytest.raises(UserError, match="reduction: the trainer takes the mean over records; leave it out"):
+        build_loss(Spec("mean_squared_error", {"reduction": "sum"}))
+
+
+def test_values_of_a_batch_are_not_taken_for_those_of_records() -> None:
+    """Dice over rows gives a value for each class."""
+    dice = Spec("dice", {"axis": 0})
+    with pytest.raises(ValueError, match=r"dice must give one value a record, \[batch\]; it gave \(1,\)"):
+        build_loss(dice)(tf.ones((ROWS, 1)), tf.ones((ROWS, 1)))
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_mask_of_the_outputs_is_refused_unless_it_ends_before(ends: bool) -> None:
+    tokens = keras.Input((4,), dtype="int64")
+    x = layers.Embedding(5, 4, mask_zero=True)(tokens)
+    outputs = layers.Dense(3)(x)
+    model = keras.Model(tokens, layers.Reshape((4, 3))(outputs) if ends else outputs)
+    loss = build_loss(Spec("sparse_categorical_crossentropy", {"from_logits": True}))
+    arrays = np.array([[1, 2, 0, 0], [3, 0, 0, 0]]), np.array([[1, 2, 0, 0], [1, 0, 0, 0]])
+    if ends:
+        assert loss(arrays[1], model(arrays[0]))["loss"].shape == (2,)
+        return
+    with pytest.raises(ValueError, match="outputs or losses have a Keras mask, which the trainer does not follow"):
+        loss(arrays[1], model(arrays[0]))
 
 
 def test_a_name_that_stands_for_several_losses_is_refused() -> None:

@@ -25,9 +25,10 @@ from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, buil
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
-from horovod_train.training.parts.losses import Loss, Term, build_class_weights, build_loss, per_record, pick
+from horovod_train.training.parts.losses import Loss, Term, build_class_weights, build_loss, pick
 from horovod_train.training.parts.lr_multipliers import multiply_rates
 from horovod_train.training.parts.metrics import Metric, OfOutput, build_metrics
+from horovod_train.training.parts.per_record import check_is_per_record, per_record
 
 _SHORT = ("accuracy", "acc", "crossentropy", "ce")
 """Names that stand for another metric by the shapes of targets and outputs."""
@@ -178,6 +179,7 @@ def _per_record(given: Any, output: str | None) -> Callable[[Any, Any], tf.Tenso
     except ValueError as error:
         raise UserError(f"model.name: is compiled with {given!r}; expected the full name of a loss.") from error
     name = getattr(loss, "name", getattr(loss, "__name__", str(given)))
+    check_is_per_record(loss, name, "model.name: the compiled loss")
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction == "sum":
             raise UserError(f"model.name: is compiled with a sum, {name}; the trainer takes means: leave it out.")

@@ -22,6 +22,7 @@ from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 from horovod_train.training.parts.logits import refuse_logits
+from horovod_train.training.parts.per_record import check_is_per_record, per_record
 
 LossFunction = Callable[[Any, Any], tf.Tensor]
 """(targets, outputs) → float32 [batch]."""
@@ -183,37 +184,17 @@ def build_loss(spec: Spec) -> Loss:
 def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
     factory = OWN.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
     if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
-        return call(factory, spec, where, reduction="none")
+        if "reduction" in spec.options:
+            raise UserError(f"{where}.options.reduction: the trainer takes the mean over records; leave it out.")
+        function = call(factory, spec, where, reduction="none")
+        check_is_per_record(function, spec.name, where)
+        return function
     try:
         inspect.signature(factory).bind(None, None, **spec.options)
     except TypeError as error:
         takes = ", ".join(list(inspect.signature(factory).parameters)[2:]) or "no options"
         raise UserError(f"{where}.options: {spec.name}(targets, outputs, …): {error}; it takes: {takes}.") from error
     return lambda targets, outputs: factory(targets, outputs, **spec.options)
-
-
-def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, name: str) -> tf.Tensor:
-    """Return the losses [batch, ...] of a function averaged over all axes but the first, float32 [batch].
-
-    Raises ValueError for a single number, for a loss that compares each record with all others, and for a loss of
-    logits after a softmax.
-    """
-    if getattr(function, "from_logits", False):
-        refuse_logits(outputs, name)
-    values = tf.cast(function(targets, outputs), tf.float32)
-    if not values.shape.rank:
-        raise ValueError(f"loss {name} must give one value a record, [batch]; it gave a single number")
-    shapes = [list(getattr(given, "shape", ())) for given in (targets, outputs)]
-    if sorted(map(len, shapes)) == [1, 2] and {1} == {*shapes[0][1:], *shapes[1][1:]} and _is_square(values.shape):
-        raise ValueError(
-            f"loss {name} compares each record with all others: it gave {values.shape} for targets {shapes[0]} and "
-            f"outputs {shapes[1]}; reshape one of them to the shape of the other"
-        )
-    return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
-
-
-def _is_square(shape: tf.TensorShape) -> bool:
-    return len(shape) == 2 and shape[0] == shape[1] != 1
 
 
 def _build_terms(options: Mapping[str, Any]) -> Loss:
