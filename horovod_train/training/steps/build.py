@@ -53,9 +53,8 @@ def build_training(
     if schema is not None:
         loss.check_classes(schema)
     metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
-    has_own_losses = check_fits(
-        model, loss, metrics, train.scaled_spec, "data.dataset" if config.data.dataset else "data.train"
-    )
+    where = "data.dataset" if config.data.dataset else "data.train"
+    has_own_losses = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
     plain, slots = prepare_optimizer(config, model, horizon)
     optimizer = DistributedOptimizer(plain, **exchange_options(config))
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast

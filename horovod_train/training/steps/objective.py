@@ -19,30 +19,39 @@ from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
 from horovod_train.training.parts.losses import Loss, Weighed
 from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.training.steps.traced import assigned_by, check_draws, check_variables
 
 
-def check_fits(model: keras.Model, loss: Loss, metrics: Accumulator, batch: Batch, where: str) -> bool:
+def check_fits(
+    model: keras.Model, loss: Loss, metrics: Accumulator, batch: Batch, where: str, *, training: bool = False
+) -> bool:
     """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
     Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do. Raises
-    UserError where the model does not accept the records.
+    UserError where the model does not accept the records, and in training for draws and changes of variables that a
+    checkpoint would not have.
     """
     has_own_losses = False
 
     def forward(records: Batch) -> None:
         nonlocal has_own_losses
-        outputs = model(records.inputs, training=False)
+        with rows_that_count(records.real):
+            outputs = model(records.inputs, training=training)
         of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
         has_own_losses = len(model.losses) > len(of_weights)
         losses = loss.weigh(records.targets, outputs, records.weights)
         metrics.add(losses, records.targets, outputs, records.real)
 
     try:
-        tf.function(forward, autograph=False).get_concrete_function(batch)
+        function = tf.function(forward, autograph=False).get_concrete_function(batch)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
         reason = " ".join(str(error).split())[-400:] + raised_at(error)
         raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
+    if training:
+        check_draws(function, "the model", "model.name")
+        known = [*model.variables, *metrics.variables]
+        check_variables(assigned_by(function), known, "the model changes", "model.name")
     return has_own_losses
 
 

@@ -25,8 +25,9 @@ from horovod_train.training.steps.built import Evaluation, Training
 from horovod_train.training.steps.own.logs import Logs, metrics_in
 from horovod_train.training.steps.own.optimizers import Optimizers, optimizers_in
 from horovod_train.training.steps.own.step import OwnEvalStep, OwnTrainStep
-from horovod_train.training.steps.own.trial import Tried, check_variables, try_step
+from horovod_train.training.steps.own.trial import Tried, try_step
 from horovod_train.training.steps.step import Seeds
+from horovod_train.training.steps.traced import check_variables
 
 _BY_OUR_STEP = (
     *("train.accumulate_steps", "train.l2", "train.non_finite", "train.synchronization", "jit_compile"),
@@ -168,9 +169,8 @@ def _choose_optimizers(
 def _try(model: keras.Model, method: str, batch: Batch, where: str, optimizers: Optimizers | None) -> Tried:
     tried = try_step(model, method, batch, where, optimizers.only_noted if optimizers else nullcontext)
     metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
-    check_variables(
-        tried, [*model.variables, *metrics, *(optimizers.all_variables if optimizers else [])], method, "model.name"
-    )
+    known = [*model.variables, *metrics, *(optimizers.all_variables if optimizers else [])]
+    check_variables(tried.variables, known, f"{method} uses", "model.name")
     return tried
 
 

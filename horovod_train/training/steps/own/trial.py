@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +12,13 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.own.logs import Source, metrics_in, noting_results
+from horovod_train.training.steps.traced import check_draws
 
 Data = tuple[Any, Any, tf.Tensor]
 """What a step gets: inputs, targets (None if there are none), sample_weight float32 [rows]."""
-
-_RANDOM = (
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
-)
-"""TensorFlow's operations whose numbers a resumed run does not draw again."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +72,8 @@ def try_step(
         raise
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(batch, method, where, error)) from error
-    _check_draws(function.graph.as_graph_def(), method, where)
+    check_draws(function, method, where)
     return Tried(found[0].sources, found[0].uses_weights, list(function.variables))
-
-
-def check_variables(tried: Tried, known: Sequence[Any], method: str, where: str) -> None:
-    """Raise UserError for a variable of a step that neither checkpoints nor the other ranks would have."""
-    names = {as_tf_variable(variable).ref() for variable in known}
-    foreign = sorted(variable.name for variable in tried.variables if variable.ref() not in names)
-    if foreign:
-        raise UserError(
-            f"{where}: {method} uses variables that are not the model's: {', '.join(foreign[:3])}. Make them with "
-            "add_weight, or keep the optimizer, layer or keras.random.SeedGenerator that has them as an attribute of "
-            "the model; keras.random without seed= draws from a generator of Keras' own."
-        )
 
 
 def _check_logs(logs: Any, method: str, where: str) -> None:
@@ -104,16 +86,6 @@ def _check_logs(logs: Any, method: str, where: str) -> None:
             raise UserError(f"{where}: {method} must return numbers; {name} is {type(value).__name__}.")
         if len(getattr(value, "shape", ())):
             raise UserError(f"{where}: {method} must return single numbers; {name} has shape {tuple(value.shape)}.")
-
-
-def _check_draws(graph: Any, method: str, where: str) -> None:
-    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
-    drawn = sorted({node.op for node in nodes} & set(_RANDOM))
-    if drawn:
-        raise UserError(
-            f"{where}: {method} draws by TensorFlow's {drawn[0]}, which a resumed run would not draw again. Use "
-            "keras.random with seed=self.seed_generator, a keras.random.SeedGenerator that the model keeps."
-        )
 
 
 def _unfit(batch: Batch, method: str, where: str, error: Exception) -> str:
