@@ -169,6 +169,16 @@ def check_sendable(variables: Sequence[Any]) -> None:
             )
 
 
+def check_have_gradients(variables: Sequence[Any]) -> None:
+    """Raise UserError for a variable that becomes its gradient, as a scale of float8; no mean is right."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UserError(
+                f"variable {variable.path} is overwritten with its gradient (float8 quantization), which cannot be "
+                'averaged over ranks. Train without quantize("float8").'
+            )
+
+
 def is_connection_loss(error: BaseException) -> bool:
     """Return whether the error only says that another rank has gone: Horovod shuts down; the cause is elsewhere."""
     is_from_horovod = isinstance(error, tf.errors.OpError | hvd.elastic.HorovodInternalError)

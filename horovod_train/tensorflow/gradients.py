@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import number_of_ranks
+from horovod_train.distributed.group import check_have_gradients
 from horovod_train.distributed.optimizer import OPS, GradientExchange
 from horovod_train.errors import UserError
 from horovod_train.tensorflow.agreement import count_exchange
@@ -95,6 +96,7 @@ class GradientCombiner:
         weights = [
             variables[i] for i in indices if variables[i] is not None and not isinstance(variables[i], tf.Tensor)
         ]
+        check_have_gradients(weights)
         if weights:
             count_exchange(weights, prefix, self.ranks)
         if self._arguments.scale_local_gradients:

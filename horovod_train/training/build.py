@@ -14,7 +14,7 @@ from horovod_train.data.dataset import Records
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
-from horovod_train.distributed.group import WorkerGroup, check_sendable
+from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
@@ -134,6 +134,7 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     check_source(config.model)
     enable_lora(model, config.model.lora)
     check_sendable(model.weights)
+    check_have_gradients(model.trainable_weights)
     if config.train.sync_batch_norm:
         synchronise_batch_norm(model, deterministic=config.deterministic)
     model = cut_into_stages(model, config.device.cut_before, devices)

@@ -62,6 +62,8 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
         assert refused["gpu"].startswith("DistributedOptimizer: device_dense='/gpu:0', but this process sees no GPU.")
+        for name in ("float8", "float8_sum", "float8_passes"):
+            assert "is overwritten with its gradient (float8 quantization), which cannot be averaged" in refused[name]
         assert refused["adasum_of_some"].endswith("op adasum is over all ranks; leave process_set out.")
         assert "would skip the step alone. Use mixed_bfloat16" in refused["local_scaled"]
         assert "Build it, or call it once, before the state" in refused["elastic_unbuilt"]

@@ -14,7 +14,7 @@ from conftest import PROJECT, run_process
 from keras import layers
 
 from horovod_train.config.settings import TrainConfig
-from horovod_train.distributed.group import check_sendable
+from horovod_train.distributed.group import check_have_gradients, check_sendable
 from horovod_train.errors import UserError
 from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.state import Settled, TrainState, find_seeds
@@ -110,6 +110,16 @@ def test_variables_that_cannot_be_exchanged_are_named() -> None:
         check_sendable(model.weights)
     mixed = keras.Sequential([keras.Input((4,)), layers.Dense(2, dtype="mixed_bfloat16"), layers.Dense(2)])
     check_sendable(mixed.weights)
+
+
+def test_variables_that_become_their_gradients_are_refused() -> None:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(2, name="narrow")])
+    check_have_gradients(model.trainable_weights)
+    model.quantize("float8")
+    with pytest.raises(
+        UserError, match=r"narrow/inputs_scale is overwritten with its gradient \(float8 quantization\)"
+    ):
+        check_have_gradients(model.trainable_weights)
 
 
 class Alone:

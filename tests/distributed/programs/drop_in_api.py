@@ -44,8 +44,19 @@ def frozen() -> Model:
     return model
 
 
+def two_updates_of_float8(**options: Any) -> None:
+    """As of the scale of a layer after quantize("float8"), which Keras sets to its gradient."""
+    scale, optimizer = keras.Variable(np.ones(1, np.float32)), distributed(**options)
+    scale.overwrite_with_gradient = True
+    for _ in range(2):
+        optimizer.apply([tf.constant([2.0])], [scale])
+
+
 facts: dict[str, Any] = {}
 facts["refused"] = {
+    "float8": error_of(two_updates_of_float8),
+    "float8_sum": error_of(lambda: two_updates_of_float8(op=hvd.Sum)),
+    "float8_passes": error_of(lambda: two_updates_of_float8(backward_passes_per_step=2)),
     "twice": error_of(lambda: hvd.DistributedOptimizer(distributed())),
     "inside_loss_scale": error_of(lambda: keras.optimizers.LossScaleOptimizer(distributed())),
     "unknown_process_set": error_of(lambda: distributed(process_set=hvd.ProcessSet([0]))),
