@@ -130,9 +130,13 @@ def test_an_own_evaluation_takes_no_metrics_of_the_config(batches: Pipeline) -> 
         build_evaluation(build(Config, {"metrics": ["mean"]}, ""), ALONE, made(Tested()), batches)
 
 
-def _with_two(model: Own, of: Callable[[Own], list[Any]] = lambda model: [], **options: Any) -> Own:
-    """Applies another optimizer to the bias, and then to what `of` gives."""
+def _with_two(
+    model: Own, of: Callable[[Own], list[Any]] = lambda model: [], *, scaled: bool = False, **options: Any
+) -> Own:
+    """Applies another optimizer to the bias, and then to what `of` gives. scaled: in a LossScaleOptimizer."""
     model.second = keras.optimizers.SGD(**options)
+    if scaled:
+        model.second = keras.optimizers.LossScaleOptimizer(model.second)
 
     def apply_second(model: Own) -> float:
         for variables in ([model.dense.bias], of(model)):
@@ -172,6 +176,11 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
     ),
     "histograms": (made, {"log": {"histograms_every_steps": 2}}, "log.histograms_every_steps: has no effect, because"),
     "float16": (made, {"precision": "mixed_float16"}, "precision: mixed_float16 does not go with it: the model trains"),
+    "a loss scale": (
+        lambda: made(_with_two(Own(), scaled=True)),
+        {},
+        "model.name: second is a LossScaleOptimizer, which leaves out updates, and the model trains by its own",
+    ),
     "rate of two": (
         lambda: made(_with_two(Own())),
         {"lr_schedule": {"base_lr": 1.0}},

@@ -55,6 +55,11 @@ def build_own_training(
     if config.precision == "mixed_float16":
         raise UserError(f"precision: mixed_float16 does not go with it: {why}. Use mixed_bfloat16.")
     optimizers, slots = _choose_optimizers(config, model, horizon, why)
+    if scaling := optimizers.scaling_loss:
+        raise UserError(
+            f"model.name: {', '.join(scaling)} is a LossScaleOptimizer, which leaves out updates, and {why}, in which "
+            "nothing would end a run of updates left out. Give the optimizer inside it."
+        )
     tried = _try(
         model, "train_step", train.scaled_spec, "data.dataset" if config.data.dataset else "data.train", optimizers
     )

@@ -64,6 +64,12 @@ class Optimizers:
         return list(self._by_attribute)
 
     @property
+    def scaling_loss(self) -> list[str]:
+        """The attributes that hold a LossScaleOptimizer."""
+        kind = keras.optimizers.LossScaleOptimizer
+        return [path for path, optimizer in self._by_attribute.items() if isinstance(optimizer, kind)]
+
+    @property
     def all_variables(self) -> list[Any]:
         """The variables of all of them, applied or not."""
         return [variable for optimizer in self._by_attribute.values() for variable in optimizer.variables]
@@ -116,8 +122,7 @@ class Optimizers:
         """Make each combine its gradients over the ranks, and apply them only if they are finite. Raises UserError."""
         for path, optimizer in self.by_path.items():
             distribute(optimizer, self._combining(exchange, path))
-            if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which skips such gradients itself
-                take_class(optimizer, self._only_finite(type(optimizer)))
+            take_class(optimizer, self._only_finite(type(optimizer)))
 
     def _combining(self, exchange: GradientExchange, path: str) -> Callable[..., list[Any]]:
         def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
