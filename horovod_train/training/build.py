@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args, get_type_hints
 
 import keras
 import tensorflow as tf
@@ -15,7 +16,7 @@ from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
-from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
+from horovod_train.distributed.sync_batch_norm import layers_inside, synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
@@ -131,6 +132,7 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
     """Build the model as it trains: on this rank's devices, cut into stages if there are several."""
     devices = group.devices[group.rank].logical
     model = build_model(config.model)
+    check_precision(model, config.precision)
     check_source(config.model)
     enable_lora(model, config.model.lora)
     check_sendable(model.weights)
@@ -147,6 +149,18 @@ def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
             "Cut it with device.cut_before, or build its layers under tf.device."
         )
     return model
+
+
+def check_precision(model: keras.Model, precision: str) -> None:
+    """Raise UserError if layers have another policy than the config's, as those of a file have that of its run."""
+    parts = [layer for layer in layers_inside(model) if layer.weights and not isinstance(layer, keras.Model)]
+    policies = {layer.dtype_policy.name for layer in parts} & {*get_args(get_type_hints(Config)["precision"])}
+    mixed = policies - {"float32"} or policies  # some layers of a mixed model are float32
+    if mixed and precision not in mixed:
+        theirs = ", ".join(sorted(mixed))
+        raise UserError(
+            f"precision: {precision}, but the model is made of layers in {theirs}; write precision: {theirs}."
+        )
 
 
 def _build_batches(config: Config, group: WorkerGroup, data: Records | BatchSource, *, training: bool) -> BatchSource:

@@ -159,6 +159,10 @@ WRONG = {
         ["model.options={schedule: true}", "lr_schedule.warmup_epochs=1"],
         "lr_schedule.base_lr: is required with other settings of lr_schedule, because the model's optimizer is",
     ),
+    "another precision": (
+        ["model={here}/whole.keras", "precision=mixed_bfloat16"],
+        "precision: mixed_bfloat16, but the model is made of layers in float32; write precision: float32.",
+    ),
     "no file": (["model={here}/no.keras"], "no.keras: cannot be loaded: File not found"),
     "options of a file": (
         ["model={{name: {here}/whole.keras, options: {{hidden: 3}}}}"],

@@ -24,6 +24,7 @@ from horovod_train.models import (
     resnet,
     transformer,
 )
+from horovod_train.training.build import check_precision
 
 TOKENS = np.array([[5, 3, 9, 0, 0, 0], [7, 0, 0, 0, 0, 0]])
 
@@ -155,3 +156,25 @@ def test_the_page_has_each_option_of_our_models_with_its_default(name: str) -> N
     rows = [line.split(" | ") for line in (PROJECT / "docs/models.md").read_text().splitlines()]
     (options,) = (row[2] for row in rows if row[0] == f"| `{name}`" and len(row) == 4)
     assert options == ", ".join(defaults).replace("True", "true")
+
+
+@pytest.mark.parametrize(
+    ("saved_in", "precision"),
+    [("float32", "mixed_bfloat16"), ("mixed_bfloat16", "float32"), ("mixed_float16", "mixed_bfloat16")],
+)
+def test_a_model_saved_in_another_precision_is_refused(tmp_path: Path, saved_in: str, precision: str) -> None:
+    """Its layers keep the policy that they were saved with, whatever the config says."""
+    file = str(tmp_path / "saved.keras")
+    try:
+        keras.mixed_precision.set_dtype_policy(saved_in)
+        convnet.build().save(file)  # the last layer is float32
+        keras.mixed_precision.set_dtype_policy(precision)
+        model = build_model(Spec(file))
+        check_precision(convnet.build(), precision)
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+    check_precision(model, saved_in)
+    with pytest.raises(
+        UserError, match=f"precision: {precision}, but the model is made of layers in {saved_in}; write"
+    ):
+        check_precision(model, precision)
