@@ -22,7 +22,7 @@ from horovod_train.training.hooks import call_callbacks
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
-from horovod_train.training.parts.initial_weights import assign, match
+from horovod_train.training.parts.initial_weights import assign, match, slots_like_weights
 from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
 from horovod_train.training.steps.graph import draw_step
@@ -62,7 +62,10 @@ def _take_initial_weights(run: Run) -> None:
     with run.group.raise_together():
         if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
             matched = match(run.state.model, run.config.model)
+            copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
             assign(run.state.model, matched.taken)
+            for slot, weight in copies:
+                slot.assign(weight)
             run.state.averages.restart()
             log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
 

@@ -106,6 +106,19 @@ def test_without_freezing_they_change(start: Start, here: Path, tmp_path: Path, 
     assert not any(same(before, weights(tmp_path / "run", 0, 3 * STEPS_OF_EPOCH), PROTECTED))
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras has none")
+def test_an_optimizer_whose_slots_begin_as_weights_begins_with_those_given(
+    start: Start, here: Path, tmp_path: Path, before: dict[str, np.ndarray]
+) -> None:
+    """After a step of a tiny rate weights are what the slots say."""
+    optimizer = ["optimizer={name: ScheduleFreeAdamW}", "lr_schedule.base_lr=1.e-6", "train.max_steps=1"]
+    done(
+        start([f"model.init_from={here / 'low-run'}", NEW_HEAD, *optimizer, "hooks=user_hooks:keep_weights_every_step"])
+    )
+    found = weights(tmp_path / "run", 0, 1)
+    assert all(np.allclose(found[name], before[name], atol=1e-5) for name in ("first.kernel", "second.kernel"))
+
+
 @pytest.mark.long
 def test_the_same_weights_come_from_a_run_from_files_and_from_a_function(
     start: Start, here: Path, tmp_path: Path

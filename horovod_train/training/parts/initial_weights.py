@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,6 +97,29 @@ def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
         if weight.path in taken:
             variable = as_tf_variable(weight)
             variable.assign(tf.cast(taken[weight.path], variable.dtype))
+
+
+def slots_like_weights(slots: Sequence[Any], weights: Sequence[keras.Variable]) -> list[tuple[Any, keras.Variable]]:
+    """Return the slots of a new optimizer that begin as copies of their weights, as those of ScheduleFreeAdamW do.
+
+    Keras names a slot after its weight; a kind of slot copies if each of its slots does.
+    """
+    kinds: dict[str, list[tuple[Any, keras.Variable]]] = {}
+    by_name = {weight.path.replace("/", "_"): weight for weight in weights}
+    for slot in slots:
+        names = [name for name in by_name if slot.name.startswith(f"{name}_")]
+        if names:
+            name = max(names, key=len)
+            kind = slot.path.removesuffix(slot.name) + slot.name.removeprefix(name)
+            kinds.setdefault(kind, []).append((slot, by_name[name]))
+    copying = (pairs for pairs in kinds.values() if _are_copies(pairs))
+    return [pair for pairs in copying for pair in pairs]
+
+
+def _are_copies(pairs: Sequence[tuple[Any, keras.Variable]]) -> bool:
+    values = [(as_tf_variable(slot).numpy(), as_tf_variable(weight).numpy()) for slot, weight in pairs]
+    is_any = any(weight.any() for _, weight in values)  # slots of zeros are no copies of a bias that begins as zeros
+    return is_any and all(np.array_equal(slot, weight) for slot, weight in values)
 
 
 def _read(source: str, model: keras.Model) -> Arrays:
