@@ -177,9 +177,17 @@ class TrainState:
 
     def restore_statistics(self, group: WorkerGroup, arrays: Mapping[str, np.ndarray]) -> None:
         """Collective: give each rank its own statistics, if root's `ranks/` arrays are from as many ranks."""
-        by_rank = group.broadcast_object([arrays[f"ranks/{index}"] for index in range(len(arrays))])
-        if by_rank and len(by_rank[0]) == group.size:
-            self.set_statistics([statistics[group.rank] for statistics in by_rank])
+        by_rank = group.broadcast_object(dict(arrays))
+        for name, variable in zip(self.statistic_names, self.statistics, strict=True):
+            values = by_rank.get(f"ranks/{name}", ())
+            if len(values) == group.size:
+                variable.assign(tf.cast(values[group.rank], variable.dtype))
+
+    @property
+    def statistic_names(self) -> list[str]:
+        """The names of the statistics among `variables`, in their order."""
+        names = {variable.ref(): name for name, variable in self.variables().items()}
+        return [names[variable.ref()] for variable in self.statistics]
 
     def weights_sha256(self) -> str:
         """Return one SHA-256 over the bytes of all weights of the model, in its order."""
@@ -214,9 +222,9 @@ class Settled:
         local_statistics = self.state.average_statistics(group)
         arrays = copies.take(self.state.variables()) if group.is_root else {}
         self.state.set_statistics(local_statistics)
-        return arrays | {
-            f"ranks/{index}": values for index, values in enumerate(values_on_root(group, local_statistics))
-        }
+        by_rank = values_on_root(group, local_statistics)
+        names = self.state.statistic_names if by_rank else []
+        return arrays | {f"ranks/{name}": values for name, values in zip(names, by_rank, strict=True)}
 
 
 def find_seeds(model: keras.Model) -> list[tf.Variable]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -14,8 +14,9 @@ from conftest import PROJECT, run_process
 from keras import layers
 
 from horovod_train.config.settings import TrainConfig
-from horovod_train.distributed.group import check_have_gradients, check_sendable
+from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
 from horovod_train.errors import UserError
+from horovod_train.training.copies import Copies
 from horovod_train.training.nonfinite import nonfinite_names
 from horovod_train.training.state import Settled, TrainState, find_seeds
 from horovod_train.training.sync.stale import Stale
@@ -127,8 +128,29 @@ class Alone:
 
     size, rank = 1, 0
 
+    is_root = True
+
     def average(self, arrays: list[Any]) -> list[Any]:
         return arrays
+
+    def to_root(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+def test_statistics_of_ranks_come_back_by_name_where_layers_have_changed_places() -> None:
+    def built(*names: str) -> TrainState:
+        norms = [layers.BatchNormalization(name=name) for name in names]
+        return TrainState(keras.Sequential([keras.Input((4,)), *norms], name="norms"), keras.optimizers.SGD())
+
+    saved, other, group = built("one", "two"), built("two", "one"), cast(WorkerGroup, Alone())
+    saved.model.get_layer("one").moving_mean.assign([1.0, 2.0, 3.0, 4.0])
+    arrays = {name: value for name, value in Settled(saved).snapshot(group, Copies()).items() if "ranks/" in name}
+    other.restore_statistics(group, arrays)
+    assert other.model.get_layer("one").moving_mean.numpy().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert other.model.get_layer("two").moving_mean.numpy().tolist() == [0.0] * 4
 
 
 def test_a_moving_average_is_kept_of_every_loss_and_their_sum_is_that_of_the_sum() -> None:
