@@ -26,6 +26,13 @@ WRITE = "takes probabilities, but the model mlp returns logits; write {name: %s,
         ({}, f"loss: sparse_categorical_crossentropy {WRITE % 'sparse_categorical_crossentropy'}"),
         ({"loss": LossSpec("BinaryCrossentropy")}, f"loss: BinaryCrossentropy {WRITE % 'BinaryCrossentropy'}"),
         ({"loss": ENTROPY, "metrics": (MetricSpec("auc"),)}, f"metrics: auc {WRITE % 'auc'}"),
+        (
+            {"loss": ENTROPY, "metrics": (MetricSpec("binary_accuracy"),)},
+            "metrics: binary_accuracy takes probabilities, but the model mlp returns logits; write "
+            "{name: binary_accuracy, options: {threshold: 0.0}}.",
+        ),
+        ({"loss": ENTROPY, "weighted_metrics": (MetricSpec("recall"),)}, "options: {thresholds: 0.0}}."),
+        ({"loss": ENTROPY, "metrics": (MetricSpec("PrecisionAtRecall", {"recall": 0.5}),)}, "mlp returns logits."),
         ({"loss": LossSpec("kl_divergence")}, "loss: kl_divergence takes probabilities, but the model mlp returns"),
     ],
 )
@@ -37,8 +44,15 @@ def test_probabilities_of_a_built_in_model_are_refused(parts: dict[str, Any], ex
 
 def test_logits_of_a_built_in_model_and_losses_of_numbers_are_taken() -> None:
     accepted = (ENTROPY, LossSpec("mean_squared_error"), LossSpec("users:loss"), LossSpec("per_output"))
+    metrics = (
+        MetricSpec("auc", LOGITS),
+        MetricSpec("binary_accuracy", {"threshold": 0.0}),
+        MetricSpec("precision", {"top_k": 2}),
+        MetricSpec("sparse_categorical_accuracy"),
+        MetricSpec("f1_score"),
+    )
     for loss in accepted:
-        refuse_probabilities(Config(model=ModelSpec("mlp"), loss=loss, metrics=(MetricSpec("auc", LOGITS),)))
+        refuse_probabilities(Config(model=ModelSpec("mlp"), loss=loss, metrics=metrics))
 
 
 def traced(loss: Spec, last: keras.Layer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from horovod_train.errors import UserError
 from horovod_train.models import MODELS
 
 _OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
-"""Losses without an option for logits."""
+"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 
 def refuse_probabilities(config: Config) -> None:
@@ -29,13 +30,24 @@ def refuse_probabilities(config: Config) -> None:
     for part, classes, spec in [("loss", losses, config.loss), *of_metrics]:
         name = "sparse_categorical_crossentropy" if spec.name == AUTO else spec.name
         kind = classes.get(name) or classes.get(fold(name))
-        if kind in _OF_PROBABILITIES:
-            raise UserError(f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits.")
-        if kind and "from_logits" in inspect.signature(kind).parameters and not spec.options.get("from_logits"):
+        option = _option_for_logits(kind, spec.options) if kind else None
+        if option is not None:
+            write = f"; write {{name: {name}, options: {{{option}}}}}" if option else ""
             raise UserError(
-                f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits; write "
-                f"{{name: {name}, options: {{from_logits: true}}}}."
+                f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits{write}."
             )
+
+
+def _option_for_logits(kind: type, options: Mapping[str, Any]) -> str | None:
+    """Return the option that has a class of Keras take logits; None: with these options it does; "": there is none."""
+    takes = inspect.signature(kind).parameters
+    if "from_logits" in takes:
+        return None if options.get("from_logits") else "from_logits: true"
+    if "threshold" in takes and takes["threshold"].default == 0.5:
+        return None if "threshold" in options else "threshold: 0.0"
+    if "thresholds" in takes:
+        return None if {"thresholds", "top_k"} & {*options} else "thresholds: 0.0"
+    return "" if kind in _OF_PROBABILITIES or "num_thresholds" in takes else None
 
 
 def refuse_logits(outputs: Any, name: str) -> None:
