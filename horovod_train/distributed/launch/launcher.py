@@ -23,6 +23,7 @@ ROOT_SPEAKS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
 
 _SRUN = "start it with srun: srun python -m horovod_train.main …"
+_ON_PBS = "start it with mpirun --hostfile $PBS_NODEFILE."
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,17 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
 def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
     """Report that all ranks are on one host of a job with several hosts, and more than is planned there."""
     nodes, planned = _number(environment, "SLURM_JOB_NUM_NODES"), environment.get("SLURM_TASKS_PER_NODE")
-    here, slots = environment.get("SLURMD_NODENAME", "one host"), _pbs_slots(environment)
-    name_them = f"Name them to it (-H {here}:N,…), or {_SRUN}"
-    if slots:
-        nodes, most, name_them = len(slots), max(slots), "Name them to it: mpirun --hostfile $PBS_NODEFILE"
+    here, instead = environment.get("SLURMD_NODENAME", "one host"), _SRUN
+    if slots := _pbs_slots(environment):
+        nodes, instead = len(slots), _ON_PBS
     elif nodes is not None and planned:
-        most = max(expand_counts(planned))
-    else:
+        slots = expand_counts(planned)
+    if nodes in (None, 1) or not slots or not local_size == size > max(slots):
         return ""
-    if nodes == 1 or not local_size == size > most:
-        return ""
-    return f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. {name_them}"
+    return (
+        f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. Name them to it "
+        f"(-H {here}:N,…), or {instead}"
+    )
 
 
 def _pbs_slots(environment: Mapping[str, str]) -> list[int]:
@@ -205,7 +206,7 @@ def _alone(environment: Mapping[str, str]) -> str:
     if len(slots := _pbs_slots(environment)) > 1:
         return (
             f"PBS job {environment.get('PBS_JOBID')} has {len(slots)} hosts, but this process is one alone. Instead "
-            "start it with mpirun --hostfile $PBS_NODEFILE."
+            f"{_ON_PBS}"
         )
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1":
