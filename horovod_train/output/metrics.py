@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from horovod_train.config.registry import load_function
 from horovod_train.output.files import Lines, json_text, must_be_writable
 from horovod_train.output.removal import Made, begins
 
@@ -60,6 +61,11 @@ class MetricsWriter(Protocol):
 
     def close(self) -> None:
         """Return when all is on disk, if the disk accepts it."""
+
+
+def load_writers(names: Sequence[str]) -> dict[str, Callable[..., MetricsWriter]]:
+    """Import the classes of log.writers. Raises UserError for a name that does not exist."""
+    return {name: load_function(name, "log.writers") for name in names}
 
 
 class JsonLines:

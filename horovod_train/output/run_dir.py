@@ -12,14 +12,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from horovod_train.config.registry import call, load_function
+from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import unfailing
@@ -33,6 +33,7 @@ from horovod_train.output.metrics import (
     JsonLines,
     MetricsFile,
     MetricsWriter,
+    load_writers,
 )
 from horovod_train.output.prometheus import PROM, PrometheusFile
 from horovod_train.output.removal import Made, begins, check
@@ -181,7 +182,6 @@ class RunOutput:
     def __init__(
         self,
         directory: Path,
-        *,
         tensorboard: bool = False,
         bar: bool = False,
         more: Sequence[MetricsWriter] = (),
@@ -283,20 +283,14 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     ranks a terminal and forwards what they print there.
     """
     # On every rank: the ranks compare the user's modules that they have loaded.
-    writers = load_writers(config)
+    writers = load_writers(config.writers)
     load_trackers(config.trackers)
     if not is_root:
         return NullOutput()
     path = check_writable(directory)
     more = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
-    trackers = open_trackers(config.trackers, path)
-    return RunOutput(path, tensorboard=config.tensorboard, bar=bar, more=more, trackers=trackers)
-
-
-def load_writers(config: LogConfig) -> dict[str, Callable[..., MetricsWriter]]:
-    """Import the classes of log.writers. Raises UserError for a name that does not exist."""
-    return {name: load_function(name, "log.writers") for name in config.writers}
+    return RunOutput(path, config.tensorboard, bar, more, open_trackers(config.trackers, path))
 
 
 def _build_bar() -> Progress:

@@ -23,7 +23,7 @@ from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
-from horovod_train.output.run_dir import load_writers
+from horovod_train.output.metrics import load_writers
 from horovod_train.output.trackers.build import build_trackers
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.hooks.users import load_hooks
@@ -76,7 +76,7 @@ def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
     )
     if config.horovod.op == "adasum" and size & (size - 1):
         raise UserError(f"horovod.op: adasum needs a power of two of ranks; received {size}.")
-    load_writers(config.log)
+    load_writers(config.log.writers)
     build_trackers(config.log.trackers)
     # What depends on the nodes of the run, not on its config: how much memory and disk they have, and their MPI.
     data = dataclasses.replace(config.data, stage_dir=None, cache="none")
@@ -87,7 +87,7 @@ def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
 
 def _parts(config: Config, horizon: Horizon) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield keys of the config, each with a function that builds what it names without the others and the records."""
-    yield "log.writers", partial(load_writers, config.log)
+    yield "log.writers", partial(load_writers, config.log.writers)
     yield from (("log.trackers", partial(build_trackers, [tracker])) for tracker in config.log.trackers)
     yield "model", partial(build_model, config.model)
     if config.loss.name == PER_OUTPUT and config.loss.options:
