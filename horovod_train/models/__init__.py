@@ -7,6 +7,7 @@ name it `package.module:function`.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 
 import keras
@@ -64,7 +65,9 @@ def _load(spec: Spec) -> keras.Model:
     if spec.options:
         raise UserError(f"model.options: {spec.name} is a file, which takes no options; received {spec.options}.")
     try:
-        return keras.saving.load_model(spec.name)
+        with warnings.catch_warnings():  # the trainer does not take the state of the file's optimizer
+            warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
+            return keras.saving.load_model(spec.name)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         text = " ".join(str(error).split())[:300]
         raise UserError(f"model.name: {spec.name}: cannot be loaded: {text}") from error
