@@ -122,9 +122,11 @@ def _build_state(
     if training.averages and config.train.ema_decay is not None:
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
     # Slots of an optimizer are among its variables.
-    kept = [] if averages.are_of_optimizer else list(averages.variables.values())
+    averaged = [] if averages.are_of_optimizer else list(averages.variables.values())
     optimizer = training.optimizer
-    strategy = build_strategy(SyncParts(config.train, group, model, optimizer, kept, config.horovod.sparse_as_dense))
+    strategy = build_strategy(
+        SyncParts(config.train, group, model, optimizer, averaged, config.horovod.sparse_as_dense)
+    )
     return TrainState(model, optimizer, tracked, averages=averages, synchronization=strategy, losses=training.losses)
 
 

@@ -164,8 +164,8 @@ class StopCoordinator:
 
     def vote(self) -> StopReason | None:
         """Collective: return why the run must stop now, or None; the same on all ranks."""
-        own = self._reasons()
-        counts = self.pace.meet([float(reason in own) for reason in _ALL])
+        local_reasons = self._reasons()
+        counts = self.pace.meet([float(reason in local_reasons) for reason in _ALL])
         agreed = [reason for reason, count in zip(_ALL, counts, strict=True) if count]
         if _WALLTIME in agreed and not self.at_walltime and self.deadline is not None:
             measured = {"left_s": self.deadline - time.time(), "kept_s": self.margin.seconds(), **asdict(self.margin)}
@@ -205,24 +205,24 @@ def collected_signals() -> Iterator[Set[int]]:
 @contextmanager
 def _end_at_second_sigint() -> Iterator[None]:
     """Listen in a thread: Python tells it of signals immediately, but runs handlers only after a compiled call."""
-    numbers, told = socket.socketpair()
-    told.setblocking(False)
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
 
     def listen() -> None:
         received = b""
         while received.count(signal.SIGINT) < 2:
-            if not (number := numbers.recv(1)):
+            if not (number := receiving.recv(1)):
                 return
             received += number
         os._exit(128 + signal.SIGINT)
 
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=listen, name="second SIGINT", daemon=True).start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        told.close()
+        sending.close()
 
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"

@@ -36,23 +36,23 @@ _SHORT = ("accuracy", "acc", "crossentropy", "ce")
 
 def brings(model: keras.Model, config: Config) -> dict[str, bool]:
     """Return for each of loss, metrics, weighted_metrics and optimizer whether the run takes the compiled model's."""
-    given = _compile_config(model)
-    named = {
+    compiled = _compile_config(model)
+    in_config = {
         "loss": config.loss.name != AUTO,
         "metrics": bool(config.metrics),
         "weighted_metrics": bool(config.weighted_metrics),
         "optimizer": config.optimizer.name != AUTO,
     }
-    return {part: bool(given.get(part)) and not named[part] for part in named}
+    return {part: bool(compiled.get(part)) and not in_config[part] for part in in_config}
 
 
 def origins(model: keras.Model, config: Config) -> Iterator[str]:
     """Yield for the log where each part comes from, if the model is compiled."""
-    given = _compile_config(model)
+    compiled = _compile_config(model)
     for part, is_compiled in brings(model, config).items():
         if is_compiled:
             yield f"{part}: as the model was compiled"
-        elif given.get(part):
+        elif compiled.get(part):
             yield f"{part}: of the config, not as the model was compiled"
 
 
@@ -63,8 +63,8 @@ def choose_loss(config: Config, model: keras.Model) -> Loss:
         return build_loss(config.loss)
     if config.loss.options:
         raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
-    given = _compile_config(model)
-    loss, factors = given["loss"], given.get("loss_weights")
+    compiled = _compile_config(model)
+    loss, factors = compiled["loss"], compiled.get("loss_weights")
     if isinstance(loss, list) and len(loss) == 1:
         (loss,) = loss
     if isinstance(loss, list):
@@ -79,9 +79,9 @@ def choose_loss(config: Config, model: keras.Model) -> Loss:
         factors = dict(zip(loss, factors, strict=True))
     factors = factors or {}
     terms = {
-        f"{output}_loss": Term(float(factors.get(output, 1.0)), _per_record(one, output))
-        for output, one in loss.items()
-        if one is not None
+        f"{output}_loss": Term(float(factors.get(output, 1.0)), _per_record(output_loss, output))
+        for output, output_loss in loss.items()
+        if output_loss is not None
     }
     return Loss(terms)
 
@@ -96,9 +96,9 @@ def choose_metrics(config: Config, model: keras.Model, part: str, batch: Batch) 
     metrics: list[Metric] = []
     compiled = _compile_config(model)
     unweighted = list(_by_output(compiled["metrics"], "metrics")) if part == "weighted_metrics" else []
-    for output, given in _by_output(compiled[part], part):
+    for output, entry in _by_output(compiled[part], part):
         # The same metric twice gets another name, as in `fit`.
-        metric = _metric(given, output, model, batch, "weighted_" if (output, given) in unweighted else "")
+        metric = _metric(entry, output, model, batch, "weighted_" if (output, entry) in unweighted else "")
         metrics.append(metric if output is None else OfOutput(metric, output, output, f"{output}_{metric.name}"))
     return metrics
 
@@ -150,7 +150,7 @@ def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Opti
     if not isinstance(rate, int | float):
         raise UserError(
             "lr_schedule.base_lr: is required with other settings of lr_schedule, because the model's optimizer is "
-            "compiled with a schedule of its own."
+            "compiled with a schedule."
         )
     return dataclasses.replace(schedule, base_lr=float(rate))
 
@@ -162,23 +162,23 @@ def _compile_config(model: keras.Model) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():  # of lambdas, which are an error here
             warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
-            found: dict[str, Any] = keras.saving.deserialize_keras_object(model.get_compile_config())
+            compiled: dict[str, Any] = keras.saving.deserialize_keras_object(model.get_compile_config())
     except (TypeError, ValueError, ImportError, AttributeError) as error:
         text = " ".join(str(error).split())[:300]
         raise UserError(
             f"model.name: what the model is compiled with cannot be built again: {text}{raised_at(error)} Give loss, "
             "metrics and optimizer in the config and leave compile() out."
         ) from error
-    return found
+    return compiled
 
 
-def _per_record(given: Any, output: str | None) -> Callable[[Any, Any], tf.Tensor]:
+def _per_record(entry: Any, output: str | None) -> Callable[[Any, Any], tf.Tensor]:
     """Return (targets, outputs) → float32 [batch] for a loss as `compile` takes it."""
     try:
-        loss = keras.losses.get(given)
+        loss = keras.losses.get(entry)
     except ValueError as error:
-        raise UserError(f"model.name: is compiled with {given!r}; expected the full name of a loss.") from error
-    name = getattr(loss, "name", getattr(loss, "__name__", str(given)))
+        raise UserError(f"model.name: is compiled with {entry!r}; expected the full name of a loss.") from error
+    name = getattr(loss, "name", getattr(loss, "__name__", str(entry)))
     check_is_per_record(loss, name, "model.name: the compiled loss")
     if isinstance(loss, keras.losses.Loss):
         if loss.reduction == "sum":
@@ -207,39 +207,39 @@ class _OfFunction(keras.losses.Loss):
         self._function = function
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        given = [y_true, y_pred]
-        if not any(map(keras.tree.is_nested, given)):
-            less, more = sorted((0, 1), key=lambda index: len(given[index].shape))
-            rank = len(given[less].shape)
-            if rank + 1 == len(given[more].shape) and given[more].shape[-1] == 1:
+        arguments = [y_true, y_pred]
+        if not any(map(keras.tree.is_nested, arguments)):
+            short, long = sorted((0, 1), key=lambda index: len(arguments[index].shape))
+            rank = len(arguments[short].shape)
+            if rank + 1 == len(arguments[long].shape) and arguments[long].shape[-1] == 1:
                 if rank == 1:
-                    given[less] = keras.ops.expand_dims(given[less], -1)
+                    arguments[short] = keras.ops.expand_dims(arguments[short], -1)
                 else:
-                    given[more] = keras.ops.squeeze(given[more], -1)
-        return self._function(*given)
+                    arguments[long] = keras.ops.squeeze(arguments[long], -1)
+        return self._function(*arguments)
 
 
-def _by_output(given: Any, part: str) -> Iterator[tuple[str | None, Any]]:
+def _by_output(entries: Any, part: str) -> Iterator[tuple[str | None, Any]]:
     """Yield (output, metric) from metrics as `compile` takes them; output None: of the only one."""
-    if isinstance(given, Mapping):
-        for output, metrics in given.items():
+    if isinstance(entries, Mapping):
+        for output, metrics in entries.items():
             for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
                 yield output, metric
         return
-    for metric in given if isinstance(given, list | tuple) else [given]:
+    for metric in entries if isinstance(entries, list | tuple) else [entries]:
         if isinstance(metric, list | tuple):
             raise UserError(f"model.name: is compiled with lists of {part}; expected one list, or a dict by output.")
         yield None, metric
 
 
-def _metric(given: Any, output: str | None, model: keras.Model, batch: Batch, prefix: str = "") -> keras.metrics.Metric:
+def _metric(entry: Any, output: str | None, model: keras.Model, batch: Batch, prefix: str = "") -> keras.metrics.Metric:
     """Build a metric from what `compile` takes: a metric, a function or a name. prefix: of the name that it shows."""
-    is_short = isinstance(given, str) and given in _SHORT
-    found = _resolve(given, output, model, batch) if is_short else keras.metrics.get(given)
-    if isinstance(found, keras.metrics.Metric):
-        return found
-    name = given if isinstance(given, str) else getattr(found, "__name__", str(given))
-    return keras.metrics.MeanMetricWrapper(found, name=f"{prefix}{name}", dtype="float64")
+    is_short = isinstance(entry, str) and entry in _SHORT
+    metric = _resolve(entry, output, model, batch) if is_short else keras.metrics.get(entry)
+    if isinstance(metric, keras.metrics.Metric):
+        return metric
+    name = entry if isinstance(entry, str) else getattr(metric, "__name__", str(entry))
+    return keras.metrics.MeanMetricWrapper(metric, name=f"{prefix}{name}", dtype="float64")
 
 
 def _resolve(name: str, output: str | None, model: keras.Model, batch: Batch) -> Callable[[Any, Any], Any]:
@@ -257,6 +257,6 @@ def _resolve(name: str, output: str | None, model: keras.Model, batch: Batch) ->
     is_binary = outputs.shape[-1] == 1
     is_sparse = targets.shape.rank < outputs.shape.rank or targets.shape[-1] == 1
     kind = "binary" if is_binary else "sparse_categorical" if is_sparse else "categorical"
-    what = "accuracy" if name in ("accuracy", "acc") else "crossentropy"
-    function: Callable[[Any, Any], Any] = getattr(keras.metrics, f"{kind}_{what}")
+    measure = "accuracy" if name in ("accuracy", "acc") else "crossentropy"
+    function: Callable[[Any, Any], Any] = getattr(keras.metrics, f"{kind}_{measure}")
     return function

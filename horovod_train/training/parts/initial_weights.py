@@ -67,28 +67,28 @@ def check_source(spec: ModelSpec) -> None:
 def match(model: keras.Model, spec: ModelSpec) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError."""
     assert spec.init_from is not None
-    found = _read(spec.init_from, model)
+    arrays = _read(spec.init_from, model)
     weights = {weight.path: weight for weight in model.weights}
     excluded = {
         path
         for number, pattern in enumerate(spec.init_exclude)
         for path in find(pattern, weights, f"model.init_exclude[{number}]")
     }
-    common = [path for path in weights if path in found and path not in excluded]
+    common = [path for path in weights if path in arrays and path not in excluded]
     if not common:
         raise UserError(
-            f"{_WHERE}: {spec.init_from}: no weight of it is one of the model's. It has {listed(sorted(found))}; the "
+            f"{_WHERE}: {spec.init_from}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
             f"model has {listed([*weights])}."
         )
     for path in common:
-        there, here = list(found[path].shape), list(weights[path].shape)
-        if there != here:
+        source_shape, shape = list(arrays[path].shape), list(weights[path].shape)
+        if source_shape != shape:
             raise UserError(
-                f"{_WHERE}: {spec.init_from}: {path} has shape {there} there and {here} in the model. Give the layer "
-                "another name, or leave it as it is by model.init_exclude."
+                f"{_WHERE}: {spec.init_from}: {path} has shape {source_shape} there and {shape} in the model. Give "
+                "the layer another name, or leave it as it is by model.init_exclude."
             )
-    left = [path for path in found if path not in common]
-    return Match({path: found[path] for path in common}, left, [path for path in weights if path not in common])
+    left = [path for path in arrays if path not in common]
+    return Match({path: arrays[path] for path in common}, left, [path for path in weights if path not in common])
 
 
 def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
@@ -133,31 +133,31 @@ def _read(source: str, model: keras.Model) -> Arrays:
 
 def _from_run(path: str) -> Arrays:
     """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation."""
-    found = open_checkpoint(path, _WHERE)
+    checkpoint = open_checkpoint(path, _WHERE)
     try:
-        arrays = found.read()
+        arrays = checkpoint.read()
     except Damaged as error:
-        raise UserError(f"{_WHERE}: {found.folder}: {error}.") from error
-    chosen: Arrays = {}
+        raise UserError(f"{_WHERE}: {checkpoint.folder}: {error}.") from error
+    weights: Arrays = {}
     for kind in ("model/", "ema/"):
-        chosen |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
-    return chosen
+        weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
+    return weights
 
 
 def _from_function(name: str) -> Arrays:
     """Call a user's function: () → a keras.Model, or arrays by the paths of weights."""
     function: Callable[[], Any] = load_function(name, _WHERE)
     try:
-        made = function()
+        result = function()
     except Exception as error:  # a user's function may raise anything
         text = " ".join(str(error).split())
         raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
-    if isinstance(made, keras.Model):
-        return {weight.path: weight.numpy() for weight in made.weights}
-    if not isinstance(made, Mapping):
-        kind = type(made).__name__
+    if isinstance(result, keras.Model):
+        return {weight.path: weight.numpy() for weight in result.weights}
+    if not isinstance(result, Mapping):
+        kind = type(result).__name__
         raise UserError(f"{_WHERE}: {name} must return a keras.Model or arrays by path; it returned {kind}.")
-    return {str(path): np.asarray(value) for path, value in made.items()}
+    return {str(path): np.asarray(value) for path, value in result.items()}
 
 
 def _from_file(path: str, model: keras.Model) -> Arrays:
@@ -165,10 +165,10 @@ def _from_file(path: str, model: keras.Model) -> Arrays:
 
     A file knows its layers by name, and the weights of each by number. Others are named `layer/number`.
     """
-    own = dict(_weights_by_layer(model, (), set()))
+    model_weights = dict(_weights_by_layer(model, (), set()))
     arrays: Arrays = {}
     for layer, values in _layers_in(path):
-        weights, names = own.get(layer), [f"{layer}/{number}" for number in range(len(values))]
+        weights, names = model_weights.get(layer), [f"{layer}/{number}" for number in range(len(values))]
         if weights is not None and len(weights) != len(values):
             raise UserError(
                 f"{_WHERE}: {path}: layer {layer} has {len(values)} weights there and {len(weights)} in the model. "
@@ -181,21 +181,21 @@ def _from_file(path: str, model: keras.Model) -> Arrays:
 
 
 def _weights_by_layer(
-    layer: keras.Layer, names: tuple[str, ...], seen: set[int]
+    layer: keras.Layer, names: tuple[str, ...], visited: set[int]
 ) -> Iterator[tuple[str, list[keras.Variable]]]:
-    """Yield each layer with weights of its own: the names of the layers around it and its own, and the weights.
+    """Yield each layer that has weights itself, without those of the layers in it: its names and its weights.
 
-    names: of `layer` and those around it, without the model. seen: ids of layers to leave out.
+    names: of `layer` and those around it, without the model. visited: ids of layers to leave out.
     """
-    seen.add(id(layer))
-    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in seen]
+    visited.add(id(layer))
+    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in visited]
     of_children = {id(weight) for child in children for weight in child.weights}
-    own = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
-    if own:
-        yield "/".join(names), own
+    weights = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
+    if weights:
+        yield "/".join(names), weights
     for child in children:
-        if id(child) not in seen:
-            yield from _weights_by_layer(child, (*names, child.name), seen)
+        if id(child) not in visited:
+            yield from _weights_by_layer(child, (*names, child.name), visited)
 
 
 def _layers_in(path: str) -> list[tuple[str, list[np.ndarray]]]:
@@ -205,20 +205,20 @@ def _layers_in(path: str) -> list[tuple[str, list[np.ndarray]]]:
             file: Any = stack.enter_context(Path(path).open("rb"))
             if path.endswith(".keras"):
                 file = stack.enter_context(zipfile.ZipFile(file).open(_IN_KERAS_FILE))
-            found = list(_walk(stack.enter_context(h5py.File(file, "r")), ()))
+            layers = list(_walk(stack.enter_context(h5py.File(file, "r")), ()))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
-    if not found:
+    if not layers:
         raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")
-    return found
+    return layers
 
 
 def _walk(group: h5py.Group, names: tuple[str, ...]) -> Iterator[tuple[str, list[np.ndarray]]]:
-    own = group.get("vars")
-    if own:
+    weights = group.get("vars")
+    if weights:
         # Numbers, which h5py sorts as strings.
-        values = [np.asarray(own[key]) for key in sorted(own, key=lambda key: (len(key), key))]
+        values = [np.asarray(weights[key]) for key in sorted(weights, key=lambda key: (len(key), key))]
         yield "/".join(names), values
     for key, inner in group.items():
         if key == "vars" or not isinstance(inner, h5py.Group) or (not names and key in _NOT_THE_MODEL):

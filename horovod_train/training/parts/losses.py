@@ -39,11 +39,11 @@ def smoothed_sparse_categorical_crossentropy(
     refuse_logits(outputs, "smoothed_sparse_categorical_crossentropy")
     log_probabilities = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
     one_hot = tf.one_hot(tf.cast(targets, tf.int32), outputs.shape[-1])
-    own = tf.reduce_sum(one_hot * log_probabilities, axis=-1)
-    return -(1 - label_smoothing) * own - label_smoothing * tf.reduce_mean(log_probabilities, axis=-1)
+    of_label = tf.reduce_sum(one_hot * log_probabilities, axis=-1)
+    return -(1 - label_smoothing) * of_label - label_smoothing * tf.reduce_mean(log_probabilities, axis=-1)
 
 
-OWN: dict[str, Callable[..., tf.Tensor]] = {
+OUR_LOSSES: dict[str, Callable[..., tf.Tensor]] = {
     "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
 }
 """Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
@@ -64,12 +64,12 @@ class ClassWeights(NamedTuple):
 
         A target [batch, classes] stands for its largest entry, as in Keras' `fit`.
         """
-        own = targets if self.target is None else pick(targets, self.target, "target")
-        if isinstance(own, Mapping):
-            raise ValueError(f"{self.where} needs one target; there are {', '.join(own) or 'none'}")
+        target = targets if self.target is None else pick(targets, self.target, "target")
+        if isinstance(target, Mapping):
+            raise ValueError(f"{self.where} needs one target; there are {', '.join(target) or 'none'}")
         largest = max(self.by_class)
         table = tf.constant([self.by_class.get(number, 1.0) for number in range(largest + 2)])  # the last: any other
-        return tf.gather(table, tf.clip_by_value(_classes(own, largest, self.where), 0, largest + 1))
+        return tf.gather(table, tf.clip_by_value(_classes(target, largest, self.where), 0, largest + 1))
 
     def check(self, schema: Schema) -> None:
         """Raise UserError for a class that the schema's `classes` exclude."""
@@ -129,10 +129,10 @@ class Loss:
 
     def weigh(self, targets: Any, outputs: Any, weights: tf.Tensor) -> Weighed:
         """Return the weighted sums over a batch. weights: float32 [batch], one for each record."""
-        own = self.weights(targets, weights)
+        term_weights = self.weights(targets, weights)
         losses = self(targets, outputs)
-        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name], own[name])) for name in self.terms}
-        return Weighed(sums, own)
+        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name], term_weights[name])) for name in self.terms}
+        return Weighed(sums, term_weights)
 
     def weights(self, targets: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return how much each record counts in each term: its weight times that of its class, float32 [batch]."""
@@ -143,7 +143,7 @@ class Loss:
 
     def total_weights(self, targets: Any, weights: tf.Tensor) -> tf.Tensor:
         """Return Σ weight over a batch for each term, float32 [terms], for `means`."""
-        return tf.stack([tf.reduce_sum(own) for own in self.weights(targets, weights).values()])
+        return tf.stack([tf.reduce_sum(record_weights) for record_weights in self.weights(targets, weights).values()])
 
     def means(self, sums: Mapping[str, tf.Tensor], totals: tf.Tensor) -> dict[str, tf.Tensor]:
         """Divide the sums of the terms by the total weights, [terms] or one for all; return them and "loss".
@@ -152,8 +152,8 @@ class Loss:
         """
         totals = tf.cast(totals, tf.float32)
         divisors = tf.unstack(totals) if totals.shape.rank else [totals] * len(self.terms)
-        divided = zip(self.terms, divisors, strict=True)
-        means = {name: tf.math.divide_no_nan(sums[name], divisor) for name, divisor in divided}
+        pairs = zip(self.terms, divisors, strict=True)
+        means = {name: tf.math.divide_no_nan(sums[name], divisor) for name, divisor in pairs}
         return means | {"loss": self.add_up(means)}
 
     def add_up(self, means: Mapping[str, Any]) -> Any:
@@ -177,12 +177,12 @@ def build_loss(spec: Spec) -> Loss:
     def loss(targets: Any, outputs: Any) -> tf.Tensor:
         return per_record(function, targets, outputs, spec.name)
 
-    given = spec.class_weight if isinstance(spec, LossSpec) else {}
-    return Loss({"loss": Term(1.0, loss, build_class_weights(given, None, "loss"))})
+    class_weight = spec.class_weight if isinstance(spec, LossSpec) else {}
+    return Loss({"loss": Term(1.0, loss, build_class_weights(class_weight, None, "loss"))})
 
 
 def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
-    factory = OWN.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
+    factory = OUR_LOSSES.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
     if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
         if "reduction" in spec.options:
             raise UserError(f"{where}.options.reduction: the trainer takes the mean over records; leave it out.")
@@ -215,13 +215,15 @@ def _build_term(output: str, value: Any) -> Term:
     return Term(term.weight, loss_of_output, build_class_weights(term.class_weight, target, where))
 
 
-def build_class_weights(given: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
-    """Return the weights of classes; None if none are given. Raises UserError."""
-    if problem := class_weight_problem(given):
+def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
+    """Return the weights of classes; None if there are none. Raises UserError."""
+    if problem := class_weight_problem(by_class):
         raise UserError(f"{where}.class_weight: {problem}")
-    if not given:
+    if not by_class:
         return None
-    return ClassWeights({int(name): float(weight) for name, weight in given.items()}, target, f"{where}.class_weight")
+    return ClassWeights(
+        {int(name): float(weight) for name, weight in by_class.items()}, target, f"{where}.class_weight"
+    )
 
 
 def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:

@@ -37,18 +37,20 @@ class Accumulator:
         self._weighted = [(metric, _term(metric, loss)) for metric in weighted]
         self.metrics = [*metrics, *weighted]
         self.losses = [*loss.names, *also]
-        named = [metric.name for metric in self.metrics]
-        if len({*self.losses, *named}) != len(self.losses) + len(named):
+        metric_names = [metric.name for metric in self.metrics]
+        if len({*self.losses, *metric_names}) != len(self.losses) + len(metric_names):
             taken = ", ".join(self.losses)
-            raise UserError(f"metrics: names must differ, also from {taken}; received {named}. Give a name in options.")
-        if reserved := set(named) & set(ABOUT):
+            raise UserError(
+                f"metrics: names must differ, also from {taken}; received {metric_names}. Give a name in options."
+            )
+        if reserved := set(metric_names) & set(ABOUT):
             raise UserError(
                 f"metrics: {', '.join(sorted(reserved))} is in each row already. Give another name in options."
             )
-        added = [*loss.terms, *also]
+        sum_names = [*loss.terms, *also]
         self.sums, self.weights = (
-            {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"{name}{end}") for name in added}
-            for end in ("", "_weight")
+            {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=f"{name}{suffix}") for name in sum_names}
+            for suffix in ("", "_weight")
         )
 
     @property
@@ -74,10 +76,14 @@ class Accumulator:
 
     def result(self, group: WorkerGroup) -> dict[str, float]:
         """Collective: return the means over the records that all ranks have added; then reset."""
-        own = [*self.weights.values(), *self.sums.values()]
-        states = self.variables[len(own) :]
-        totals = group.sum([variable.numpy() for variable in [*own, *states]])
-        weights, sums, state_totals = (totals[: len(own) // 2], totals[len(own) // 2 : len(own)], totals[len(own) :])
+        accumulated = [*self.weights.values(), *self.sums.values()]
+        states = self.variables[len(accumulated) :]
+        totals = group.sum([variable.numpy() for variable in [*accumulated, *states]])
+        weights, sums, state_totals = (
+            totals[: len(accumulated) // 2],
+            totals[len(accumulated) // 2 : len(accumulated)],
+            totals[len(accumulated) :],
+        )
         # A weight is 0 if every step was skipped.
         means = {
             name: float(total) / float(weight) if weight else math.nan
@@ -87,7 +93,7 @@ class Accumulator:
         for variable, total in zip(states, state_totals, strict=True):
             variable.assign(tf.cast(total, variable.dtype))
         values |= {metric.name: _number(metric.result()) for metric in self.metrics}
-        for variable in own:
+        for variable in accumulated:
             variable.assign(0.0)
         for metric in self.metrics:
             metric.reset_state()
@@ -122,8 +128,8 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
     for spec in specs:
         factory = choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics")
         takes_dtype = inspect.isclass(factory) and "dtype" in inspect.signature(factory).parameters
-        given = {"dtype": "float64"} if takes_dtype and "dtype" not in spec.options else {}
-        metric = call(factory, spec, "metrics", **given)
+        default = {"dtype": "float64"} if takes_dtype and "dtype" not in spec.options else {}
+        metric = call(factory, spec, "metrics", **default)
         if not isinstance(metric, keras.metrics.Metric):
             raise UserError(f"metrics: {spec.name} must make a keras.metrics.Metric; it made {type(metric).__name__}.")
         output = spec.output if isinstance(spec, MetricSpec) else None
@@ -136,9 +142,9 @@ def build_metrics(specs: Sequence[Spec]) -> list[Metric]:
 
 def _term(metric: Metric, loss: Loss) -> str:
     """Return the term of the loss whose weights a weighted metric gets: that of its output, or the only one."""
-    own = f"{metric.output}_loss" if isinstance(metric, OfOutput) else loss.terms[0]
-    if own in loss.terms and (len(loss.terms) == 1 or isinstance(metric, OfOutput)):
-        return own
+    term = f"{metric.output}_loss" if isinstance(metric, OfOutput) else loss.terms[0]
+    if term in loss.terms and (len(loss.terms) == 1 or isinstance(metric, OfOutput)):
+        return term
     if loss.terms == ["loss"]:
         return "loss"
     outputs = ", ".join(term.removesuffix("_loss") for term in loss.terms)

@@ -1,4 +1,4 @@
-"""Calls a loss so that each record has a value of its own, and refuses losses of which that cannot be said.
+"""Calls a loss so that it gives one value for each record, and refuses losses that cannot.
 
 Does not weigh records; see losses.
 """
@@ -41,7 +41,7 @@ def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, 
     if getattr(function, "from_logits", False):
         refuse_logits(outputs, name)
     values = function(targets, outputs)
-    if any(getattr(given, _MASK, None) is not None for given in keras.tree.flatten((outputs, values))):
+    if any(getattr(tensor, _MASK, None) is not None for tensor in keras.tree.flatten((outputs, values))):
         raise ValueError(
             f"loss {name}: outputs or losses have a Keras mask, which the trainer does not follow; leave out mask_zero "
             "and Masking, or end with a layer that drops masks, such as Reshape, and weigh positions in a loss of yours"
@@ -49,8 +49,8 @@ def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, 
     values = tf.cast(values, tf.float32)
     rows = keras.tree.flatten(outputs)[0].shape[:1]
     if not values.shape.rank or not values.shape[:1].is_compatible_with(rows):
-        raise ValueError(f"loss {name} must give one value a record, [batch]; it gave {_shown(values.shape)}")
-    shapes = [list(getattr(given, "shape", ())) for given in (targets, outputs)]
+        raise ValueError(f"loss {name} must give one value a record, [batch]; it gave {_describe(values.shape)}")
+    shapes = [list(getattr(tensor, "shape", ())) for tensor in (targets, outputs)]
     if sorted(map(len, shapes)) == [1, 2] and {1} == {*shapes[0][1:], *shapes[1][1:]} and _is_square(values.shape):
         raise ValueError(
             f"loss {name} compares each record with all others: it gave {values.shape} for targets {shapes[0]} and "
@@ -59,7 +59,7 @@ def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, 
     return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
 
 
-def _shown(shape: tf.TensorShape) -> str:
+def _describe(shape: tf.TensorShape) -> str:
     return f"{shape}" if len(shape) else "a single number"
 
 

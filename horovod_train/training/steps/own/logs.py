@@ -47,8 +47,8 @@ class Logs:
     @property
     def variables(self) -> list[tf.Variable]:
         """The states of the model's metrics, which all splits share."""
-        found = {id(variable): variable for metric in self._metrics for variable in metric.variables}
-        return [as_tf_variable(variable) for variable in found.values()]
+        by_id = {id(variable): variable for metric in self._metrics for variable in metric.variables}
+        return [as_tf_variable(variable) for variable in by_id.values()]
 
     def add(self, logs: Mapping[str, Any]) -> None:
         """In the compiled step: add what the step returned; its metrics have been updated already."""
@@ -93,8 +93,8 @@ class Logs:
 
 def metrics_in(model: keras.Model) -> list[keras.metrics.Metric]:
     """Return the metrics of a model: those it lists, and those that it and its layers hold."""
-    held = [part for layer in layers_inside(model) for part in parts_in(vars(layer), keras.metrics.Metric)]
-    return list({id(metric): metric for metric in [*model.metrics, *held]}.values())
+    inside_layers = [part for layer in layers_inside(model) for part in parts_in(vars(layer), keras.metrics.Metric)]
+    return list({id(metric): metric for metric in [*model.metrics, *inside_layers]}.values())
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def try_step(
 
     where: begins the message. applied: the context in which optimizers only note that they are applied.
     """
-    found: list[Tried] = []
+    trials: list[Tried] = []
 
     def trace(records: Batch) -> None:
         with applied(), noting_results(metrics_in(model)) as source_of:
@@ -58,7 +58,7 @@ def try_step(
             logs = getattr(model, method)(data)
             _check_logs(logs, method, where)
             sources = {name: source_of(value) for name, value in logs.items()}
-            found[:] = [Tried(sources, bool(data[2].consumers()), [])]
+            trials[:] = [Tried(sources, bool(data[2].consumers()), [])]
 
     def traced() -> Any:
         return tf.function(trace, autograph=False).get_concrete_function(batch)
@@ -73,7 +73,7 @@ def try_step(
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(batch, method, where, error)) from error
     check_draws(function, method, where)
-    return Tried(found[0].sources, found[0].uses_weights, list(function.variables))
+    return Tried(trials[0].sources, trials[0].uses_weights, list(function.variables))
 
 
 def _check_logs(logs: Any, method: str, where: str) -> None:
