@@ -15,13 +15,13 @@ from pathlib import Path
 from horovod_train.checkpoint.layout import BEST, STEP_NAME, read_at, step_name, step_of, steps_in
 from horovod_train.checkpoint.manifest import MANIFEST
 from horovod_train.checkpoint.tensors import PREFIX, Checkpoint, sync, verify
-from horovod_train.output.removal import Made, check, remove, rename, replace
+from horovod_train.output.removal import Artifact, check, remove, rename, replace
 
 _INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
-_CHECKPOINT = Made("a checkpoint", STEP_NAME, "folder", _INSIDE)
-_HIDDEN = Made("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
-_LINK = Made(
-    "a link to a checkpoint", rf"\.?{BEST}", "link", is_ours=lambda path: step_of(os.readlink(path)) is not None
+_CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
+_HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
+_LINK = Artifact(
+    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
 )
 
 

@@ -24,12 +24,12 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train.errors import RunError, UserError
-from horovod_train.output.files import write_whole
-from horovod_train.output.removal import Made, NotOurs, remove
+from horovod_train.output.files import write_atomically
+from horovod_train.output.removal import Artifact, NotOurs, remove
 
 SCRIPT = Path(__file__).with_name("build_horovod.sh")
-CACHED = Made("a compiled Horovod", r"horovod-cp\d+-.+", "folder", (r"horovod-.+\.whl",))
-PREFIX_FILE = Made("openmpi_prefix.pth", r"openmpi_prefix\.pth")
+CACHED = Artifact("a compiled Horovod", r"horovod-cp\d+-.+", "folder", (r"horovod-.+\.whl",))
+PREFIX_FILE = Artifact("openmpi_prefix.pth", r"openmpi_prefix\.pth")
 SHAPES_THE_BUILD = re.compile(r"HOROVOD_(GPU|CUDA|NCCL|BUILD)\w*|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS")
 
 # The libmpi of the openmpi package was built for another folder, and looks for its parts where OPAL_PREFIX says. Its
@@ -235,7 +235,7 @@ def _compile(folder: Path, environment: Mapping[str, str]) -> None:
 
 def _write_prefix(mpi: str) -> None:
     if mpi == "wheel":
-        write_whole(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
+        write_atomically(Path(sysconfig.get_path("purelib"), PREFIX_FILE.what), PREFIX_LINES, PREFIX_FILE)
 
 
 def _install(folder: Path, mpi: str) -> str:

@@ -15,7 +15,7 @@ from horovod_train.commands import run_selection
 from horovod_train.commands.out_files import check_out
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.inference.made import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
+from horovod_train.inference.artifacts import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
 from horovod_train.output import tensorflow_noise
 from horovod_train.output.removal import draft_of, remove, replace
 

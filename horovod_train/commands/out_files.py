@@ -7,12 +7,12 @@ from pathlib import Path
 
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.output.files import write_whole
-from horovod_train.output.removal import Made, check
+from horovod_train.output.files import write_atomically
+from horovod_train.output.removal import Artifact, check
 
 
-def check_out(option: str, name: str, made: Made) -> None:
-    """Raise UserError, on root, if `made` cannot be written under this name or would replace something else."""
+def check_out(option: str, name: str, artifact: Artifact) -> None:
+    """Raise UserError, on root, if `artifact` cannot be written under this name or would replace something else."""
     if launcher.detect().rank != 0:
         return
     folder = os.path.dirname(name) or "."
@@ -20,7 +20,7 @@ def check_out(option: str, name: str, made: Made) -> None:
         problem = f"{folder} is not a folder that can be written to. Make it, or choose another."
         raise UserError(f"{option} {name}: {problem}")
     try:
-        check(Path(os.path.abspath(name)), made)
+        check(Path(os.path.abspath(name)), artifact)
     except OSError as error:
         raise UserError(f"{option} {name}: {error.strerror}, and stays as it is. Choose another name.") from error
 
@@ -31,9 +31,9 @@ def check_new(option: str, name: str | None) -> None:
         raise UserError(f"{option} {name}: expected a new file in a folder that exists.")
 
 
-def write_out(option: str, name: str, text: str, made: Made) -> None:
+def write_out(option: str, name: str, text: str, artifact: Artifact) -> None:
     """Write a file that `check_out` has allowed. Raises UserError if that fails."""
     try:
-        write_whole(Path(name), text, made)
+        write_atomically(Path(name), text, artifact)
     except OSError as error:
         raise UserError(f"{option} {name}: cannot be written: {error.strerror}.") from error

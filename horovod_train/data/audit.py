@@ -22,12 +22,12 @@ import numpy as np
 from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines
-from horovod_train.output.removal import Made, remove
+from horovod_train.output.removal import Artifact, remove
 
 FOLDER = "audit"
 _WRITE_FROM_BYTES = 1 << 16
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)-rank-(\d+)\.jsonl")
-_FILE = Made("a rank's audit", _NAME.pattern)
+_FILE = Artifact("a rank's audit", _NAME.pattern)
 
 
 class Position(NamedTuple):

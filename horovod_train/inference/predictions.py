@@ -21,7 +21,7 @@ from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.chunks import Batches, Place, each
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.made import PREDICTIONS, PREDICTIONS_DRAFT
+from horovod_train.inference.artifacts import PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]

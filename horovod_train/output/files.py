@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
-from horovod_train.output.removal import DRAFT, Made, NotOurs, draft_of, remove, replace
+from horovod_train.output.removal import DRAFT, Artifact, NotOurs, draft_of, remove, replace
 
 STOP_FILE = "STOP"
 """A file of this name in a run directory asks the run to end."""
@@ -25,17 +25,17 @@ MAX_PENDING_BYTES = 16_000_000
 log = logging.getLogger(__name__)
 
 
-def write_whole(path: Path, text: str, made: Made, *, sync: bool = True) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it; see open_whole."""
-    with open_whole(path, made, sync=sync) as file:
+def write_atomically(path: Path, text: str, artifact: Artifact, *, sync: bool = True) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it; see open_atomically."""
+    with open_atomically(path, artifact, sync=sync) as file:
         file.write(text.encode())
 
 
 @contextlib.contextmanager
-def open_whole(path: Path, made: Made, *, sync: bool) -> Iterator[BinaryIO]:
+def open_atomically(path: Path, artifact: Artifact, *, sync: bool) -> Iterator[BinaryIO]:
     """Open a file to write that gets its name when the block ends, and disappears if the block raises.
 
-    made: what an old file must be. sync: also survive a power cut. Raises OSError; NotOurs if the name is taken by
+    artifact: what an old file must be. sync: also survive a power cut. Raises OSError; NotOurs if the name is taken by
     something else.
     """
     draft = draft_of(path)
@@ -45,7 +45,7 @@ def open_whole(path: Path, made: Made, *, sync: bool) -> Iterator[BinaryIO]:
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        replace(draft, path, made)
+        replace(draft, path, artifact)
     finally:
         with contextlib.suppress(OSError):
             remove(draft, DRAFT)
@@ -172,11 +172,11 @@ class Lines(Appender):
         """Return the lines in the file. Raises OSError."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
 
-    def keep(self, is_kept: Callable[[str], bool], made: Made) -> None:
-        """Remove the lines that are not kept, from a file that is `made`. Raises OSError."""
+    def keep(self, is_kept: Callable[[str], bool], artifact: Artifact) -> None:
+        """Remove the lines that are not kept, from a file that matches `artifact`. Raises OSError."""
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         kept = [line.removesuffix("\n") + "\n" for line in lines if is_kept(line)]  # a kill may have cut the last one
         if kept != lines:
-            write_whole(self.path, "".join(kept), made)
+            write_atomically(self.path, "".join(kept), artifact)

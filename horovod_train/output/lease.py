@@ -24,11 +24,11 @@ from typing import Protocol
 from horovod_train.errors import UserError
 from horovod_train.output.files import must_be_writable
 from horovod_train.output.lease_holder import UNNAMED, Holder, describe_me, parse
-from horovod_train.output.removal import Made, remove, replace
+from horovod_train.output.removal import Artifact, remove, replace
 
 NAME = "lease.json"
-_LEASE = Made("a run's lease", re.escape(NAME), is_ours=lambda path: _is_lease(path.read_bytes()))
-_PROBE = Made("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
+_LEASE = Artifact("a run's lease", re.escape(NAME), content_matches=lambda path: _is_lease(path.read_bytes()))
+_PROBE = Artifact("a run's lease", rf"\.{re.escape(NAME)}\.[0-9a-f]{{16}}")
 REFRESH_S = 5.0
 STALE_S = 30.0
 """Leases not refreshed for this long are stale: six missed refreshes. It stays below the 60 s after which Horovod warns

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from horovod_train.config.registry import load_function
 from horovod_train.output.files import Lines, json_text, must_be_writable
-from horovod_train.output.removal import Made, begins
+from horovod_train.output.removal import Artifact, begins
 
 ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
@@ -20,7 +20,7 @@ ABOUT = ("step", "epoch", "split", "seconds")
 def _rows_of(*names: str) -> Callable[[Path], bool]:
     """Return what tells whether the first row of a file begins with these entries; others begin with a step too."""
 
-    def is_ours(path: Path) -> bool:
+    def begins_with_names(path: Path) -> bool:
         with path.open("rb") as file:
             line = file.readline(_MOST_BYTES)
         if not line.endswith(b"\n"):  # a kill has cut the file short
@@ -31,13 +31,13 @@ def _rows_of(*names: str) -> Callable[[Path], bool]:
             return False
         return isinstance(row, dict) and tuple(row)[: len(names)] == names
 
-    return is_ours
+    return begins_with_names
 
 
 _MOST_BYTES = 1 << 24
-METRICS = Made("a run's metrics", r"metrics\.jsonl", is_ours=_rows_of(*ABOUT))
-TIMES = Made("a run's times", r"times\.jsonl", is_ours=_rows_of("step", "verdict", "seconds"))
-PARAMETERS = Made("a run's parameters", r"parameters\.jsonl", is_ours=_rows_of("step", "parameters"))
+METRICS = Artifact("a run's metrics", r"metrics\.jsonl", content_matches=_rows_of(*ABOUT))
+TIMES = Artifact("a run's times", r"times\.jsonl", content_matches=_rows_of("step", "verdict", "seconds"))
+PARAMETERS = Artifact("a run's parameters", r"parameters\.jsonl", content_matches=_rows_of("step", "parameters"))
 
 
 class Aside(NamedTuple):
@@ -71,8 +71,8 @@ def load_writers(names: Sequence[str]) -> dict[str, Callable[..., MetricsWriter]
 class JsonLines:
     """A file of JSON objects, one a line, each with the `step` that it is of. Exists once it has a line."""
 
-    def __init__(self, path: Path, made: Made) -> None:
-        self._lines, self._made = Lines(path), made
+    def __init__(self, path: Path, artifact: Artifact) -> None:
+        self._lines, self._artifact = Lines(path), artifact
 
     def append(self, row: Mapping[str, Any]) -> None:
         self._lines.append(json_text(row))
@@ -80,7 +80,7 @@ class JsonLines:
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`. Raises UserError."""
         with must_be_writable(self._lines.path):
-            self._lines.keep(lambda line: _step_of(line) <= step, self._made)
+            self._lines.keep(lambda line: _step_of(line) <= step, self._artifact)
 
     def sync(self) -> None:
         self._lines.flush(sync=True)

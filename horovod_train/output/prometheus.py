@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from horovod_train.output.files import must_be_writable, write_whole
-from horovod_train.output.removal import Made, begins
+from horovod_train.output.files import must_be_writable, write_atomically
+from horovod_train.output.removal import Artifact, begins
 
 _FAMILIES = {
     "running": "1 while the run trains or has been killed, 0 when it has ended by itself",
@@ -23,7 +23,7 @@ _FAMILIES = {
 
 _HEAD = f"# HELP horovod_train_running {_FAMILIES['running']}\n"
 
-PROM = Made("a run's metrics for Prometheus", r"metrics\.prom", is_ours=lambda path: begins(path, _HEAD))
+PROM = Artifact("a run's metrics for Prometheus", r"metrics\.prom", content_matches=lambda path: begins(path, _HEAD))
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PrometheusFile:
 
     def _write(self, *, is_running: bool) -> None:
         # Not synchronised with the disk: after a power cut nothing would read it.
-        write_whole(self._path, "".join(self._lines(is_running=is_running)), PROM, sync=False)
+        write_atomically(self._path, "".join(self._lines(is_running=is_running)), PROM, sync=False)
 
     def _lines(self, *, is_running: bool) -> Iterator[str]:
         samples: dict[str, list[tuple[dict[str, str], float]]] = {

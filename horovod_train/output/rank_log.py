@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from horovod_train.output.console import to_stderr
-from horovod_train.output.files import Lines, write_whole
-from horovod_train.output.removal import Made, remove
+from horovod_train.output.files import Lines, write_atomically
+from horovod_train.output.removal import Artifact, remove
 
 FOLDER = "logs"
-_END = Made("the note of how a rank ended", r"rank-\d+\.end\.json")
+_END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
 class RankLog(Protocol):
@@ -103,7 +103,7 @@ class FileRankLog:
         with self._lock:
             self._lines.report_missing()
             try:
-                write_whole(self._end, json.dumps(content) + "\n", _END, sync=False)
+                write_atomically(self._end, json.dumps(content) + "\n", _END, sync=False)
             except OSError as error:
                 to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
 

@@ -1,7 +1,7 @@
 """Removes and renames files, links and folders that this package has made, and nothing else. No other module does.
 
-A `Made` describes what may be removed: its name, its kind and its content. Anything else stays, and NotOurs says why.
-Does not decide what is no longer needed.
+An `Artifact` describes what may be removed: its name, its kind and its content. Anything else stays, and NotOurs says
+why. Does not decide what is no longer needed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class NotOurs(OSError):
 
 
 @dataclass(frozen=True)
-class Made:
-    """Something this package makes: `what` in words, and patterns that whole names must match."""
+class Artifact:
+    """A file, link or folder that this package writes: `what` in words, and patterns that whole names must match."""
 
     what: str
     name: str
     kind: Literal["file", "link", "folder"] = "file"
     inside: tuple[str, ...] = ()
     """For a folder: patterns of all paths in it, folders too, `/` between names."""
-    is_ours: Callable[[Path], bool] = lambda path: True
+    content_matches: Callable[[Path], bool] = lambda path: True
     """Checks the content where the name alone is no proof. May raise OSError."""
 
 
-DRAFT = Made("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
+DRAFT = Artifact("an unfinished file", r"\..+\.[0-9a-f]{8}\.partial")
 
 
 def begins(path: Path, head: str) -> bool:
@@ -48,27 +48,27 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def check(path: Path, made: Made) -> list[Path]:
+def check(path: Path, artifact: Artifact) -> list[Path]:
     """Return a path and everything under it, parents first; nothing if it does not exist.
 
-    Raises NotOurs for anything that does not match `made`.
+    Raises NotOurs for anything that does not match `artifact`.
     """
     if not os.path.lexists(path):
         return []
     kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file" if path.is_file() else "special file"
-    if kind != made.kind:
-        raise NotOurs(None, f"is a {kind}, not {made.what}", str(path))
-    if not re.fullmatch(made.name, path.name) or not made.is_ours(path):
-        raise NotOurs(None, f"is not {made.what}", str(path))
-    return [path, *(_inside(path, made) if kind == "folder" else ())]
+    if kind != artifact.kind:
+        raise NotOurs(None, f"is a {kind}, not {artifact.what}", str(path))
+    if not re.fullmatch(artifact.name, path.name) or not artifact.content_matches(path):
+        raise NotOurs(None, f"is not {artifact.what}", str(path))
+    return [path, *(_inside(path, artifact) if kind == "folder" else ())]
 
 
-def remove(path: Path, made: Made) -> None:
-    """Remove what matches `made`, if it exists. Raises NotOurs, before removing anything, if something does not match.
+def remove(path: Path, artifact: Artifact) -> None:
+    """Remove what matches `artifact`, if it exists. Raises NotOurs, before any removal, if something does not match.
 
     Removes name by name, so a file added meanwhile stays, with its folder.
     """
-    for entry in reversed(check(path, made)):
+    for entry in reversed(check(path, artifact)):
         try:
             if entry.is_dir() and not entry.is_symlink():
                 entry.rmdir()
@@ -79,14 +79,14 @@ def remove(path: Path, made: Made) -> None:
                 raise
 
 
-def replace(draft: Path, path: Path, made: Made) -> None:
-    """Rename a draft to `path`, replacing what matches `made`. Raises NotOurs, before any change, for anything else.
+def replace(draft: Path, path: Path, artifact: Artifact) -> None:
+    """Rename a draft to `path`, replacing what matches `artifact`. Raises NotOurs, before any change, otherwise.
 
     An old folder is removed only after the draft has its name, and is restored if that fails; if the restore fails
     too, the error says what the old folder is called now.
     """
-    there = check(path, made)
-    if not there or made.kind != "folder":
+    old_paths = check(path, artifact)
+    if not old_paths or artifact.kind != "folder":
         draft.replace(path)
         return
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.replaced")
@@ -99,7 +99,7 @@ def replace(draft: Path, path: Path, made: Made) -> None:
         except OSError:
             raise OSError(error.errno, f"{error.strerror}, and what was there is now called {aside}") from error
         raise
-    remove(aside, dataclasses.replace(made, name=re.escape(aside.name)))
+    remove(aside, dataclasses.replace(artifact, name=re.escape(aside.name)))
 
 
 def rename(path: Path, to: Path) -> Path:
@@ -109,12 +109,12 @@ def rename(path: Path, to: Path) -> Path:
     return path.rename(to)
 
 
-def _inside(folder: Path, made: Made) -> Iterator[Path]:
+def _inside(folder: Path, artifact: Artifact) -> Iterator[Path]:
     for where, folders, files in os.walk(folder, onerror=_raise):
         for entry in (Path(where, name) for name in [*folders, *files]):
             name = entry.relative_to(folder).as_posix()
-            if entry.is_symlink() or not any(re.fullmatch(pattern, name) for pattern in made.inside):
-                raise NotOurs(None, f"holds {name}, which is no part of {made.what}", str(folder))
+            if entry.is_symlink() or not any(re.fullmatch(pattern, name) for pattern in artifact.inside):
+                raise NotOurs(None, f"holds {name}, which is no part of {artifact.what}", str(folder))
             yield entry
 
 

@@ -23,7 +23,7 @@ from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.output.console import unfailing
-from horovod_train.output.files import json_text, must_be_writable, write_whole
+from horovod_train.output.files import json_text, must_be_writable, write_atomically
 from horovod_train.output.metrics import (
     METRICS,
     NOTHING,
@@ -36,7 +36,7 @@ from horovod_train.output.metrics import (
     load_writers,
 )
 from horovod_train.output.prometheus import PROM, PrometheusFile
-from horovod_train.output.removal import Made, begins, check
+from horovod_train.output.removal import Artifact, begins, check
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
 from horovod_train.output.trackers.tracker import Ended
@@ -52,8 +52,8 @@ def _is_resolved_config(path: Path) -> bool:
     return begins(path, _CONFIG_HEAD) or bool(_SETTINGS_IN_ORDER.match(path.read_bytes()))
 
 
-_CONFIG = Made("a run's config", r"config\.yaml", is_ours=_is_resolved_config)
-_SUMMARY = Made("a run's summary", r"summary\.json", is_ours=lambda path: begins(path, '{\n  "steps": '))
+_CONFIG = Artifact("a run's config", r"config\.yaml", content_matches=_is_resolved_config)
+_SUMMARY = Artifact("a run's summary", r"summary\.json", content_matches=lambda path: begins(path, '{\n  "steps": '))
 _FILES = {
     "config.yaml": _CONFIG,
     "metrics.jsonl": METRICS,
@@ -81,9 +81,9 @@ def check_writable(directory: str) -> Path:
         raise UserError(
             f"output_dir: cannot write to {directory}: {reason}. Choose another with --output-dir."
         ) from error
-    for name, made in _FILES.items():
+    for name, artifact in _FILES.items():
         with must_be_writable(path / name):
-            check(path / name, made)
+            check(path / name, artifact)
     return path
 
 
@@ -215,7 +215,7 @@ class RunOutput:
 
     def write_config(self, text: str) -> None:
         with must_be_writable(self.directory / "config.yaml"):
-            write_whole(self.directory / "config.yaml", _CONFIG_HEAD + text, _CONFIG)
+            write_atomically(self.directory / "config.yaml", _CONFIG_HEAD + text, _CONFIG)
 
     def rewind(self, step: int) -> None:
         for writer in self._writers:
@@ -263,7 +263,7 @@ class RunOutput:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         path = self.directory / "summary.json"
         try:
-            write_whole(path, json_text(summary, indent=2) + "\n", _SUMMARY)
+            write_atomically(path, json_text(summary, indent=2) + "\n", _SUMMARY)
         except OSError as error:
             raise RunError(f"{path}: cannot be written: {error.strerror}.") from error
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from horovod_train.commands.out_files import check_out
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
+from horovod_train.inference.artifacts import KERAS_FILE, SAVED_MODEL
 from horovod_train.inference.export import write_model
-from horovod_train.inference.made import KERAS_FILE, SAVED_MODEL
 from horovod_train.models import MODELS, build_model
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -14,20 +14,20 @@ from horovod_train.commands.watch.follow import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.inference.made import FIGURES, PREDICTIONS
+from horovod_train.inference.artifacts import FIGURES, PREDICTIONS
 from horovod_train.output.metrics import METRICS, PARAMETERS, TIMES, MetricsFile
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
-from horovod_train.output.removal import Made, NotOurs, check
+from horovod_train.output.removal import Artifact, NotOurs, check
 
 
-@pytest.mark.parametrize("made", [METRICS, TIMES, PARAMETERS])
-def test_rows_of_another_trainer_are_not_ours(made: Made, tmp_path: Path) -> None:
-    path = tmp_path / made.name.replace("\\", "")
+@pytest.mark.parametrize("artifact", [METRICS, TIMES, PARAMETERS])
+def test_rows_of_another_trainer_are_not_ours(artifact: Artifact, tmp_path: Path) -> None:
+    path = tmp_path / artifact.name.replace("\\", "")
     path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n')
     with pytest.raises(NotOurs):
-        check(path, made)
+        check(path, artifact)
     path.write_text('{"step": ')  # as a kill leaves it
-    assert check(path, made) == [path]
+    assert check(path, artifact) == [path]
 
 
 def test_rows_of_another_trainer_stay(tmp_path: Path) -> None:
@@ -49,17 +49,17 @@ def test_own_rows_are_kept_beside_what_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "name", "text"),
+    ("artifact", "name", "text"),
     [
         (FIGURES, "card.json", '{\n  "name": "my card",\n  "checkpoint": "gpt2"\n}\n'),
         (PREDICTIONS, "labels.csv", "record,label\n0,cat\n"),
         (PREDICTIONS, "table.csv", "name,output\n0,1\n"),
     ],
 )
-def test_a_file_of_the_user_is_not_replaced(made: Made, name: str, text: str, tmp_path: Path) -> None:
+def test_a_file_of_the_user_is_not_replaced(artifact: Artifact, name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(NotOurs):
-        check(tmp_path / name, made)
+        check(tmp_path / name, artifact)
 
 
 @pytest.mark.parametrize(

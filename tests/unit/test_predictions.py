@@ -11,7 +11,7 @@ import pytest
 
 from horovod_train.commands.out_files import check_out
 from horovod_train.errors import RunError, UserError
-from horovod_train.inference.made import PREDICTIONS
+from horovod_train.inference.artifacts import PREDICTIONS
 from horovod_train.inference.predictions import NullPredictions, Specs, open_predictions
 
 SPECS: Specs = {"score": ((), np.dtype("float32")), "box": ((2, 2), np.dtype("float64"))}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.output.removal import Made, NotOurs, check, draft_of, remove, rename, replace
+from horovod_train.output.removal import Artifact, NotOurs, check, draft_of, remove, rename, replace
 
-FOLDER = Made("a thing of ours", r"thing-\d+", "folder", ("facts", "parts", r"parts/\d+"))
-FILE = Made("a note of ours", r"note-\d+", is_ours=lambda path: path.read_text().startswith("ours"))
+FOLDER = Artifact("a thing of ours", r"thing-\d+", "folder", ("facts", "parts", r"parts/\d+"))
+FILE = Artifact("a note of ours", r"note-\d+", content_matches=lambda path: path.read_text().startswith("ours"))
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_a_name_alone_proves_nothing(tmp_path: Path) -> None:
     (tmp_path / "note-1").write_text("theirs")
     (tmp_path / "thing-1").write_text("a file, not a folder")
     (tmp_path / "other").write_text("ours")
-    for name, made in {"note-1": FILE, "thing-1": FOLDER, "other": FILE}.items():
+    for name, artifact in {"note-1": FILE, "thing-1": FOLDER, "other": FILE}.items():
         with pytest.raises(NotOurs):
-            remove(tmp_path / name, made)
+            remove(tmp_path / name, artifact)
         with pytest.raises(NotOurs):
-            replace(tmp_path / "draft", tmp_path / name, made)
+            replace(tmp_path / "draft", tmp_path / name, artifact)
     assert names(tmp_path) == {"note-1", "thing-1", "other"}
 
 

@@ -29,7 +29,7 @@ from horovod_train.commands.tables import open_screen
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError
-from horovod_train.inference.made import FINDINGS
+from horovod_train.inference.artifacts import FINDINGS
 from horovod_train.output import tensorflow_noise
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, wa
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import clock_offsets_s
 from horovod_train.distributed.launch.network import exchange_interfaces, interfaces
-from horovod_train.output.removal import Made, remove
+from horovod_train.output.removal import Artifact, remove
 
 MOST_SKEW_S = 1.0
 """Beyond this, times in logs mislead and other tools misjudge which file is newer."""
 SEEN_WITHIN_S = 10.0
 LEAST_FREE_BYTES = 1 << 30
-_PLACE = Made("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
+_PLACE = Artifact("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
 class Interface(NamedTuple):

@@ -14,9 +14,9 @@ from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.report.page import HEAD, build_page
 from horovod_train.commands.report.story import read_run
 from horovod_train.errors import UserError
-from horovod_train.output.removal import Made, begins
+from horovod_train.output.removal import Artifact, begins
 
-_PAGE = Made("a report", r".+\.html", is_ours=lambda path: begins(path, HEAD))
+_PAGE = Artifact("a report", r".+\.html", content_matches=lambda path: begins(path, HEAD))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

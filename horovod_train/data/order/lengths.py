@@ -21,8 +21,8 @@ from horovod_train.data.reader import Reader, parse_all
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import RecordSource
 from horovod_train.errors import UserError
-from horovod_train.output.files import open_whole
-from horovod_train.output.removal import Made
+from horovod_train.output.files import open_atomically
+from horovod_train.output.removal import Artifact
 
 _MAGIC = b"\x93NUMPY"
 
@@ -32,7 +32,7 @@ def _is_array(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-_LENGTHS = Made("lengths of records", r"lengths-[0-9a-f]{16}\.npy", is_ours=_is_array)
+_LENGTHS = Artifact("lengths of records", r"lengths-[0-9a-f]{16}\.npy", content_matches=_is_array)
 
 
 def find_buckets(source: RecordSource, digest: str, schema: Schema, config: DataConfig) -> Buckets | None:
@@ -89,5 +89,5 @@ def _load(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:
 
 
 def _save(lengths: np.ndarray, place: Path) -> None:
-    with open_whole(place, _LENGTHS, sync=False) as file:
+    with open_atomically(place, _LENGTHS, sync=False) as file:
         np.save(file, lengths)

@@ -27,7 +27,7 @@ from horovod_train.data.tfrecord.index import write_index
 from horovod_train.data.tfrecord.index_file import DRAFT_NAME
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
-from horovod_train.output.removal import Made, check, draft_of, remove, replace
+from horovod_train.output.removal import Artifact, check, draft_of, remove, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
 Encode = Callable[[int], Values]
@@ -36,8 +36,8 @@ Encode = Callable[[int], Values]
 
 _IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"
 _INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
-DATASET = Made("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
-_DRAFT = Made("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
+DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
+_DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
 
 _SHARD_BYTES = 128 << 20
 _LEAST_SHARDS = 4

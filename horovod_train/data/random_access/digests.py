@@ -25,8 +25,8 @@ from horovod_train.data.cache_paths import paths_beside, save_to_first
 from horovod_train.data.progress import track
 from horovod_train.data.storage.storage import DEFAULT, Stamps, Storage
 from horovod_train.errors import UserError
-from horovod_train.output.files import write_whole
-from horovod_train.output.removal import Made
+from horovod_train.output.files import write_atomically
+from horovod_train.output.removal import Artifact
 
 NAME = "digests.json"
 _PIECE = 1 << 22
@@ -43,7 +43,7 @@ def _is_ours(path: Path) -> bool:
     return isinstance(content, dict) and content.get("format") == _FORMAT
 
 
-_DIGESTS = Made("digests of records", r"digests\.json|[0-9a-f]{16}\.json", is_ours=_is_ours)
+_DIGESTS = Artifact("digests of records", r"digests\.json|[0-9a-f]{16}\.json", content_matches=_is_ours)
 
 
 def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
@@ -127,4 +127,4 @@ def _load(place: Path) -> dict[str, Any]:
 
 def _add(entries: Mapping[str, Any], place: Path) -> None:
     content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
-    write_whole(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)
+    write_atomically(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)

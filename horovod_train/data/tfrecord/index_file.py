@@ -18,8 +18,8 @@ import numpy as np
 
 from horovod_train.data.files import INDEX_NAME
 from horovod_train.data.storage.storage import Stamp
-from horovod_train.output.files import open_whole
-from horovod_train.output.removal import Made, remove
+from horovod_train.output.files import open_atomically
+from horovod_train.output.removal import Artifact, remove
 
 DRAFT_NAME = rf"\.{re.escape(INDEX_NAME)}\.[0-9a-f]{{8}}\.partial"
 """Pattern of an index that is being written."""
@@ -40,8 +40,8 @@ def _is_index(path: Path) -> bool:
     return {"format", "blocks", "packing", *Extents._fields} <= arrays
 
 
-_LOCK = Made("a lock", r".+\.(npz|unpacked)\.lock")
-_INDEX = Made("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", is_ours=_is_index)
+_LOCK = Artifact("a lock", r".+\.(npz|unpacked)\.lock")
+_INDEX = Artifact("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", content_matches=_is_index)
 
 
 class ScannedFile(NamedTuple):
@@ -105,7 +105,7 @@ def save_entries(place: Path, entries: Entries) -> None:
     arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(one.records) for one in extents]}
     arrays |= {key: _bytes(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
     arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
-    with open_whole(place, _INDEX, sync=False) as file:
+    with open_atomically(place, _INDEX, sync=False) as file:
         np.savez(file, **arrays)
 
 

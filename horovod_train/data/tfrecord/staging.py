@@ -23,14 +23,14 @@ from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.process import boot_id
-from horovod_train.output.removal import Made, remove, rename
+from horovod_train.output.removal import Artifact, remove, rename
 
 _UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _NAME = r"[0-9a-f]{24}"
-_OTHER_BOOT = Made(
+_OTHER_BOOT = Artifact(
     "a folder of copies", _UUID, "folder", (rf"{_NAME}\.(there|blocks|unpacked|(unpacked\.)?lock|partial)",)
 )
-_PARTIAL = Made("an unfinished copy", rf"{_NAME}\.partial")
+_PARTIAL = Artifact("an unfinished copy", rf"{_NAME}\.partial")
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod_train.output.files import Lines, write_whole
-from horovod_train.output.removal import Made, begins, check
+from horovod_train.output.files import Lines, write_atomically
+from horovod_train.output.removal import Artifact, begins, check
 from horovod_train.output.trackers.tracker import Ended, Row
 
 _FIRST = ("step", "epoch")
-_TABLE = Made("a run's table of metrics", r"\w+\.csv", is_ours=lambda path: begins(path, ",".join(_FIRST)))
+_TABLE = Artifact("a run's table of metrics", r"\w+\.csv", content_matches=lambda path: begins(path, ",".join(_FIRST)))
 
 
 class CsvTables:
@@ -82,7 +82,7 @@ class _Table:
 
     def _rewrite(self, rows: Sequence[Sequence[str]]) -> None:
         text = "".join(f"{_line(row)}\n" for row in [self._columns, *rows])
-        write_whole(self._lines.path, text, _TABLE)
+        write_atomically(self._lines.path, text, _TABLE)
 
 
 def _line(cells: Sequence[str]) -> str:

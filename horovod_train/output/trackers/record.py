@@ -7,10 +7,12 @@ import logging
 from pathlib import Path
 
 from horovod_train.errors import UserError
-from horovod_train.output.files import json_text, must_be_writable, write_whole
-from horovod_train.output.removal import Made, begins
+from horovod_train.output.files import json_text, must_be_writable, write_atomically
+from horovod_train.output.removal import Artifact, begins
 
-_RECORD = Made("the record of a run's tracker", r".+\.json", is_ours=lambda path: begins(path, '{"run_id": '))
+_RECORD = Artifact(
+    "the record of a run's tracker", r".+\.json", content_matches=lambda path: begins(path, '{"run_id": ')
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,4 +59,4 @@ class Record:
     def _write(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
         content = {"run_id": self.run_id, "logged": self.logged}
-        write_whole(self._path, json_text(content) + "\n", _RECORD, sync=False)
+        write_atomically(self._path, json_text(content) + "\n", _RECORD, sync=False)

@@ -10,7 +10,7 @@ import json
 import zipfile
 from pathlib import Path
 
-from horovod_train.output.removal import Made
+from horovod_train.output.removal import Artifact
 
 
 def _members(path: Path) -> set[str]:
@@ -47,18 +47,22 @@ def _is_figures(path: Path) -> bool:
 
 _SAVED = ("saved_model.pb", "fingerprint.pb", "variables", r"variables/variables\.[^/]+", "assets", "assets/[^/]+")
 
-KERAS_FILE = Made("a Keras file", r".+\.keras", is_ours=lambda path: {"config.json", "metadata.json"} <= _members(path))
-KERAS_DRAFT = Made("an unfinished Keras file", r"\..+\.[0-9a-f]{8}\.partial\.keras")
+KERAS_FILE = Artifact(
+    "a Keras file", r".+\.keras", content_matches=lambda path: {"config.json", "metadata.json"} <= _members(path)
+)
+KERAS_DRAFT = Artifact("an unfinished Keras file", r"\..+\.[0-9a-f]{8}\.partial\.keras")
 
-SAVED_MODEL = Made("a SavedModel", ".+", "folder", _SAVED, lambda path: (path / "saved_model.pb").is_file())
-SAVED_MODEL_DRAFT = Made("an unfinished SavedModel", r"\..+\.[0-9a-f]{8}\.partial", "folder", (*_SAVED, "variables/.+"))
+SAVED_MODEL = Artifact("a SavedModel", ".+", "folder", _SAVED, lambda path: (path / "saved_model.pb").is_file())
+SAVED_MODEL_DRAFT = Artifact(
+    "an unfinished SavedModel", r"\..+\.[0-9a-f]{8}\.partial", "folder", (*_SAVED, "variables/.+")
+)
 
-PREDICTIONS = Made(
+PREDICTIONS = Artifact(
     "a file that predict wrote",
     r".+\.(npz|csv)",
-    is_ours=lambda path: _is_csv_of_outputs(path) or "record.npy" in _members(path),
+    content_matches=lambda path: _is_csv_of_outputs(path) or "record.npy" in _members(path),
 )
-PREDICTIONS_DRAFT = Made("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
+PREDICTIONS_DRAFT = Artifact("unfinished predictions", r"\..+\.[0-9a-f]{8}\.partial", "folder", (r"\d+\.npy", "whole"))
 
-FIGURES = Made("a file that evaluate wrote", ".+", is_ours=_is_figures)
-FINDINGS = Made("a file that doctor wrote", ".+", is_ours=lambda path: _begins(path, b'{\n  "checks": '))
+FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=_is_figures)
+FINDINGS = Artifact("a file that doctor wrote", ".+", content_matches=lambda path: _begins(path, b'{\n  "checks": '))
