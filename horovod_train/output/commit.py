@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_AT_MOST_S = 10.0
+_TIMEOUT_S = 10.0
 """How long git may take, which on a shared disk reads the state of every file."""
 
 
@@ -20,10 +20,10 @@ def describe_commit(folder: Path) -> str | None:
     return f"commit {head} of {top}{state}"
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     """Return what git prints; None if it fails or takes too long."""
     try:
-        answer = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, timeout=_AT_MOST_S)
+        answer = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if answer.returncode else answer.stdout.strip()

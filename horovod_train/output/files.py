@@ -53,7 +53,7 @@ def open_atomically(path: Path, artifact: Artifact, *, sync: bool) -> Iterator[B
 
 @contextlib.contextmanager
 def must_be_writable(path: Path) -> Iterator[None]:
-    """Run a block that writes this file or folder of a run. Raises UserError if it cannot, or would replace others'."""
+    """Run a block that writes a file or folder of a run. Raises UserError if it cannot, or the file is not a run's."""
     try:
         yield
     except NotOurs as error:
@@ -67,14 +67,14 @@ def must_be_writable(path: Path) -> Iterator[None]:
 def json_text(value: Any, indent: int | None = None) -> str:
     """Return JSON text; NaN and infinity, which JSON lacks, become null."""
 
-    def known(part: Any) -> Any:
+    def replace_nonfinite(part: Any) -> Any:
         if isinstance(part, Mapping):
-            return {name: known(each) for name, each in part.items()}
+            return {name: replace_nonfinite(each) for name, each in part.items()}
         if isinstance(part, list | tuple):
-            return [known(each) for each in part]
+            return [replace_nonfinite(each) for each in part]
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
-    return json.dumps(known(value), indent=indent, allow_nan=False)
+    return json.dumps(replace_nonfinite(value), indent=indent, allow_nan=False)
 
 
 class Appender:
@@ -111,8 +111,8 @@ class Appender:
             self._write(b"".join(self._pending), sync)
         except OSError as error:
             if not self._is_failing:
-                kept = f"New {self._unit} are kept in memory; training continues."
-                self.report(logging.WARNING, f"{self.path} cannot be written: {error.strerror}. {kept}")
+                consequence = f"New {self._unit} are kept in memory; training continues."
+                self.report(logging.WARNING, f"{self.path} cannot be written: {error.strerror}. {consequence}")
             self._is_failing = True
             return
         if self._is_failing:
@@ -177,6 +177,7 @@ class Lines(Appender):
         if not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line.removesuffix("\n") + "\n" for line in lines if is_kept(line)]  # a kill may have cut the last one
-        if kept != lines:
-            write_atomically(self.path, "".join(kept), artifact)
+        # A kill may have cut the last line.
+        kept_lines = [line.removesuffix("\n") + "\n" for line in lines if is_kept(line)]
+        if kept_lines != lines:
+            write_atomically(self.path, "".join(kept_lines), artifact)

@@ -41,7 +41,7 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
             parts = parts[parts.index("moving_average") :]
         if node.name in variables:
             parts = variables[node.name].split("/")
-        path = "/".join(kept for part in parts if (kept := names.get(part, part)))
+        path = "/".join(new_part for part in parts if (new_part := names.get(part, part)))
         new[node.name] = _unused(path or node.name, taken)
         taken.add(new[node.name])
     copy = type(graph)()
@@ -49,8 +49,8 @@ def fold(graph: Any, *, variables: Mapping[str, str], names: Mapping[str, str | 
     for node in copy.node:
         node.name = new[node.name]
         node.attr.pop("_class", None)  # lists nodes that must share a device
-        for index, given in enumerate(node.input):
-            control, source, output = _INPUT.fullmatch(given).groups()  # type: ignore[union-attr]
+        for index, edge in enumerate(node.input):
+            control, source, output = _INPUT.fullmatch(edge).groups()  # type: ignore[union-attr]
             node.input[index] = f"{control}{new[source]}{output}"
     return copy
 
@@ -76,21 +76,21 @@ def show_branches(graph: Any) -> Any:
 
 
 def _inside(node: Any, called: Any, branch: str) -> list[Any]:
-    given = [source for source in node.input if not source.startswith("^")]
-    taken = [argument.name for argument in called.signature.input_arg]
+    sources = [source for source in node.input if not source.startswith("^")]
+    parameters = [argument.name for argument in called.signature.input_arg]
     # A condition's first input selects the branch; its function does not get it.
-    names = dict(zip(taken, given[len(given) - len(taken) :], strict=True))
+    names = dict(zip(parameters, sources[len(sources) - len(parameters) :], strict=True))
     names |= {n.name: f"{node.name}/{branch}/{n.name.removeprefix(f'{node.name}/')}" for n in called.node_def}
-    made = []
+    nodes = []
     for inner in called.node_def:
-        shown = type(inner)()
-        shown.CopyFrom(inner)
-        shown.name = names[inner.name]
+        node_copy = type(inner)()
+        node_copy.CopyFrom(inner)
+        node_copy.name = names[inner.name]
         for index, source in enumerate(inner.input):
             control, name = ("^" if source.startswith("^") else ""), source.lstrip("^").split(":")[0]
-            shown.input[index] = f"{control}{names[name]}"
-        made.append(shown)
-    return made
+            node_copy.input[index] = f"{control}{names[name]}"
+        nodes.append(node_copy)
+    return nodes
 
 
 def _prefixes(name: str) -> list[str]:
@@ -101,14 +101,14 @@ def _prefixes(name: str) -> list[str]:
 def _plain(prefixes: Iterable[str], layers: set[str]) -> dict[str, str]:
     """Map each path to its last part, named like the layer or the part of the step."""
     plain = {prefix: prefix.rpartition("/")[2] for prefix in prefixes}
-    held = set(plain)
+    taken = set(plain)
     # Shorter names first: `dense_1` becomes `dense`, which makes room for `dense_1_2`.
     for prefix in sorted(plain, key=lambda path: (len(path), path)):
         base = re.sub(r"_\d+$", "", prefix)
         last = base.rpartition("/")[2]
-        if base != prefix and last in layers and base not in held:
-            held.remove(prefix)
-            held.add(base)
+        if base != prefix and last in layers and base not in taken:
+            taken.remove(prefix)
+            taken.add(base)
             plain[prefix] = last
         elif last in PARTS:
             plain[prefix] = last

@@ -160,10 +160,11 @@ def _now() -> float:
 
 
 def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> None:
-    """Wait until the lease is free or stale, then write ours. Raises UserError if another run keeps it.
+    """Wait until the lease is free or stale, then write that of this run. Raises UserError if another run keeps it.
 
-    probe: a file of our own, stamped like the lease: by one clock under NFS, by each client's under Lustre or FUSE. So
-    a lease is replaced only after two refresh intervals without a change.
+    probe: a file of this process, whose time is set as the lease's is: under NFS by the server's clock, under Lustre or
+    FUSE by each client's. Those clocks may differ, so a lease is replaced only after two refresh intervals without a
+    change.
     """
     watched: tuple[Holder | None, int] | None = None
     began = time.monotonic()
@@ -172,14 +173,14 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
         with suppress(FileExistsError):
             return _create(path, mine)
         with suppress(FileNotFoundError), _opened(path) as lease:  # may be released at any moment
-            other, refreshed_ns = _read(lease), os.fstat(lease).st_mtime_ns
+            holder, refreshed_ns = _read(lease), os.fstat(lease).st_mtime_ns
             waited_s = time.monotonic() - began
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
             silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s if watched else 0)
-            name = str(other or UNNAMED)
-            is_here = other is not None and other.machine == mine.machine
-            has_died = other is not None and is_here and not other.is_running()
-            has_changed = watched not in (None, (other, refreshed_ns))
+            name = str(holder or UNNAMED)
+            is_here = holder is not None and holder.machine == mine.machine
+            has_died = holder is not None and is_here and not holder.is_running()
+            has_changed = watched not in (None, (holder, refreshed_ns))
             is_silent = silent_s > stale_s and not has_changed and waited_s > 2 * refresh_s
             is_stale = has_died or is_silent
             if is_stale and _replace(path, lease, refreshed_ns, probe, mine):
@@ -195,12 +196,12 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             if watched is None and not is_stale:
                 wait_s = max(stale_s - silent_s, 2 * refresh_s)
                 log.info(f"{path} is held by {name}. Waiting up to {wait_s:.0f} s to see whether it is refreshed.")
-            watched = (other, refreshed_ns)
+            watched = (holder, refreshed_ns)
         time.sleep(POLL_S)
 
 
 def _replace(path: Path, lease: int, refreshed_ns: int, probe: Path, mine: Holder) -> bool:
-    """Replace the open stale lease by ours, unless it has changed or gone; return whether it was replaced."""
+    """Replace the open stale lease by this run's, unless it has changed or gone; return whether it was replaced."""
     with _locked(path, lease) as is_current:
         if is_current and os.fstat(lease).st_mtime_ns == refreshed_ns:
             remove(probe, _PROBE)

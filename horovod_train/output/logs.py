@@ -17,7 +17,7 @@ ANY_RANK = {"any_rank": True}
 PHASE, SLOW = {"kind": "phase"}, {"kind": "slow"}
 """`extra` of lines that have these words, in place of their level, in a rank's file."""
 
-_OURS = logging.getLogger("horovod_train")
+_PACKAGE = logging.getLogger("horovod_train")
 _FORMATTER = logging.Formatter()
 _PREFIXES = {logging.WARNING: "warning: ", logging.ERROR: "error: ", logging.CRITICAL: "error: "}
 
@@ -28,31 +28,32 @@ def to_console(
 ) -> Iterator[None]:
     """Show what is logged inside the block: on root, all; on other ranks, errors and lines for ANY_RANK.
 
-    users: modules of the user. Of their packages root shows lines from level INFO, as of ours; of others from WARNING.
+    users: modules of the user. Root shows lines of their packages and of this one from level INFO, of others from
+    WARNING.
     show: called with each line on root.
     """
-    above, tensorflow = logging.getLogger(), logging.getLogger("tensorflow")
-    levels = {logger: logger.level for logger in (_OURS, above, tensorflow)}
-    shown = (_OURS.name, *(name.partition(".")[0] for name in users))
-    is_set_up = bool(above.handlers)
+    root_logger, tensorflow = logging.getLogger(), logging.getLogger("tensorflow")
+    levels = {logger: logger.level for logger in (_PACKAGE, root_logger, tensorflow)}
+    shown_packages = (_PACKAGE.name, *(name.partition(".")[0] for name in users))
+    is_set_up = bool(root_logger.handlers)
     """The program around the run shows what others log, and has chosen from which level."""
 
     def write(record: logging.LogRecord) -> None:
         line = _PREFIXES.get(record.levelno, "") + _text(record)
-        if not _is_of(record, _OURS.name) and (is_set_up or _is_handled_below_root(record)):
+        if not _is_of(record, _PACKAGE.name) and (is_set_up or _is_handled_below_root(record)):
             return
-        if is_root and (record.levelno >= logging.WARNING or _is_of(record, *shown)):
+        if is_root and (record.levelno >= logging.WARNING or _is_of(record, *shown_packages)):
             show(line)
         if not is_root and (record.levelno >= logging.ERROR or hasattr(record, "any_rank")):
             to_stderr(line)
 
-    _OURS.setLevel(logging.DEBUG)
+    _PACKAGE.setLevel(logging.DEBUG)
     if not is_set_up:
-        above.setLevel(logging.INFO)
+        root_logger.setLevel(logging.INFO)
         # TensorFlow's logger has a handler, which must not print more than before.
         tensorflow.setLevel(tensorflow.level or logging.WARNING)
     try:
-        with _passed_to(write, logging.INFO):
+        with _handled_by(write, logging.INFO):
             yield
     finally:
         for logger, level in levels.items():
@@ -62,7 +63,7 @@ def to_console(
 @contextmanager
 def to_file(write: Callable[[str, str], None]) -> Iterator[None]:
     """Call write(kind, text) for what is logged inside the block. kind: the level in small letters, or see PHASE."""
-    with _passed_to(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record))):
+    with _handled_by(lambda record: write(getattr(record, "kind", record.levelname.lower()), _text(record))):
         yield
 
 
@@ -80,24 +81,24 @@ class _Handler(logging.Handler):
 
 
 @contextmanager
-def _passed_to(write: Callable[[logging.LogRecord], None], level: int = logging.DEBUG) -> Iterator[None]:
-    handler, above, propagated = _Handler(write, level), logging.getLogger(), _OURS.propagate
-    # Ours do not go to the root logger: a caller's handlers would show them again.
-    _OURS.propagate = False
-    _OURS.addHandler(handler)
-    above.addHandler(handler)
+def _handled_by(write: Callable[[logging.LogRecord], None], level: int = logging.DEBUG) -> Iterator[None]:
+    handler, root_logger, propagated = _Handler(write, level), logging.getLogger(), _PACKAGE.propagate
+    # This package's records do not go to the root logger: a caller's handlers would show them again.
+    _PACKAGE.propagate = False
+    _PACKAGE.addHandler(handler)
+    root_logger.addHandler(handler)
     try:
         yield
     finally:
-        _OURS.removeHandler(handler)
-        above.removeHandler(handler)
-        _OURS.propagate = propagated
+        _PACKAGE.removeHandler(handler)
+        root_logger.removeHandler(handler)
+        _PACKAGE.propagate = propagated
 
 
 def _text(record: logging.LogRecord) -> str:
-    """Return the message and, if there is one, the traceback; for a logger that is not ours, after its name."""
+    """Return the message and, if there is one, the traceback; for a logger of another package, after its name."""
     text = _FORMATTER.format(record)
-    return text if _is_of(record, _OURS.name) else f"{record.name}: {text}"
+    return text if _is_of(record, _PACKAGE.name) else f"{record.name}: {text}"
 
 
 def _is_of(record: logging.LogRecord, *packages: str) -> bool:

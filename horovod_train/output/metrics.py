@@ -17,8 +17,8 @@ ABOUT = ("step", "epoch", "split", "seconds")
 """Entries of a row of metrics that are not metrics."""
 
 
-def _rows_of(*names: str) -> Callable[[Path], bool]:
-    """Return what tells whether the first row of a file begins with these entries; others begin with a step too."""
+def _begins_with(*names: str) -> Callable[[Path], bool]:
+    """Return a check that the first row of a file begins with these entries: others' rows may begin with a step too."""
 
     def begins_with_names(path: Path) -> bool:
         with path.open("rb") as file:
@@ -35,9 +35,9 @@ def _rows_of(*names: str) -> Callable[[Path], bool]:
 
 
 _MOST_BYTES = 1 << 24
-METRICS = Artifact("a run's metrics", r"metrics\.jsonl", content_matches=_rows_of(*ABOUT))
-TIMES = Artifact("a run's times", r"times\.jsonl", content_matches=_rows_of("step", "verdict", "seconds"))
-PARAMETERS = Artifact("a run's parameters", r"parameters\.jsonl", content_matches=_rows_of("step", "parameters"))
+METRICS = Artifact("a run's metrics", r"metrics\.jsonl", content_matches=_begins_with(*ABOUT))
+TIMES = Artifact("a run's times", r"times\.jsonl", content_matches=_begins_with("step", "verdict", "seconds"))
+PARAMETERS = Artifact("a run's parameters", r"parameters\.jsonl", content_matches=_begins_with("step", "parameters"))
 
 
 class Aside(NamedTuple):
@@ -47,7 +47,7 @@ class Aside(NamedTuple):
     phrase: str
 
 
-NOTHING = Aside({}, "")
+NO_ASIDE = Aside({}, "")
 
 
 class MetricsWriter(Protocol):

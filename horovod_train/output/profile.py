@@ -71,8 +71,8 @@ def read_profiles(folders: Sequence[Path]) -> list[Costs]:
     """Return what the ops in each folder cost, or why that cannot be read."""
     files = [next(folder.glob("*.xplane.pb"), None) for folder in folders]
     steps = [int(folder.name.split("-")[1]) for folder in folders]
-    present = [str(file) for file in files if file]
-    costs_by_file, problem = _read_apart(present) if present else ({}, "")
+    existing_files = [str(file) for file in files if file]
+    costs_by_file, problem = _read_in_subprocess(existing_files) if existing_files else ({}, "")
     costs = []
     for step, file in zip(steps, files, strict=True):
         why = problem or ("" if file else "there is no file *.xplane.pb")
@@ -83,21 +83,21 @@ def read_profiles(folders: Sequence[Path]) -> list[Costs]:
     return costs
 
 
-def _read_apart(files: Sequence[str]) -> tuple[dict[str, Any], str]:
+def _read_in_subprocess(files: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Run this module; return what it prints, and what went wrong or ""."""
     if importlib.util.find_spec("xprof") is None:
         return {}, "it needs xprof: pip install 'horovod_train[profile]'"
     command = [sys.executable, "-m", __name__, *files]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=READ_WITHIN_S, stdin=subprocess.DEVNULL
         )
-        return json.loads(done.stdout.splitlines()[-1]), ""
+        return json.loads(completed.stdout.splitlines()[-1]), ""
     except subprocess.TimeoutExpired:
         return {}, f"xprof took more than {READ_WITHIN_S:.0f} s"
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or ["no word"]
-        return {}, f"xprof ended with exit code {error.returncode}: {said[-1]}"
+        messages = error.stderr.strip().splitlines() or ["no word"]
+        return {}, f"xprof ended with exit code {error.returncode}: {messages[-1]}"
     except (OSError, ValueError, IndexError) as error:
         return {}, f"{type(error).__name__}: {error}"
 

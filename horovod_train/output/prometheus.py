@@ -87,8 +87,8 @@ class PrometheusFile:
         for family, about in _FAMILIES.items():
             yield f"# HELP horovod_train_{family} {about}\n# TYPE horovod_train_{family} gauge\n"
             for labels, value in samples[family]:
-                told = ",".join(f'{key}="{_escaped(text)}"' for key, text in {"run": self._run, **labels}.items())
-                yield f"horovod_train_{family}{{{told}}} {_number(value)}\n"
+                label_text = ",".join(f'{key}="{_escaped(text)}"' for key, text in {"run": self._run, **labels}.items())
+                yield f"horovod_train_{family}{{{label_text}}} {_number(value)}\n"
 
 
 def _escaped(text: str) -> str:

@@ -124,8 +124,8 @@ def make_folder(run_dir: Path | None) -> None:
             remove(old, _END)
 
 
-def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> RankLog:
-    """Open the log of a rank; call after root's make_folder. said: see `introduction`.
+def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str) -> RankLog:
+    """Open the log of a rank; call after root's make_folder. start_text: see `introduction`.
 
     Does not create the folder: on a host that does not see root's, another folder would only mislead.
     """
@@ -135,14 +135,14 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, said: str) -> Ra
         reason = error.strerror or str(error)
         to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
         return NullRankLog()
-    log.write("start", said)
+    log.write("start", start_text)
     return log
 
 
 def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
     """Return the first text of a log on each start, which rank_log_reader reads. about: more facts about this rank."""
-    said = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
-    return f"{said}; {about}" if about else said
+    text = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
+    return f"{text}; {about}" if about else text
 
 
 def log_file(folder: Path, rank: int) -> Path:

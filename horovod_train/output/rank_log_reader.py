@@ -83,10 +83,10 @@ def read_line(line: str) -> Entry | None:
 
 def read_introduction(text: str) -> Introduction | None:
     """Return what the text of a "start" says; None if a kill has cut it short."""
-    said = _INTRODUCTION.match(text)
-    if said is None:
+    match = _INTRODUCTION.match(text)
+    if match is None:
         return None
-    rank, size, launcher, pid, host = said.groups()
+    rank, size, launcher, pid, host = match.groups()
     return Introduction(int(rank), int(size), launcher, int(pid), host)
 
 
@@ -104,8 +104,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    words = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+    ranges = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges}"
 
 
 def _read_starts(path: Path) -> list[RankStory]:
@@ -130,8 +130,8 @@ def _read_starts(path: Path) -> list[RankStory]:
 
 
 def _story(entries: Sequence[Entry]) -> RankStory | None:
-    said = read_introduction(entries[0].text)
-    return RankStory(**vars(said), entries=tuple(entries), end=None) if said else None
+    introduction = read_introduction(entries[0].text)
+    return RankStory(**vars(introduction), entries=tuple(entries), end=None) if introduction else None
 
 
 def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
@@ -141,5 +141,5 @@ def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
         datetime.fromisoformat(end["time"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_whole = {"ended", "exit_code", "host", "pid"} <= end.keys()
-    return end if is_whole and (end["host"], end["pid"]) == (story.host, story.pid) else None
+    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
+    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None

@@ -26,7 +26,7 @@ from horovod_train.output.console import unfailing
 from horovod_train.output.files import json_text, must_be_writable, write_atomically
 from horovod_train.output.metrics import (
     METRICS,
-    NOTHING,
+    NO_ASIDE,
     PARAMETERS,
     TIMES,
     Aside,
@@ -62,8 +62,8 @@ _FILES = {
     "times.jsonl": TIMES,
     "summary.json": _SUMMARY,
 }
-_GIVEN_TO_TRACKERS = ("config.yaml", "summary.json", "report.html")
-"""At the end of a start, as far as they exist."""
+_TRACKER_FILES = ("config.yaml", "summary.json", "report.html")
+"""Given to trackers at the end of a start, as far as they exist."""
 
 
 def check_writable(directory: str) -> Path:
@@ -102,7 +102,7 @@ class Output(Protocol):
         config: all settings, as plain mappings. Raises UserError if a run cannot begin.
         """
 
-    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
+    def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None:
         """Give trackers the files of the run, and wait for them, but not for long; a later call does nothing."""
 
     def fail(self) -> None:
@@ -119,7 +119,7 @@ class Output(Protocol):
     def show_progress(self, step: int) -> None: ...
 
     def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None: ...
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
@@ -146,7 +146,7 @@ class NullOutput:
 
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None: ...
 
-    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None: ...
+    def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None: ...
 
     def fail(self) -> None: ...
 
@@ -159,7 +159,7 @@ class NullOutput:
     def show_progress(self, step: int) -> None: ...
 
     def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None: ...
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None: ...
@@ -182,9 +182,10 @@ class RunOutput:
     def __init__(
         self,
         directory: Path,
+        *,
         tensorboard: bool = False,
         bar: bool = False,
-        more: Sequence[MetricsWriter] = (),
+        user_writers: Sequence[MetricsWriter] = (),
         trackers: Trackers | None = None,
     ) -> None:
         self.directory = directory
@@ -194,7 +195,8 @@ class RunOutput:
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
         self._prometheus = PrometheusFile(directory)
-        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus, self._trackers, *more]
+        self._writers: list[MetricsWriter] = [self._metrics, self.tensorboard, self._prometheus]
+        self._writers += [self._trackers, *user_writers]
         self._started = time.time()
         self._times = JsonLines(directory / "times.jsonl", TIMES)
         self._parameters = JsonLines(directory / "parameters.jsonl", PARAMETERS)
@@ -204,9 +206,9 @@ class RunOutput:
     def start_trackers(self, step: int, config: Mapping[str, Any], *, anew: bool) -> None:
         self._trackers.start(step, config, self._metrics.rows(), anew=anew)
 
-    def finish_trackers(self, ended: Ended, *, at_most_s: float = math.inf) -> None:
-        files = [self.directory / name for name in _GIVEN_TO_TRACKERS]
-        self._trackers.finish(ended, files, at_most_s=at_most_s)
+    def finish_trackers(self, ended: Ended, *, timeout_s: float = math.inf) -> None:
+        files = [self.directory / name for name in _TRACKER_FILES]
+        self._trackers.finish(ended, files, timeout_s=timeout_s)
 
     def fail(self) -> None:
         self.finish_trackers("failed")
@@ -233,7 +235,7 @@ class RunOutput:
             self._bar.update(self._task, completed=step)
 
     def append_metrics(
-        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NOTHING
+        self, split: str, step: int, epoch: int, values: Mapping[str, float], aside: Aside = NO_ASIDE
     ) -> None:
         self.show_progress(step)
         for writer in self._writers:
@@ -288,9 +290,10 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     if not is_root:
         return NullOutput()
     path = check_writable(directory)
-    more = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
+    user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
-    return RunOutput(path, config.tensorboard, bar, more, open_trackers(config.trackers, path))
+    trackers = open_trackers(config.trackers, path)
+    return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)
 
 
 def _build_bar() -> Progress:

@@ -123,12 +123,12 @@ class TensorBoardWriter:
         with self._failure_is_logged():
             before = set(folder.glob("*"))
             profiler.stop()
-            for made in set(folder.glob("*")) - before:
+            for new_folder in set(folder.glob("*")) - before:
                 place, number = folder / f"step-{step:09d}", 1
                 while place.exists():  # from before the run was resumed
                     number += 1
                     place = folder / f"step-{step:09d}-{number}"
-                log.info(read_profiles([rename(made, place)])[0].text())
+                log.info(read_profiles([rename(new_folder, place)])[0].text())
 
     def close(self) -> None:
         if self._profiled is not None:  # the run ended before that step
@@ -182,10 +182,10 @@ def _buckets(numbers: np.ndarray) -> np.ndarray:
     finite = numbers[np.isfinite(numbers)].astype(np.float64)
     if not finite.size:
         return np.zeros((BUCKETS, 3))
-    least, most = finite.min(), finite.max()
-    if least == most:
+    lowest, highest = finite.min(), finite.max()
+    if lowest == highest:
         counts = np.zeros(BUCKETS)
         counts[-1] = finite.size
-        return np.stack([np.full(BUCKETS, least), np.full(BUCKETS, least), counts], axis=1)
-    counts, edges = np.histogram(finite, BUCKETS, (least, most))
+        return np.stack([np.full(BUCKETS, lowest), np.full(BUCKETS, lowest), counts], axis=1)
+    counts, edges = np.histogram(finite, BUCKETS, (lowest, highest))
     return np.stack([edges[:-1], edges[1:], counts], axis=1)

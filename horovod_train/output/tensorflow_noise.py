@@ -60,16 +60,16 @@ def _without_noise() -> Iterator[None]:
     """Hold back what C++ writes to file descriptor 2; then forward everything but noise."""
     stderr = unfailing(sys.stderr)
     stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    stderr_copy = os.dup(2)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            held.seek(0)
-            for line in held.read().decode(errors="replace").splitlines(keepends=True):
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
+            captured.seek(0)
+            for line in captured.read().decode(errors="replace").splitlines(keepends=True):
                 if not _is_noise(line):
                     stderr.write(line)
 

@@ -124,7 +124,7 @@ def _open_rank_log(config: Config, group: WorkerGroup) -> rank_log.RankLog:
     """Open the log of this rank. Ranks other than root write no other file, except the audit of data.audit."""
     host, device = group.hosts[group.rank], group.devices[group.rank].name
     first_line = rank_log.introduction(group.rank, group.size, group.launcher, host, f"on {device}")
-    return rank_log.open_rank_log(_output_dir(config), group.rank, host, said=first_line)
+    return rank_log.open_rank_log(_output_dir(config), group.rank, host, start_text=first_line)
 
 
 @contextmanager

@@ -162,8 +162,8 @@ def _finish(run: Run, reason: StopReason) -> int:
     saved = "; saved" if summary["steps"] else ""
     again = f"{saved}; to resume, {_how_to_resume(run.config, reason)}" if reason.restartable else ""
     log.info(f"Done training for {summary['epochs']} epochs, {summary['steps']} steps{why}{again}")
-    at_most_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
-    run.output.finish_trackers("stopped" if reason.restartable else "done", at_most_s=at_most_s)
+    timeout_s = run.config.watch.stop_after_s / 2  # before the watchdog reports a stall
+    run.output.finish_trackers("stopped" if reason.restartable else "done", timeout_s=timeout_s)
     run.output.close()
     run.group.close()
     exit_code = START_AGAIN if reason.restartable else 0

@@ -27,7 +27,7 @@ def keep_files() -> int:
         output = open_output("run", LogConfig(tensorboard=False), is_root=True, launched=True)
         lease = open_lease(output.directory, refresh_s=0.005)
         rank_log.make_folder(output.directory)
-        log = rank_log.open_rank_log("run", 0, "here", said="begins")
+        log = rank_log.open_rank_log("run", 0, "here", start_text="begins")
         with logs.to_file(log.write):
             output.rewind(2)
             output.write_config("seed: 1\n")

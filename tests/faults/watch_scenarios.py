@@ -122,7 +122,7 @@ def watched(trouble: Callable[[Group], None], last: int) -> Callable[[], int]:
         Path("run").mkdir(exist_ok=True)
         rank_log.make_folder(Path("run") if group.is_root else None)
         group.exchange.meet()
-        log = rank_log.open_rank_log("run", rank, "here", said="begins")
+        log = rank_log.open_rank_log("run", rank, "here", start_text="begins")
         limits = WatchConfig(True, 2 * SILENT_AFTER_S, STOP_AFTER_S, first_step_after_s=6 * STOP_AFTER_S)
         run_end = RunEnd(group, log, open_watchdog(group, log, limits))  # type: ignore[arg-type]
         try:

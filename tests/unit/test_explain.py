@@ -34,7 +34,7 @@ class Run:
         for rank in range(np):
             host = f"node{rank * hosts // np}"
             said = introduction(rank, np, launcher, host, "CPU")
-            log = open_rank_log(folder, rank, host, said=said)
+            log = open_rank_log(folder, rank, host, start_text=said)
             log.write("phase", "train after step 0")
             self.logs.append(log)
         (folder / "config.yaml").write_text("checkpoint: {resume: auto}\n")
@@ -224,7 +224,7 @@ def test_a_log_cut_short_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 def test_a_run_whose_process_is_here_is_running(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    open_rank_log(tmp_path, 0, "here", said=introduction(0, 1, "none", socket.gethostname()))
+    open_rank_log(tmp_path, 0, "here", start_text=introduction(0, 1, "none", socket.gethostname()))
     found = explain(tmp_path)
     assert (found.state, found.silent) == ("running", [])
     assert found.next.startswith("wait; ")
@@ -310,7 +310,7 @@ def test_it_answers_without_tensorflow(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_see_the_folder_goes_on_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = open_rank_log(tmp_path / "elsewhere", 3, "node3", said="")
+    log = open_rank_log(tmp_path / "elsewhere", 3, "node3", start_text="")
     log.write("phase", "train")
     log.end("done", 0)
     assert not (tmp_path / "elsewhere").exists()

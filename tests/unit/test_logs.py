@@ -59,7 +59,7 @@ def test_other_ranks_show_errors_and_what_may_differ_by_rank(capsys: pytest.Capt
 
 def test_each_ranks_file_has_all_lines_with_their_tracebacks(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    rank_log = open_rank_log(tmp_path, 3, "here", said="begins")
+    rank_log = open_rank_log(tmp_path, 3, "here", start_text="begins")
     with nothing_set_up(), logs.to_console(False), logs.to_file(rank_log.write):
         OURS.debug("train after step 7", extra=logs.PHASE)
         OTHERS.info("two\nlines")
@@ -127,7 +127,7 @@ from horovod_train.output.console import let_go
 from horovod_train.output.rank_log import make_folder, open_rank_log
 make_folder(Path({str(tmp_path)!r}))
 Path({str(tmp_path)!r}, "logs", "rank-{rank}.log").symlink_to("/dev/full")
-rank_log = open_rank_log({str(tmp_path)!r}, {rank}, "here", said="begins")
+rank_log = open_rank_log({str(tmp_path)!r}, {rank}, "here", start_text="begins")
 with logs.to_console({rank} == 0), logs.to_file(rank_log.write):
     for level in (logging.INFO, logging.ERROR):
         logging.getLogger("horovod_train").log(level, "a line")

@@ -98,7 +98,7 @@ def test_a_stopped_run_without_logs_is_not_finished(tmp_path: Path) -> None:
 
 def test_what_others_have_put_into_a_run_does_not_hide_it(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    open_rank_log(tmp_path, 0, "node0", said=introduction(0, 1, "none", "node0", "CPU")).write("phase", "train")
+    open_rank_log(tmp_path, 0, "node0", start_text=introduction(0, 1, "none", "node0", "CPU")).write("phase", "train")
     logs = tmp_path / "logs"
     (logs / "rank-0.old.log").write_text((logs / "rank-0.log").read_text())
     end_file(logs, 0).write_text('{"ended": "failed", "exit_code": 1, "time": "x"}')

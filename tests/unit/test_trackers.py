@@ -188,7 +188,7 @@ def test_a_tracker_that_never_answers_does_not_keep_the_run_from_ending(tmp_path
     tracker.is_open.clear()
     trackers = started(tracker, tmp_path)
     write(trackers, 1, 2)
-    trackers.finish("done", [], at_most_s=0.05)
+    trackers.finish("done", [], timeout_s=0.05)
     assert said == [
         "warning: log.trackers: kept: lacks 2 rows of metrics, which metrics.jsonl has. It had not answered when the "
         "run ended."

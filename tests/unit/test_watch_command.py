@@ -35,7 +35,7 @@ class Run:
         self.logs: list[Any] = []
         for rank in range(np):
             host = f"node{rank // 2}"
-            self.logs.append(open_rank_log(folder, rank, host, said=introduction(rank, np, "srun", host, "CPU")))
+            self.logs.append(open_rank_log(folder, rank, host, start_text=introduction(rank, np, "srun", host, "CPU")))
         self.logs[0].write("info", "ends at step 60")
 
     def train(self, *steps: int, loss: float = 1.0) -> None:

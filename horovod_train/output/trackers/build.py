@@ -49,13 +49,13 @@ class Trackers:
     def rewind(self, step: int) -> None:
         """Do nothing: `start` does it."""
 
-    def finish(self, ended: Ended, files: Sequence[Path], *, at_most_s: float = math.inf) -> None:
+    def finish(self, ended: Ended, files: Sequence[Path], *, timeout_s: float = math.inf) -> None:
         """Hand over the files that exist; wait until all is kept, but not for long. Later calls do nothing."""
         for sender in self._senders:
             sender.ask_to_finish(ended, [file for file in files if file.exists()])
-        until = time.monotonic() + min(FINISH_WITHIN_S[ended], at_most_s)
+        deadline = time.monotonic() + min(FINISH_WITHIN_S[ended], timeout_s)
         for sender in self._senders:
-            sender.wait_until_finished(until)
+            sender.wait_until_finished(deadline)
         self._senders = ()
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ def load_trackers(specs: Sequence[Spec]) -> list[Callable[..., Tracker]]:
 
 def build_trackers(specs: Sequence[Spec]) -> list[Tracker]:
     """Make the trackers of log.trackers. Raises UserError if an option is wrong or a package is missing."""
-    return [_build(made_by, spec) for made_by, spec in zip(load_trackers(specs), specs, strict=True)]
+    return [_build(tracker_class, spec) for tracker_class, spec in zip(load_trackers(specs), specs, strict=True)]
 
 
 def open_trackers(specs: Sequence[Spec], run_dir: Path) -> Trackers:
@@ -78,8 +78,8 @@ def open_trackers(specs: Sequence[Spec], run_dir: Path) -> Trackers:
     return Trackers([Sender(spec.name, tracker, run_dir) for spec, tracker in trackers])
 
 
-def _build(made_by: Callable[..., Tracker], spec: Spec) -> Tracker:
-    tracker: Tracker = call(made_by, spec, "log.trackers")
+def _build(tracker_class: Callable[..., Tracker], spec: Spec) -> Tracker:
+    tracker: Tracker = call(tracker_class, spec, "log.trackers")
     for name, count in zip(_METHODS, (4, 1, 2), strict=True):
         try:
             inspect.signature(getattr(tracker, name)).bind(*[None] * count)

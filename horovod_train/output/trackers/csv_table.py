@@ -12,8 +12,10 @@ from horovod_train.output.files import Lines, write_atomically
 from horovod_train.output.removal import Artifact, begins, check
 from horovod_train.output.trackers.tracker import Ended, Row
 
-_FIRST = ("step", "epoch")
-_TABLE = Artifact("a run's table of metrics", r"\w+\.csv", content_matches=lambda path: begins(path, ",".join(_FIRST)))
+_FIRST_COLUMNS = ("step", "epoch")
+_TABLE = Artifact(
+    "a run's table of metrics", r"\w+\.csv", content_matches=lambda path: begins(path, ",".join(_FIRST_COLUMNS))
+)
 
 
 class CsvTables:
@@ -48,17 +50,17 @@ class _Table:
     """One file. Raises OSError where it must be rewritten and cannot be; what cannot be appended waits in memory."""
 
     def __init__(self, path: Path) -> None:
-        self._lines, self._columns, self.last_step = Lines(path, unit="rows"), [*_FIRST], -1
+        self._lines, self._columns, self.last_step = Lines(path, unit="rows"), [*_FIRST_COLUMNS], -1
 
     def rewind(self, step: int) -> None:
         """Remove the rows after `step`, and a row that a kill has cut short. Raises OSError."""
         check(self._lines.path, _TABLE)
         with self._lines.path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
-        self._columns = rows[0] if rows else [*_FIRST]
-        kept = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
-        self.last_step = int(kept[-1][0]) if kept else -1
-        self._rewrite(kept)
+        self._columns = rows[0] if rows else [*_FIRST_COLUMNS]
+        kept_rows = [row for row in rows[1:] if len(row) == len(self._columns) and int(row[0]) <= step]
+        self.last_step = int(kept_rows[-1][0]) if kept_rows else -1
+        self._rewrite(kept_rows)
 
     def append(self, values: Mapping[str, float]) -> None:
         if new := [name for name in values if name not in self._columns]:

@@ -80,19 +80,19 @@ class Sender:
             self._end = (ended, files)
             self._changed.notify_all()
 
-    def wait_until_finished(self, until: float) -> None:
-        """Wait for the thread; say what the tracker lacks. until: on time.monotonic's clock."""
+    def wait_until_finished(self, deadline: float) -> None:
+        """Wait for the thread; say what the tracker lacks. deadline: on time.monotonic's clock."""
         if self._thread is None:
             return
-        self._thread.join(max(0.0, until - time.monotonic()))
-        is_late, self._thread = self._thread.is_alive(), None
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        is_running, self._thread = self._thread.is_alive(), None
         with self._changed:
             lost = self._lost + len(self._rows)
-        late = " It had not answered when the run ended." if is_late else ""
+        no_answer = " It had not answered when the run ended." if is_running else ""
         if lost:
-            self._warn(f"lacks {lost} row{'s' * (lost > 1)} of metrics, which metrics.jsonl has.{late}")
+            self._warn(f"lacks {lost} row{'s' * (lost > 1)} of metrics, which metrics.jsonl has.{no_answer}")
         elif not self._is_finished:
-            self._warn(f"may lack the files and the end of the run.{late}")
+            self._warn(f"may lack the files and the end of the run.{no_answer}")
 
     def _wait_for(self, begun: Future[None]) -> None:
         try:
@@ -101,13 +101,13 @@ class Sender:
             self._thread = None
             if isinstance(error, UserError):
                 raise
-            why = self._told(error) if begun.done() else f"no answer within {CONNECT_WITHIN_S:.0f} s."
+            why = self._describe(error) if begun.done() else f"no answer within {CONNECT_WITHIN_S:.0f} s."
             raise UserError(f"log.trackers: {self._name}: cannot begin a run: {why}") from error
 
     def _work(self, begin: Callable[[], None], begun: Future[None] | None) -> None:
-        """Be the thread. begun: is told how the first start of a run ends."""
+        """Run in the thread. begun: gets the outcome of the first start of a run."""
         if begun is None:
-            if not self._until_done("continue the run", begin):
+            if not self._repeat_until_success("continue the run", begin):
                 return
         else:
             try:
@@ -117,11 +117,11 @@ class Sender:
                 begun.set_exception(error)
                 return
             begun.set_result(None)
-        for row in self._taken():
-            if not self._until_done(f"log step {row.step}", partial(self._send, row)):
+        for row in self._take_rows():
+            if not self._repeat_until_success(f"log step {row.step}", partial(self._send, row)):
                 return
         assert self._end is not None
-        self._is_finished = self._until_done("finish", partial(self._tracker.finish, *self._end))
+        self._is_finished = self._repeat_until_success("finish", partial(self._tracker.finish, *self._end))
 
     def _begin(self, step: int, config: Mapping[str, Any]) -> None:
         record = self._record
@@ -136,7 +136,7 @@ class Sender:
             record.logged = dict(last_steps())
         record.save()
 
-    def _taken(self) -> Iterator[Row]:
+    def _take_rows(self) -> Iterator[Row]:
         """Yield rows until the run ends. A row stays in the queue until it is sent, and may be dropped from there."""
         while True:
             with self._changed:
@@ -160,12 +160,12 @@ class Sender:
             with self._changed:
                 self._lost += 1
             if not self._has_refused:
-                self._warn(f"refuses the row of step {row.step}: {self._told(error)} Such rows are left out.")
+                self._warn(f"refuses the row of step {row.step}: {self._describe(error)} Such rows are left out.")
             self._has_refused = True
         self._record.logged[row.split] = row.step
         self._record.save()
 
-    def _until_done(self, what: str, call: Callable[[], None]) -> bool:
+    def _repeat_until_success(self, what: str, call: Callable[[], None]) -> bool:
         """Repeat a call until it succeeds; return False if it fails when the run has ended."""
         pause_s = self._pause_s
         while True:
@@ -174,7 +174,7 @@ class Sender:
             except Exception as error:  # a tracker may raise anything
                 if not self._is_failing and self._thread is not None:  # else the run has ended without it
                     again = "" if self._end else " Training continues, and it is tried again."
-                    self._warn(f"cannot {what}: {self._told(error)}{again}")
+                    self._warn(f"cannot {what}: {self._describe(error)}{again}")
                 self._is_failing = True
             else:
                 if self._is_failing:
@@ -190,7 +190,7 @@ class Sender:
     def _warn(self, text: str) -> None:
         log.warning(f"log.trackers: {self._name}: {text}", extra=ANY_RANK)
 
-    def _told(self, error: BaseException) -> str:
+    def _describe(self, error: BaseException) -> str:
         """Return an error as one short sentence."""
         text = " ".join(str(error).split())
         if isinstance(error, OSError) and error.strerror:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_train.distributed.watchdog.heartbeat import HOOK
-from horovod_train.output.metrics import NOTHING, Aside
+from horovod_train.output.metrics import NO_ASIDE, Aside
 from horovod_train.training.phase_times import JUDGED_FROM_S, MEASURED_PHASES, judge
 from horovod_train.training.run_record import Run
 
@@ -59,7 +59,7 @@ class LogTraining:
         table[run.group.rank] = self._phases
         (seconds,) = run.group.sum([table])
         if seconds.sum(axis=1).min() < JUDGED_FROM_S:
-            return NOTHING
+            return NO_ASIDE
         judged_steps, self._phase_steps = self._phase_steps, 0
         self._phases = np.zeros(len(MEASURED_PHASES))
         verdict = judge(seconds, run.group.name)

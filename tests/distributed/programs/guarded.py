@@ -51,7 +51,7 @@ role: Role
 if rank == 0:
     rank_log.make_folder(out)
     server = Server("127.0.0.1", size)
-    log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
+    log = rank_log.open_rank_log(out, rank, "here", start_text=rank_log.introduction(rank, size, "none", "here"))
     state = WatchState(group, log, limits, server, watched=range(size))
     role = Coordinator(state, server)
     meeting_point.with_suffix(".new").write_text(" ".join(map(str, server.address)))
@@ -61,7 +61,7 @@ else:
         time.sleep(0.05)
     host, port, token = meeting_point.read_text().split()
     connection = connect(Address(host, int(port), token), rank, 10.0)
-    log = rank_log.open_rank_log(out, rank, "here", said=rank_log.introduction(rank, size, "none", "here"))
+    log = rank_log.open_rank_log(out, rank, "here", start_text=rank_log.introduction(rank, size, "none", "here"))
     state = WatchState(group, log, limits, connection, watched=[0, rank])
     role = Worker(state)
 with logs.to_console(rank == 0, show=to_stderr), logs.to_file(log.write):

@@ -42,7 +42,7 @@ rank_log.make_folder(OUT if group.is_root else None)
 group.barrier()
 host = group.hosts[group.rank]
 said = rank_log.introduction(group.rank, group.size, group.launcher, host)
-log = rank_log.open_rank_log(OUT, group.rank, host, said=said)
+log = rank_log.open_rank_log(OUT, group.rank, host, start_text=said)
 run_end = RunEnd(group, log, open_watchdog(group, log, LIMITS))
 
 step = tf.Variable(0, dtype=tf.int64)
