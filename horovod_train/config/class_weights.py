@@ -28,7 +28,7 @@ def class_weight_problem(weights: Mapping[str, Any]) -> str | None:
 
 
 def weights_of_outputs(loss: Spec) -> dict[str, Mapping[str, Any]]:
-    """Return the class weights inside per_output, by output; those that are no mapping are left out."""
+    """Return the class weights inside per_output, by output. Weights that are no mapping are left out."""
     terms = loss.options.items() if loss.name == PER_OUTPUT else ()
-    given = {output: term.get("class_weight") for output, term in terms if isinstance(term, Mapping)}
-    return {output: weights for output, weights in given.items() if isinstance(weights, Mapping) and weights}
+    by_output = {output: term.get("class_weight") for output, term in terms if isinstance(term, Mapping)}
+    return {output: weights for output, weights in by_output.items() if isinstance(weights, Mapping) and weights}

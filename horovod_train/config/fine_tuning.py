@@ -11,7 +11,7 @@ from horovod_train.config.settings import Config, ModelSpec
 
 def unfrozen_by_epoch(model: ModelSpec) -> list[tuple[int, tuple[str, ...]]]:
     """Return `model.unfreeze` in the order of its epochs: (complete epochs, patterns)."""
-    return sorted((int(epoch), _patterns(given)) for epoch, given in model.unfreeze.items())
+    return sorted((int(epoch), _patterns(entry)) for epoch, entry in model.unfreeze.items())
 
 
 def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
@@ -19,13 +19,13 @@ def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
     model, epochs = config.model, config.train.epochs
     if model.init_from and config.checkpoint.resume not in ("auto", "never"):
         yield "model.init_from", "has no effect with checkpoint.resume: PATH, which gives the model all its weights."
-    for epoch, given in model.unfreeze.items():
+    for epoch, entry in model.unfreeze.items():
         if not _is_count(epoch):
             yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."
         elif epochs is not None and int(epoch) >= epochs:
             yield f"model.unfreeze.{epoch}", f"has no effect: the run ends after train.epochs, {epochs}."
-        if not _patterns(given) or not all(isinstance(pattern, str) for pattern in _patterns(given)):
-            yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {given!r}."
+        if not _patterns(entry) or not all(isinstance(pattern, str) for pattern in _patterns(entry)):
+            yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {entry!r}."
     for pattern, rank in model.lora.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             yield f"model.lora.{pattern}", f"expected a rank of 1 or more; received {rank!r}."
@@ -48,5 +48,5 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
 
 
-def _patterns(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+def _patterns(entry: Any) -> tuple[Any, ...]:
+    return tuple(entry) if isinstance(entry, list | tuple) else (entry,)

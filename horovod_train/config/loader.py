@@ -275,8 +275,8 @@ def _member(value: Any, members: Sequence[Any]) -> Any:
     """Return the member of a union that a value is meant as."""
     if type(value) in members:
         return type(value)
-    sections = [one for one in members if dataclasses.is_dataclass(one) and isinstance(value, dict)]
-    return next(one for one in [*sections, *members] if one is not type(None))
+    sections = [member for member in members if dataclasses.is_dataclass(member) and isinstance(value, dict)]
+    return next(member for member in [*sections, *members] if member is not type(None))
 
 
 def _article(name: str) -> str:

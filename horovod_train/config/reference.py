@@ -39,8 +39,8 @@ def entries(cls: type = Config, prefix: str = "") -> Iterator[Entry]:
         if _is_section(hint):
             yield from entries(hint, f"{prefix}{field.name}.")
         else:
-            key, least = f"{prefix}{field.name}", field.metadata["minimum"]
-            bound = f"{_type_name(hint)}, at least {least:g}" if least is not None else _type_name(hint)
+            key, minimum = f"{prefix}{field.name}", field.metadata["minimum"]
+            bound = f"{_type_name(hint)}, at least {minimum:g}" if minimum is not None else _type_name(hint)
             needs = "".join(f"; needs {need}" for need in NEEDS.get(key, ()))
             yield Entry(key, bound, _default(field), field.metadata["doc"] + needs)
             if isinstance(field.default, Spec) and type(field.default) is not Spec:
@@ -143,16 +143,16 @@ def _object(cls: Any) -> dict[str, Any]:
     properties = {}
     for field in dataclasses.fields(cls):
         shape = _shape(hints[field.name])
-        if (least := field.metadata.get("minimum")) is not None:
-            shape = _with_minimum(shape, least)
+        if (minimum := field.metadata.get("minimum")) is not None:
+            shape = _with_minimum(shape, minimum)
         properties[field.name] = shape | ({"description": field.metadata["doc"]} if "doc" in field.metadata else {})
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _with_minimum(shape: dict[str, Any], least: float) -> dict[str, Any]:
+def _with_minimum(shape: dict[str, Any], minimum: float) -> dict[str, Any]:
     if "anyOf" in shape:
-        return {"anyOf": [_with_minimum(choice, least) for choice in shape["anyOf"]]}
-    return shape | {"minimum": least} if shape.get("type") in ("integer", "number") else shape
+        return {"anyOf": [_with_minimum(choice, minimum) for choice in shape["anyOf"]]}
+    return shape | {"minimum": minimum} if shape.get("type") in ("integer", "number") else shape
 
 
 def _shape(hint: Any) -> dict[str, Any]:
@@ -170,6 +170,6 @@ def _shape(hint: Any) -> dict[str, Any]:
     if hint is Seconds:
         return {"anyOf": [{"type": "number"}, {"type": "string", "pattern": f"^{CLOCK}$"}]}
     if dataclasses.is_dataclass(hint):
-        whole = _object(hint)
-        return {"anyOf": [{"type": "string"}, whole]} if issubclass(typing.cast(type, hint), Spec) else whole
+        section = _object(hint)
+        return {"anyOf": [{"type": "string"}, section]} if issubclass(typing.cast(type, hint), Spec) else section
     return {"type": _SCALARS[hint]}

@@ -23,7 +23,7 @@ from horovod_train.errors import RunError, UserError
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
 _PACKAGE = Path(__file__).parent.parent
-_USERS_OWN = re.compile(r"([\w.]+):\w+")
+_USERS_FUNCTION = re.compile(r"([\w.]+):\w+")
 
 
 def load_function(name: str, where: str) -> Any:
@@ -63,8 +63,8 @@ def users_modules(config: Any) -> set[str]:
         config = list(config.values())
     if isinstance(config, list | tuple):
         return {name for value in config for name in users_modules(value)}
-    own = _USERS_OWN.fullmatch(config) if isinstance(config, str) else None
-    return {own[1]} if own else set()
+    match = _USERS_FUNCTION.fullmatch(config) if isinstance(config, str) else None
+    return {match[1]} if match else set()
 
 
 def loaded_files(config: Any) -> dict[str, Path]:
@@ -78,7 +78,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 
 def choose(choices: Mapping[str, Callable[..., Any]], name: str, where: str) -> Callable[..., Any]:
-    """Return one of `choices` by name, or a user's own `package.module:function`."""
+    """Return one of `choices` by name, or a user's `package.module:function`."""
     if ":" in name:
         return load_function(name, where)
     if name not in choices:
@@ -108,18 +108,18 @@ def choose_keras(module: ModuleType, base: type, name: str, where: str) -> Calla
     return chosen
 
 
-def call(function: Callable[..., Any], spec: Spec, where: str, **given: Any) -> Any:
-    """Call `function(**given, **spec.options)`; an unknown option is reported as the user's error."""
+def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any) -> Any:
+    """Call `function(**arguments, **spec.options)`; an unknown option is reported as the user's error."""
     if not callable(function):
         raise UserError(f"{where}: {spec.name} must be a function or a class; it is {type(function).__name__}.")
     try:
-        inspect.signature(function).bind(**given, **spec.options)
+        inspect.signature(function).bind(**arguments, **spec.options)
     except TypeError as error:
         signature = inspect.signature(function)
-        takes = ", ".join(name for name in signature.parameters if name not in given and name != "self")
+        takes = ", ".join(name for name in signature.parameters if name not in arguments and name != "self")
         raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
     try:
-        return function(**given, **spec.options)
+        return function(**arguments, **spec.options)
     except (TypeError, ValueError, ArithmeticError, SystemExit) as error:
         text = " ".join(str(error).split())
         raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error

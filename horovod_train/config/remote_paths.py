@@ -40,7 +40,7 @@ def unreadable_problem(text: str) -> str | None:
     if _SECRET.match(url[2]):
         return (
             f"must not hold a password or a key; received {_without_secret(text)}. The driver finds credentials "
-            "itself: in environment variables, files of its own, or the machine's role."
+            "itself: in environment variables, its configuration files, or the machine's role."
         )
     if not url[2].strip("/"):
         return f"names no folder or file; received {text}."

@@ -186,7 +186,7 @@ def _wrong_buckets(config: Config) -> Iterator[tuple[str, str]]:
     if data.parse:
         yield key, "needs features, whose max_length says which are lists; data.parse replaces them."
     if data.preprocess:
-        yield key, "does not go with data.preprocess, which makes lists of its own length."
+        yield key, "does not go with data.preprocess, which may change the length of a list."
     if config.jit_compile:
         yield key, "does not go with jit_compile: XLA would compile a step for each length."
 
@@ -214,10 +214,10 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
         if dataclasses.is_dataclass(value):
             yield from _without_effect(config, value, f"{key}.")
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if value == default or not _is_given(value):
+        if value == default or not _requests_anything(value):
             continue
         for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
-            values = "; ".join(f"{other} is {_as_yaml(lookup(config, other))}" for other in keys_of(need))
+            values = "; ".join(f"{name} is {_as_yaml(lookup(config, name))}" for name in keys_of(need))
             yield (
                 key,
                 (f"has no effect unless {need}; {values}. Leave it out, or give its default: {_as_yaml(default)}."),
@@ -240,16 +240,16 @@ def holds(need: str, config: Config) -> bool:
 
 
 def _is_true(term: str, config: Config) -> bool:
-    key, _, wanted = term.partition(": ")
+    key, _, required_value = term.partition(": ")
     value = lookup(config, key)
-    if not wanted:
-        return _is_given(value)
-    if wanted.startswith("not "):
-        return _as_yaml(value) != wanted.removeprefix("not ")
-    return _as_yaml(value) == wanted
+    if not required_value:
+        return _requests_anything(value)
+    if required_value.startswith("not "):
+        return _as_yaml(value) != required_value.removeprefix("not ")
+    return _as_yaml(value) == required_value
 
 
-def _is_given(value: Any) -> bool:
+def _requests_anything(value: Any) -> bool:
     """Return whether a value requests anything."""
     return not (value is None or value is False or value in ((), {}))
 

@@ -126,13 +126,13 @@ class DataConfig:
 
     def paths(self, split: Literal["train", "eval"]) -> tuple[str, ...]:
         """Return the folders, files and globs of a split."""
-        given: tuple[str | Mixed, ...] = getattr(self, split)
-        return tuple(entry.path if isinstance(entry, Mixed) else entry for entry in given)
+        entries: tuple[str | Mixed, ...] = getattr(self, split)
+        return tuple(entry.path if isinstance(entry, Mixed) else entry for entry in entries)
 
     def repeats(self, split: Literal["train", "eval"]) -> tuple[int, ...]:
-        """Return how often the records of each of them come in an epoch."""
-        given: tuple[str | Mixed, ...] = getattr(self, split)
-        return tuple(entry.repeats if isinstance(entry, Mixed) else 1 for entry in given)
+        """Return how often the records of each of these paths come in an epoch."""
+        entries: tuple[str | Mixed, ...] = getattr(self, split)
+        return tuple(entry.repeats if isinstance(entry, Mixed) else 1 for entry in entries)
 
     def global_batch(self, size: int) -> int:
         """Return the records of an update over `size` ranks; 0 if neither batch size is given."""

@@ -21,7 +21,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
-            _check_plain(node, name, inside=(), seen=set())
+            _check_plain(node, name, inside=(), checked=set())
         return node
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -30,14 +30,14 @@ def compose(text: str, name: str) -> yaml.Node | None:
         raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
 
 
-def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen: set[yaml.Node]) -> None:
+def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], checked: set[yaml.Node]) -> None:
     """Raise UserError for values that JSON cannot hold, because checkpoints store the config as JSON."""
     where = f"{name}:{node.start_mark.line + 1}"
     if node in inside:
         raise UserError(f"{where}: expected values; received one that contains itself.")
-    if node in seen:
+    if node in checked:
         return
-    seen.add(node)
+    checked.add(node)
     if node.tag not in _PLAIN:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         text = f"{node.value} is " if isinstance(node, yaml.ScalarNode) else ""
@@ -49,7 +49,7 @@ def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen
         raise UserError(f"{where}: expected a finite number; received {node.value}.")
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check_plain(item, name, (*inside, node), seen)
+            _check_plain(item, name, (*inside, node), checked)
     if isinstance(node, yaml.MappingNode):
         is_in_list = any(isinstance(outer, yaml.SequenceNode) for outer in inside)
         places: dict[str, str] = {}
@@ -62,7 +62,7 @@ def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], seen
                 first = places[key.value]
                 raise UserError(f"{place}: {key.value} is given twice; it was set at {first} already.")
             places[key.value] = place
-            _check_plain(value, name, (*inside, node), seen)
+            _check_plain(value, name, (*inside, node), checked)
 
 
 def plain_value(node: yaml.Node) -> Any:
