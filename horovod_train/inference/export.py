@@ -74,8 +74,11 @@ def _sample(model: keras.Model) -> Any:
 
 def _compare(expected: Any, computed: Any) -> None:
     pairs = zip(keras.tree.flatten(expected), keras.tree.flatten(computed), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        one, other = (np.asarray(tf.cast(value, tf.float64)) for value in (one, other))
+    for number, pair in enumerate(pairs):
+        model_output, output = (np.asarray(tf.cast(value, tf.float64)) for value in pair)
         # Another graph may round in another order; half precision has 3 digits.
-        if one.shape != other.shape or not np.allclose(one, other, rtol=1e-2, atol=1e-2 * np.abs(one).max()):
+        is_close = model_output.shape == output.shape and np.allclose(
+            model_output, output, rtol=1e-2, atol=1e-2 * np.abs(model_output).max()
+        )
+        if not is_close:
             raise RunError(f"export: output {number} of the file is not that of the model; nothing was kept of it.")

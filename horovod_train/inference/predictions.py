@@ -63,7 +63,7 @@ class Outputs:
             name: (tuple(output.shape[1:]), output.dtype.as_numpy_dtype) for name, output in outputs.items()
         }
         step_bytes = sum(rows * np.dtype(dtype).itemsize * int(np.prod(shape)) for shape, dtype in self.specs.values())
-        self.steps_at_once = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
+        self.steps_per_call = max(1, min(_MOST_BYTES // max(step_bytes, 1), 100))
 
     def compute(self, batches: Batches, steps: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Compute the next `steps` batches. Return ids, int64 [rows], -1 for padding, and the outputs [rows, ...]."""
@@ -71,16 +71,16 @@ class Outputs:
         return ids.numpy(), {name: values.numpy() for name, values in outputs.items()}
 
     def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[tf.Tensor, dict[str, tf.Tensor]]]:
-        def one_step(
-            batch: Batch, at: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]
+        def write_step(
+            batch: Batch, index: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]
         ) -> tuple[Any, ...]:
             outputs = self._forward(self._scaled(batch))
-            arrays = {name: array.write(at, outputs[name]) for name, array in arrays.items()}
-            return ids.write(at, batch.ids), arrays
+            arrays = {name: array.write(index, outputs[name]) for name, array in arrays.items()}
+            return ids.write(index, batch.ids), arrays
 
         ids = tf.TensorArray(tf.int64, size=steps)
         arrays = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
-        place, (ids, arrays) = each(place, steps, one_step, (ids, arrays))
+        place, (ids, arrays) = each(place, steps, write_step, (ids, arrays))
         return place, (ids.concat(), {name: array.concat() for name, array in arrays.items()})
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:

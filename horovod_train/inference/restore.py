@@ -41,13 +41,14 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
             f"--weights ema: {checkpoint.folder} holds no moving averages. Take --weights trained, or train with "
             "train.ema_decay or optimizer.options.use_ema."
         )
-    wanted = weights_by_name(model.weights, "model")
+    variables = weights_by_name(model.weights, "model")
     if weights == "trained" or not has_averages:
-        load(wanted, checkpoint)
+        load(variables, checkpoint)
         return "trained"
     # An optimizer that keeps averages may train a part of the model.
     named = weights_by_name(model.trainable_weights, "ema")
     averages = {name: variable for name, variable in named.items() if name in saved}
     averaged = {variable.ref() for variable in averages.values()}
-    load({name: variable for name, variable in wanted.items() if variable.ref() not in averaged} | averages, checkpoint)
+    not_averaged = {name: variable for name, variable in variables.items() if variable.ref() not in averaged}
+    load(not_averaged | averages, checkpoint)
     return "ema"

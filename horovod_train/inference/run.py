@@ -70,12 +70,12 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
         data = dataclasses.replace(config.data, eval=tuple(paths), targets=(), weight=None)
-        asked = _with_batch(dataclasses.replace(config, data=data), group.size)
+        unlabelled_config = _with_batch(dataclasses.replace(config, data=data), group.size)
         records = open_on_all_ranks(data, ["eval"], group)["eval"]
         with group.raise_together():
             unlabelled = dataclasses.replace(records.schema, targets=())
             records = dataclasses.replace(records, schema=unlabelled)
-            pipeline = build_split(asked, group, records, training=False)
+            pipeline = build_split(unlabelled_config, group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 
@@ -84,7 +84,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             file.put(group.to_root(ids), {name: group.to_root(values) for name, values in rows.items()})
 
         with closing(file):
-            _for_all(group, pipeline, outputs.steps_at_once, collect)
+            _for_all(group, pipeline, outputs.steps_per_call, collect)
             with group.raise_together():
                 written = file.finish()
         return group.broadcast_object(written)
@@ -95,8 +95,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     """Start the ranks and give each the model and the weights read by root. Shows errors as a training run does."""
     environment = stall_environment(config.watch)
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
-    own_log = NullRankLog()
-    with RunEnd(group, own_log, open_watchdog(group, own_log, config.watch)) as run_end:
+    no_log = NullRankLog()
+    with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
         with group.raise_together():
             model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
