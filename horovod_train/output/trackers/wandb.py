@@ -57,7 +57,7 @@ class WandbTracker:
         self._run.log({"step": row.step, "epoch": row.epoch, **values})
 
     def finish(self, ended: Ended, files: Sequence[Path]) -> None:
-        # Not by Run.save: W&B has a config.yaml of its own there.
+        # Not by Run.save: W&B also writes a config.yaml there.
         artifact = self._wandb.Artifact(f"run-{self._run.id}", type="run")
         for file in files:
             artifact.add_file(str(file))
