@@ -21,7 +21,7 @@ from made_records import make_images
 
 from horovod_train.commands.plan import command as plan
 from horovod_train.commands.plan import model as plan_model
-from horovod_train.commands.plan.facts import count_due, count_saves, records_by_rank, rows_by_rank
+from horovod_train.commands.plan.facts import count_multiples, count_saves, records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config, TrainConfig
 from horovod_train.data.dataset import open_records
@@ -346,4 +346,4 @@ def test_saves_are_counted_once_where_they_coincide() -> None:
 def test_what_is_due_is_counted_as_a_set_would(every: list[int], at_end: bool) -> None:
     for last in range(1, 40):
         steps = {step for each in every for step in range(each, last + 1, each)} | ({last} if at_end else set())
-        assert count_due(every, last, at_end=at_end) == len(steps)
+        assert count_multiples(every, last, with_last=at_end) == len(steps)

@@ -110,7 +110,7 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     checkpoint, damaged = last_good_checkpoint(run_dir)
     steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
-    followed = [rank for rank, story in stories.items() if rank != outcome.rank and _followed(story)]
+    followed = [rank for rank, story in stories.items() if rank != outcome.rank and _ended_by_another(story)]
     is_over = outcome.state not in ("finished", "running")
     slow = [entry.text for story in stories.values() for entry in story.find("slow")]
     if outcome.state == "stalled":
@@ -164,8 +164,8 @@ def _judge(
 def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
     for rank, end in ends.items():
         if end["ended"] == "failed":
-            at = "" if end.get("step") is None else f" at step {end['step']}"
-            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{at}: {end.get('error')}"
+            place = "" if end.get("step") is None else f" at step {end['step']}"
+            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{place}: {end.get('error')}"
             yield Outcome("failed", what, rank, end["time"])
 
 
@@ -183,9 +183,9 @@ def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
     for story in stories.values():
         for entry in story.find("cause"):
             gone = _DISAPPEARED.match(entry.text)
-            other = stories.get(int(gone[1])) if gone else None
+            story_of_gone = stories.get(int(gone[1])) if gone else None
             # A rank whose log has an end has only lost its connection.
-            if gone and not (other and other.end):
+            if gone and not (story_of_gone and story_of_gone.end):
                 yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
 
 
@@ -196,7 +196,7 @@ def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mappin
     return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
 
 
-def _followed(story: RankStory) -> bool:
+def _ended_by_another(story: RankStory) -> bool:
     """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
     return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
 
@@ -225,10 +225,10 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
 
 def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
     """Return the command that starts the run again as it was started."""
-    words = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
+    command = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
     if not resumes_by_itself(run_dir):
-        words.append("checkpoint.resume=auto")
-    return shlex.join([*_launch(stories), *words, "--output-dir", str(run_dir)])
+        command.append("checkpoint.resume=auto")
+    return shlex.join([*_launch(stories), *command, "--output-dir", str(run_dir)])
 
 
 def _launch(stories: Sequence[RankStory]) -> list[str]:

@@ -87,11 +87,11 @@ def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | N
         tensorflow_noise.load_tensorflow()
         from horovod_train.commands.plan import model as plan_model
 
-        sizes, more = plan_model.build(config, outlook)
-        faults += more
+        sizes, model_faults = plan_model.build(config, outlook)
+        faults += model_faults
     known = sizes or _sizes_of_checkpoint(start)
-    facts, more_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
-    return facts, [*notes, *more_notes], list(dict.fromkeys(faults))
+    facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
+    return facts, [*notes, *second_notes], list(dict.fromkeys(faults))
 
 
 def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
@@ -142,12 +142,12 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
     for split, records in facts["records"].items():
         if records:
             where = f"from {records['source']}" if records["source"] else f"in {records['files']} files"
-            shown = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
+            summary = f"{records['records']:,} records {where}, {_bytes(records['bytes'])}"
             if records["fold"]:
-                shown += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
+                summary += f", {'only' if split == 'eval' else 'without'} part {records['fold']}"
             names = f"{', '.join(records['inputs'])} → {', '.join(records['targets']) or 'nothing'}"
             names += f", weighted by {records['weight']}" if records["weight"] else ""
-            lines.append((f"{split} data", f"{shown}; {names}"))
+            lines.append((f"{split} data", f"{summary}; {names}"))
             lines += [("", line) for line in _data_set_lines(records["data_sets"])]
     for where, weights in facts["class_weights"].items():
         by_class = ", ".join(f"class {name}: {weight:g}" for name, weight in weights.items())
@@ -179,9 +179,9 @@ def _lines(facts: Facts) -> list[tuple[str, str]]:
 
 def _data_set_lines(data_sets: Sequence[Facts]) -> list[str]:
     """Return a line for each data set, if any of them is repeated."""
-    if all(one["repeats"] == 1 for one in data_sets):
+    if all(data_set["repeats"] == 1 for data_set in data_sets):
         return []
-    return [f"{one['records']:,} of {one['name']}, {one['repeats']} × an epoch" for one in data_sets]
+    return [f"{each['records']:,} of {each['name']}, {each['repeats']} × an epoch" for each in data_sets]
 
 
 def _rate_lines(facts: Facts) -> list[tuple[str, str]]:
@@ -221,8 +221,8 @@ def _time_line(time: Facts) -> str:
     return f"{line}; takes {time['jobs']} jobs of {_clock(time['walltime_s'])}, each resuming where the last stopped"
 
 
-def _range(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+def _range(lowest: int, highest: int) -> str:
+    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
 
 
 def _bytes(count: int) -> str:
@@ -233,5 +233,5 @@ def _bytes(count: int) -> str:
 
 
 def _clock(seconds: float) -> str:
-    days, rest = divmod(round(seconds), 86400)
-    return f"{f'{days}-' if days else ''}{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    days, day_seconds = divmod(round(seconds), 86400)
+    return f"{f'{days}-' if days else ''}{day_seconds // 3600:02}:{day_seconds // 60 % 60:02}:{day_seconds % 60:02}"

@@ -29,9 +29,9 @@ _RATE_ROWS = 10
 
 @dataclass(frozen=True)
 class Outlook:
-    """A run that has not begun, as its config and its records determine it. `asked`: the config before `resolve`."""
+    """A run that has not begun, as its config and records determine it. `unresolved`: the config before `resolve`."""
 
-    asked: Config
+    unresolved: Config
     config: Config
     ranks: int
     start: Start | None
@@ -66,7 +66,7 @@ class Pace:
 
 def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
     """Open the records and lay out the epochs. Raises UserError. start: the checkpoint to resume from."""
-    asked, config = config, resolve(config, ranks, start.global_batch_size if start else None)
+    unresolved, config = config, resolve(config, ranks, start.global_batch_size if start else None)
     records = open_records(config.data, "train")
     eval_records = open_records(config.data, "eval") if config.data.eval else None
     batch = config.data.global_batch_size
@@ -74,7 +74,7 @@ def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
     check_room_to_shuffle(plan, records, config.data, ranks)
     horizon = build_horizon(config.train, batch, plan.steps_per_epoch)
-    return Outlook(asked, config, ranks, start, records, eval_records, plan, horizon)
+    return Outlook(unresolved, config, ranks, start, records, eval_records, plan, horizon)
 
 
 def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str]]:
@@ -82,7 +82,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
     saves = count_saves(config, horizon)
-    at_once = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
+    kept_count = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
     facts: Facts = {
         "ranks": ranks,
         "records": {
@@ -106,10 +106,10 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "checkpoints": {
             "count": saves,
             "every_minutes": config.checkpoint.every_minutes,
-            "kept": at_once,
+            "kept": kept_count,
             "bytes_each": sizes.checkpoint_bytes,
             # One more exists while it is being written.
-            "bytes_at_most": None if sizes.checkpoint_bytes is None else (at_once + 1) * sizes.checkpoint_bytes,
+            "bytes_at_most": None if sizes.checkpoint_bytes is None else (kept_count + 1) * sizes.checkpoint_bytes,
             "source": sizes.source,
         },
         "memory_per_rank": {
@@ -121,7 +121,8 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }
-    return facts, [*_kept_batch(outlook.asked, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
+    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
+    return facts, notes
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
@@ -141,7 +142,7 @@ def count_saves(config: Config, horizon: Horizon) -> int:
     """Return how many checkpoints are saved, except saves that depend on the clock or on an evaluation."""
     by_epoch = (config.checkpoint.every_epochs or 0) * horizon.steps_per_epoch
     every = [step for step in (config.checkpoint.every_steps, by_epoch) if step]
-    return count_due(every, horizon.total_steps, at_end=True)
+    return count_multiples(every, horizon.total_steps, with_last=True)
 
 
 def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
@@ -168,8 +169,8 @@ def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] |
 
 def _class_weights(config: Config) -> dict[str, Mapping[str, float]]:
     """Return the weights of classes by the loss that they are for: "loss", or an output."""
-    own = {"loss": config.loss.class_weight} if config.loss.class_weight else {}
-    return {**own, **weights_of_outputs(config.loss)}
+    loss_weights = {"loss": config.loss.class_weight} if config.loss.class_weight else {}
+    return {**loss_weights, **weights_of_outputs(config.loss)}
 
 
 def _records(records: Records, config: Config) -> Facts:
@@ -204,9 +205,9 @@ def _time(outlook: Outlook, pace: Pace) -> Facts | None:
     If a time is given instead, return the throughput that it needs.
     """
     horizon, eval_records = outlook.horizon, outlook.eval_records
-    whole, rest = divmod(horizon.total_steps, horizon.steps_per_epoch)
+    whole_epochs, last_steps = divmod(horizon.total_steps, horizon.steps_per_epoch)
     per_epoch = min(outlook.plan.num_records, horizon.steps_per_epoch * horizon.global_batch_size)
-    trained = whole * per_epoch + rest * horizon.global_batch_size
+    trained = whole_epochs * per_epoch + last_steps * horizon.global_batch_size
     evaluated = _evaluations(outlook.config, horizon) * eval_records.num_records if eval_records else 0
     work = trained + evaluated
     if pace.examples_per_s is not None:
@@ -221,21 +222,21 @@ def _time(outlook: Outlook, pace: Pace) -> Facts | None:
 def _evaluations(config: Config, horizon: Horizon) -> int:
     by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
     every = [step for step in (config.eval.every_steps, by_epoch) if step]
-    return count_due(every, horizon.total_steps, at_end=bool(by_epoch))
+    return count_multiples(every, horizon.total_steps, with_last=bool(by_epoch))
 
 
-def count_due(every: Sequence[int], last: int, *, at_end: bool) -> int:
-    """Return how many steps up to the last are a multiple of one of at most two numbers, or, if so, the last."""
+def count_multiples(every: Sequence[int], last: int, *, with_last: bool) -> int:
+    """Return how many steps up to the last are a multiple of one of at most two numbers; with_last: or are the last."""
     count = sum(last // step for step in every)
     if len(every) == 2:
         count -= last // math.lcm(*every)
-    return count + (at_end and all(last % step for step in every))
+    return count + (with_last and all(last % step for step in every))
 
 
-def _kept_batch(asked: Config, batch: int, ranks: int) -> Iterator[str]:
+def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:
     """Warn if a resumed run keeps the global batch that it began with; see training.resume.resolve_as_before."""
-    per_rank = asked.data.batch_size_per_rank
-    if asked.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
+    per_rank = unresolved.data.batch_size_per_rank
+    if unresolved.data.global_batch_size is None and per_rank is not None and per_rank * ranks != batch:
         alone = per_rank * ranks
         yield f"the global batch stays {batch}; data.batch_size_per_rank {per_rank} would make it {alone} here"
 

@@ -49,17 +49,17 @@ def build(config: Config, outlook: Outlook | None) -> tuple[Sizes | None, list[s
 
 
 def _build(config: Config, outlook: Outlook | None, device: Device) -> tuple[Sizes | None, list[str]]:
-    whole: list[str] = []
+    build_faults: list[str] = []
     if outlook is not None:
-        components = _attempt(lambda: _build_as_rank_0(outlook, device), whole, "")
-        sizes = components and _attempt(lambda: _measure(components, outlook), whole, "")
+        components = _attempt(lambda: _build_as_rank_0(outlook, device), build_faults, "")
+        sizes = components and _attempt(lambda: _measure(components, outlook), build_faults, "")
         if sizes is not None:
             return sizes, []
     faults: list[str] = []
     for where, make in _parts(config, outlook.horizon if outlook else ANY_HORIZON):
         _attempt(make, faults, f"{where}: ")
-    # The whole fails with the first fault of a part, or because the parts do not fit together.
-    return None, [*(fault for fault in whole if not any(part.endswith(fault) for part in faults)), *faults]
+    # build_components fails with the first fault of a part, or because the parts do not fit together.
+    return None, [*(fault for fault in build_faults if not any(part.endswith(fault) for part in faults)), *faults]
 
 
 def _build_as_rank_0(outlook: Outlook, device: Device) -> Components:
@@ -125,8 +125,8 @@ def _attempt(make: Callable[[], Any], faults: list[str], where: str) -> Any:
     return None
 
 
-def _measure(made: Components, outlook: Outlook) -> Sizes:
-    state, model = made.state, made.state.model
+def _measure(components: Components, outlook: Outlook) -> Sizes:
+    state, model, train = components.state, components.state.model, components.train
     variables = state.variables()
     weights = _bytes(variable for name, variable in variables.items() if name.startswith("model/"))
     optimizer = _bytes(variable for name, variable in variables.items() if name.startswith("optimizer/"))
@@ -137,36 +137,36 @@ def _measure(made: Components, outlook: Outlook) -> Sizes:
         "gradients": _bytes(model.trainable_variables),
         "optimizer": optimizer,
         "averages and progress": total - weights - optimizer,
-        "cached records": made.train.bytes_to_cache if isinstance(made.train, Pipeline) and is_cached else 0,
+        "cached records": train.bytes_to_cache if isinstance(train, Pipeline) and is_cached else 0,
     }
-    has_own_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
-    keeps_its_own = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
+    has_compiled_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
+    model_has_optimizers = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
     return Sizes(
         source="of the model as built",
         checkpoint_bytes=total + outlook.ranks * _bytes(state.statistics),  # statistics: the mean, and each rank's own
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
-        rate_of="the model" if keeps_its_own else "the compiled optimizer" if has_own_rate else "",
-        fine_tuning=dict(_fine_tuning(made, outlook)),
+        rate_of="the model" if model_has_optimizers else "the compiled optimizer" if has_compiled_rate else "",
+        fine_tuning=dict(_fine_tuning(components, outlook)),
     )
 
 
-def _fine_tuning(made: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
+def _fine_tuning(components: Components, outlook: Outlook) -> Iterator[tuple[str, str]]:
     """Yield what the model begins with and what of it is trained, in words. Raises UserError."""
-    spec, model = outlook.config.model, made.state.model
-    if made.origins:
-        yield "compiled", "; ".join(made.origins)
-    if made.averages:
-        yield "averages", made.averages
+    spec, model = outlook.config.model, components.state.model
+    if components.origins:
+        yield "compiled", "; ".join(components.origins)
+    if components.averages:
+        yield "averages", components.averages
     if spec.init_from and outlook.start:
         yield "initial weights", f"not those of {spec.init_from}: the run resumes"
     elif spec.init_from:
         yield "initial weights", f"{spec.init_from}: {match(model, spec).line()}"
-    if frozen := made.freezing.apply(0):
+    if frozen := components.freezing.apply(0):
         later = [
-            f"; after epoch {epoch} trained: {listed(made.freezing.unfrozen_at(epoch))}"
-            for epoch in made.freezing.epochs
+            f"; after epoch {epoch} trained: {listed(components.freezing.unfrozen_at(epoch))}"
+            for epoch in components.freezing.epochs
         ]
         yield "frozen", f"{len(frozen)} weights: {listed(frozen)}{''.join(later)}"
     if adapted := [weight.path for weight in model.weights if is_lora(weight.path)]:

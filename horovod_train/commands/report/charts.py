@@ -75,8 +75,8 @@ def _curves(runs: Sequence[Run], name: str, time_unit_s: float | None) -> Iterat
                 (row.step if time_unit_s is None else row.seconds / time_unit_s, _value(row, name)) for row in rows
             ]
             if points:
-                kept = thin(points, MOST_POINTS)
-                yield Curve(index, split, [x for x, _ in kept], [y for _, y in kept])
+                thinned = thin(points, MOST_POINTS)
+                yield Curve(index, split, [x for x, _ in thinned], [y for _, y in thinned])
 
 
 def _value(row: Row, name: str) -> float:
@@ -89,9 +89,9 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     if len(points) <= most:
         return list(points)
     stretches = most // 2
-    kept = set()
+    indices = set()
     for number in range(stretches):
         stretch = range(number * len(points) // stretches, (number + 1) * len(points) // stretches)
         finite = [index for index in stretch if not math.isnan(points[index][1])] or list(stretch[:1])
-        kept |= {min(finite, key=lambda index: points[index][1]), max(finite, key=lambda index: points[index][1])}
-    return [points[index] for index in sorted(kept)]
+        indices |= {min(finite, key=lambda index: points[index][1]), max(finite, key=lambda index: points[index][1])}
+    return [points[index] for index in sorted(indices)]

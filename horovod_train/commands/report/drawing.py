@@ -50,14 +50,14 @@ class Drawer:
         with self._matplotlib.rc_context(_STYLE):
             figure = self._figure.Figure(figsize=(6.4, 1.3 + 0.25 * len(run.starts)), layout="constrained")
             axes = figure.add_subplot()
-            for color, shown in enumerate(_PHASES):
+            for color, phase_name in enumerate(_PHASES):
                 for row, start in enumerate(run.starts):
                     spans = [
                         (phase.begin / seconds, (phase.end - phase.begin) / seconds)
                         for phase in start.phases
-                        if shown == (phase.name if phase.name in _PHASES else "start")
+                        if phase_name == (phase.name if phase.name in _PHASES else "start")
                     ]
-                    label = None if row else shown
+                    label = None if row else phase_name
                     axes.broken_barh(spans, (row - 0.4, 0.8), color=_color(color), label=label)
             axes.set(xlabel=f"{unit} since the first start", yticks=range(len(run.starts)))
             axes.set_yticklabels([f"{start.ranks} ranks" for start in run.starts])

@@ -44,7 +44,7 @@ def build_page(runs: Sequence[Run]) -> str:
         HEAD + f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body><h1>{title}</h1><nav>",
-        " · ".join(f'<a href="#{anchor}">{escape(words)}</a>' for anchor, words in _contents(runs)),
+        " · ".join(f'<a href="#{anchor}">{escape(label)}</a>' for anchor, label in _contents(runs)),
         "</nav><main>",
         *(part for number, run in enumerate(runs) for part in _summary(run, number)),
         *(_different_settings(runs) if len(runs) > 1 else ()),
@@ -118,9 +118,9 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     if code := list(dict.fromkeys(start.code for start in run.starts if start.code)):
         yield "code", "; ".join(code)
     yield "audit", run.audit
-    for key, words in (("steps", "steps"), ("epochs", "epochs"), ("weights_sha256", "SHA-256 of the weights")):
+    for key, label in (("steps", "steps"), ("epochs", "epochs"), ("weights_sha256", "SHA-256 of the weights")):
         if key in run.summary:
-            yield words, str(run.summary[key])
+            yield label, str(run.summary[key])
     for split in ("train", "eval"):
         values = {name: value for name, value in (run.summary.get(split) or {}).items() if name not in UNITS}
         if values:
@@ -128,10 +128,10 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _start(start: Start) -> list[str]:
-    others = start.end - start.begin - sum(start.seconds_in(name) for name in ("train", "evaluate", "save"))
-    spent = [start.seconds_in("train"), start.seconds_in("evaluate"), start.seconds_in("save"), others]
+    other_seconds = start.end - start.begin - sum(start.seconds_in(name) for name in ("train", "evaluate", "save"))
+    spent = [start.seconds_in("train"), start.seconds_in("evaluate"), start.seconds_in("save"), other_seconds]
     steps = f"{start.from_step} to {start.last_step}"
-    began = start.at.isoformat(sep=" ", timespec="seconds")
+    began = start.began_at.isoformat(sep=" ", timespec="seconds")
     return [began, str(start.ranks), start.host, start.launcher, steps, *(f"{s:.1f}" for s in spent), start.ended]
 
 

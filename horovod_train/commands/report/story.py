@@ -41,7 +41,7 @@ class Phase(NamedTuple):
 class Start:
     """One start of a run, as root's log tells it. Times: seconds since the first start of the run."""
 
-    at: datetime
+    began_at: datetime
     ranks: int
     host: str
     launcher: str
@@ -114,22 +114,22 @@ def _audit(run_dir: Path) -> str:
         for epoch in epochs
         if epoch.missing or epoch.twice
     ]
-    whole = sum(epoch.is_whole for epoch in epochs)
+    complete = sum(epoch.is_whole for epoch in epochs)
     skipped = len({record for epoch in epochs for record in epoch.skipped})
     left_out = f"; {skipped} records could not be used and were skipped" * bool(skipped)
-    right = f"every record once in {whole} whole epoch(s), none twice in {len(epochs)} begun"
+    right = f"every record once in {complete} whole epoch(s), none twice in {len(epochs)} begun"
     return ("; ".join(wrong) or right) + left_out
 
 
 def _starts(stories: Sequence[RankStory]) -> Iterator[Start]:
     first = datetime.fromisoformat(stories[0].entries[0].time) if stories else None
     for story in stories:
-        at = [datetime.fromisoformat(entry.time) for entry in story.entries]
-        times = [(time - (first or time)).total_seconds() for time in at]
+        entry_times = [datetime.fromisoformat(entry.time) for entry in story.entries]
+        times = [(time - (first or time)).total_seconds() for time in entry_times]
         infos = [entry.text for entry in story.find("info")]
         resumed = [_RESUMED.search(text) for text in infos]
         yield Start(
-            at=at[0],
+            began_at=entry_times[0],
             ranks=story.size,
             host=story.host,
             launcher=story.launcher,

@@ -16,7 +16,7 @@ from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import FOLDER
 from horovod_train.output.rank_log_reader import TROUBLE, Entry, Introduction, read_introduction, read_line, read_phase
 
-_ENDS_AT = re.compile(r"ends at step (\d+)$")
+_LAST_STEP = re.compile(r"ends at step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
 
 
@@ -74,20 +74,20 @@ class _Tail:
     _inode: int | None = None
 
     def new_lines(self) -> tuple[bool, list[str]]:
-        """Return whether the file is another than at the last call, and its whole lines since then."""
+        """Return whether the file was replaced since the last call, and its complete new lines."""
         try:
             with self.path.open("rb") as file:
                 about = os.fstat(file.fileno())
-                is_other = about.st_ino != self._inode or about.st_size < self._read_to
-                if is_other:
+                is_replaced = about.st_ino != self._inode or about.st_size < self._read_to
+                if is_replaced:
                     self._inode, self._read_to = about.st_ino, 0
                 file.seek(self._read_to)
-                whole, newline, _ = file.read().rpartition(b"\n")
+                lines, newline, _ = file.read().rpartition(b"\n")
         except OSError:
-            is_other, self._inode, self._read_to = self._inode is not None, None, 0
-            return is_other, []
-        self._read_to += len(whole) + len(newline)
-        return is_other, whole.decode("utf-8", errors="replace").splitlines()
+            is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
+            return is_replaced, []
+        self._read_to += len(lines) + len(newline)
+        return is_replaced, lines.decode("utf-8", errors="replace").splitlines()
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Follower:
     _verdicts: dict[int, str] = field(default_factory=dict)
     _last_step: int | None = None
     _refreshed: tuple[float, float] | None = None
-    """When the lease was refreshed, by the clock of its host; and when that was seen, by ours."""
+    """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
@@ -143,18 +143,18 @@ class Follower:
             now = self._ranks.get(rank)
             if entry.kind == "start" and (about := read_introduction(entry.text)):
                 self._ranks[rank] = RankNow(about, datetime.fromisoformat(entry.time))
-            elif now and (last_step := _ENDS_AT.search(entry.text)) and entry.kind == "info":
+            elif now and (last_step := _LAST_STEP.search(entry.text)) and entry.kind == "info":
                 self._last_step = int(last_step[1])
             elif now:
                 self._ranks[rank] = _after(now, entry)
 
     def _read_rows(self) -> None:
-        is_other, lines = self._new(self.run_dir / "metrics.jsonl")
-        if is_other:
+        is_replaced, lines = self._new(self.run_dir / "metrics.jsonl")
+        if is_replaced:
             self._rows.clear()
         self._rows.extend(metrics_in(lines))
-        is_other, lines = self._new(self.run_dir / "times.jsonl")
-        if is_other:
+        is_replaced, lines = self._new(self.run_dir / "times.jsonl")
+        if is_replaced:
             self._verdicts.clear()
         self._verdicts |= {
             row["step"]: row["verdict"] for row in objects_in(lines) if {"step", "verdict"} <= row.keys()

@@ -43,7 +43,7 @@ def _metrics(look: Look) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for split in dict.fromkeys(row.split for row in look.rows):
         rows = [row for row in look.rows if row.split == split]
-        for name, value in _shown(rows[-1]).items():
+        for name, value in _visible_values(rows[-1]).items():
             course = [row.values.get(name) for row in rows]
             table.add_row(split, name, _value(value), sparkline([each for each in course if each is not None]))
     return table
@@ -67,9 +67,9 @@ def news(before: Look | None, now: Look) -> Iterator[str]:
 def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
     if before is None:
         return now.rows[-_FIRST_ROWS:]
-    kept = len(before.rows)
-    if before.rows == now.rows[:kept]:
-        return now.rows[kept:]
+    known = len(before.rows)
+    if before.rows == now.rows[:known]:
+        return now.rows[known:]
     # A resume has removed rows.
     return [row for row in now.rows if row not in before.rows]
 
@@ -100,14 +100,14 @@ def _progress(look: Look) -> Iterator[RenderableType]:
     of = "" if look.last_step is None else f" of {look.last_step}"
     epoch = f", epoch {look.rows[-1].epoch}" if look.rows else ""
     left = look.seconds_left
-    rest = f", {_clock(left)} left" if left is not None and not look.is_over else ""
-    words = f"step {look.step}{of}{epoch}{rest}"
+    remaining = f", {_clock(left)} left" if left is not None and not look.is_over else ""
+    text = f"step {look.step}{of}{epoch}{remaining}"
     if look.last_step:
         row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), words)
+        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), text)
         yield row
     else:
-        yield Text(words)
+        yield Text(text)
     if look.silent_s:
         seconds = "" if look.silent_s == float("inf") else f" for {look.silent_s:.0f} s"
         yield Text(f"no sign of life{seconds}", style="red")
@@ -139,13 +139,13 @@ def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
 
 
 def _line(row: Row, look: Look) -> str:
-    values = "  ".join(f"{name} {_value(value)}" for name, value in _shown(row).items())
+    values = "  ".join(f"{name} {_value(value)}" for name, value in _visible_values(row).items())
     verdict = look.verdicts.get(row.step, "") if row.split == "train" else ""
     of = "" if look.last_step is None else f" of {look.last_step}"
     return f"{row.split:<5} step {row.step}{of}  epoch {row.epoch}  {values}" + (f"  {verdict}" if verdict else "")
 
 
-def _shown(row: Row) -> dict[str, float | None]:
+def _visible_values(row: Row) -> dict[str, float | None]:
     return {name: value for name, value in row.values.items() if not any(part in name for part in _HIDDEN)}
 
 
