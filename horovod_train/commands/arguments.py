@@ -34,10 +34,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Do as argparse does, which would take such a value for an option of ours unless it is joined by `=`."""
-        words = iter(sys.argv[1:] if args is None else args)
+        command_line = iter(sys.argv[1:] if args is None else args)
         joined = []
-        for word in words:
-            value = next(words, None) if word in self._take_options else None
+        for word in command_line:
+            value = next(command_line, None) if word in self._take_options else None
             joined.append(word if value is None else f"{word}={value}")
         return super().parse_known_args(joined, namespace)
 
@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         return action
 
 
-class ConfigWords(NamedTuple):
+class ConfigParts(NamedTuple):
     """Arguments that make up a config, in the order of `config.loader.load`."""
 
     files: list[str]
@@ -72,9 +72,9 @@ def above_0(text: str) -> float:
     return float(text)
 
 
-def several(one: Callable[[str], T]) -> Callable[[str], list[T]]:
+def several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Return the `type` of an argument that holds several values of another type, such as 1,2,4."""
-    return lambda text: [one(word) for word in text.split(",")]
+    return lambda text: [parse(word) for word in text.split(",")]
 
 
 def add_config(parser: argparse.ArgumentParser, help_line: str, *, required: bool = False) -> None:
@@ -87,27 +87,27 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
 
 
-def config_words(arguments: argparse.Namespace) -> ConfigWords:
-    """Return the files and overrides of `add_config_arguments`. Raises UserError for a stray word."""
-    files, overrides = split_words(arguments.config)
-    stray, more = split_words(arguments.overrides)
+def config_parts(arguments: argparse.Namespace) -> ConfigParts:
+    """Return the files and overrides of `add_config_arguments`. Raises UserError for a stray argument."""
+    files, overrides = split_overrides(arguments.config)
+    stray, more_overrides = split_overrides(arguments.overrides)
     if stray:
         raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
-    return ConfigWords(files, [*overrides, *more])
+    return ConfigParts(files, [*overrides, *more_overrides])
 
 
 def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
     """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
-    config, origins = load(*config_words(arguments))
+    config, origins = load(*config_parts(arguments))
     if arguments.output_dir is not None:
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
         origins["output_dir"] = "--output-dir"
     return config, origins
 
 
-def load_words(words: Iterable[str]) -> Config:
-    """Read the config that the words after --config make up. Raises UserError."""
-    config, _ = load(*split_words(words))
+def load_from_arguments(arguments: Iterable[str]) -> Config:
+    """Read the config that the arguments after --config make up. Raises UserError."""
+    config, _ = load(*split_overrides(arguments))
     return config
 
 
@@ -117,16 +117,16 @@ def require_output_dir(config: Config) -> str:
     return config.output_dir
 
 
-def split_words(words: Iterable[str]) -> ConfigWords:
-    """Separate overrides from other words: argparse adds those that follow `--config FILE` to the files.
+def split_overrides(arguments: Iterable[str]) -> ConfigParts:
+    """Separate overrides from files: argparse adds overrides that follow `--config FILE` to the files.
 
-    A word that is a path stays one, even if it has a = in it, as runs/lr=0.1 has.
+    An argument that is an existing path is a file, even if it has a = in it, as runs/lr=0.1 has.
     """
     files: list[str] = []
     overrides: list[str] = []
-    for word in words:
-        (overrides if "=" in word and not os.path.exists(word) else files).append(word)
-    return ConfigWords(files, overrides)
+    for argument in arguments:
+        (overrides if "=" in argument and not os.path.exists(argument) else files).append(argument)
+    return ConfigParts(files, overrides)
 
 
 def _finite(text: str) -> float:

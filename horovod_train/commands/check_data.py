@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from horovod_train.commands.arguments import add_config, count, load_words
+from horovod_train.commands.arguments import add_config, count, load_from_arguments
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from horovod_train.data.validation import FeatureSummary, Report
 
 _ROWS_PER_RANK = 32  # of a batch, if its size is not given
-_SHOWN = 100
+_MAX_LISTED = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_together(arguments: argparse.Namespace) -> None:
     """Raise UserError for arguments that would have no effect beside others."""
     if arguments.audit:
-        others = {"PATH": arguments.paths, "--config": arguments.config, "--np": arguments.np}
-        if given := [name for name, value in others.items() if value]:
-            raise UserError(f"check-data: --audit takes the data of the run's own config; leave out {given[0]}.")
+        excluded = {"PATH": arguments.paths, "--config": arguments.config, "--np": arguments.np}
+        if conflicting := [name for name, value in excluded.items() if value]:
+            raise UserError(f"check-data: --audit takes the data of the run's own config; leave out {conflicting[0]}.")
     if arguments.epochs is not None and arguments.np is None:
         raise UserError("check-data: --epochs has no effect without --np N.")
 
@@ -77,11 +77,11 @@ def _check(console: Console, configs: Sequence[Config]) -> int:
     for report in reports:
         _show_report(console, report)
     bad = [sentence for report in reports for sentence in report.bad]
-    for sentence in bad[:_SHOWN]:
+    for sentence in bad[:_MAX_LISTED]:
         console.print(sentence, markup=False)
     if bad:
-        shown = f", the first {_SHOWN} shown" if len(bad) > _SHOWN else ""
-        raise UserError(f"check-data: {len(bad)} {'fault' if len(bad) == 1 else 'faults'}{shown}.")
+        suffix = f", the first {_MAX_LISTED} shown" if len(bad) > _MAX_LISTED else ""
+        raise UserError(f"check-data: {len(bad)} {'fault' if len(bad) == 1 else 'faults'}{suffix}.")
     return 0
 
 
@@ -92,7 +92,7 @@ def _configs(arguments: argparse.Namespace) -> list[Config]:
     if arguments.paths:
         folders = [folder for path in arguments.paths for folder in record_folders(path, SOURCES)]
         return [Config(data=DataConfig(train=(folder,))) for folder in folders]
-    config = load_words(arguments.config)
+    config = load_from_arguments(arguments.config)
     splits = [config.data.train, *([config.data.eval] if config.data.eval else [])]
     return [dataclasses.replace(config, data=dataclasses.replace(config.data, train=split)) for split in splits]
 
@@ -120,8 +120,8 @@ def _show_report(console: Console, report: Report) -> None:
 
 def _histogram(feature: FeatureSummary) -> str:
     counts = sorted((feature.histogram or {}).items())
-    shown = ", ".join(f"{value}: {count}" for value, count in counts[:_SHOWN])
-    return f"{shown}, … {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else shown
+    listed = ", ".join(f"{value}: {count}" for value, count in counts[:_MAX_LISTED])
+    return f"{listed}, … {len(counts) - _MAX_LISTED} more" if len(counts) > _MAX_LISTED else listed
 
 
 def _number(value: float | None) -> str:
@@ -171,7 +171,7 @@ def _show_audit(console: Console, epochs: Sequence[EpochAudit]) -> None:
     for e in epochs:
         for what, records in (("skipped", e.skipped), ("missing", e.missing), ("twice", e.twice)):
             if records:
-                console.print(f"epoch {e.epoch}: {what}: {', '.join(map(str, records[:_SHOWN]))}", markup=False)
+                console.print(f"epoch {e.epoch}: {what}: {', '.join(map(str, records[:_MAX_LISTED]))}", markup=False)
     for e in epochs:
         if len(e.data) > 1:
             raise UserError(f"check-data: in epoch {e.epoch} a resume read other data, under the same numbers.")

@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
     config, checkpoint = run_selection.choose(arguments)
     out = Path(os.path.abspath(arguments.out))
-    made, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
-    check_out("--out", str(out), made)
+    artifact, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
+    check_out("--out", str(out), artifact)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
     tensorflow_noise.load_tensorflow()
@@ -43,10 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")
     weights = load_weights(model, saved, arguments.weights)
-    draft = draft_of(out).with_suffix(f".partial{out.suffix}" if made is KERAS_FILE else ".partial")
+    draft = draft_of(out).with_suffix(f".partial{out.suffix}" if artifact is KERAS_FILE else ".partial")
     try:
         write_model(model, draft)
-        replace(draft, out, made)
+        replace(draft, out, artifact)
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}.") from error
     finally:

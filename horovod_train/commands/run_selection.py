@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
-from horovod_train.commands.arguments import add_config, split_words
+from horovod_train.commands.arguments import add_config, split_overrides
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
@@ -42,33 +42,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def choose(arguments: argparse.Namespace) -> Choice:
     """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint."""
-    files, overrides = split_words(arguments.config or [])
-    folders, more = split_words(arguments.words)
+    files, overrides = split_overrides(arguments.config or [])
+    folders, more_overrides = split_overrides(arguments.words)
     if len(folders) > 1 or bool(folders) == bool(files):
-        words = [*(arguments.config or []), *arguments.words]
-        raise UserError(f"expected either the directory of a run or --config; received {' '.join(words) or 'neither'}.")
+        received = " ".join([*(arguments.config or []), *arguments.words]) or "neither"
+        raise UserError(f"expected either the directory of a run or --config; received {received}.")
     if folders:
         run_dir = folders[0]
         if not (Path(run_dir) / "config.yaml").is_file():
             raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
         files = [str(Path(run_dir) / "config.yaml")]
-    config, _ = load(files, [*overrides, *more])
+    config, _ = load(files, [*overrides, *more_overrides])
     return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
 
 
 def require_run(run_dir: Path) -> None:
     """Raise UserError if the directory has none of the files and folders that runs leave."""
     if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
-        found = "a folder without any of these" if run_dir.is_dir() else "no folder"
-        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {found}.")
+        problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
+        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
 
 
-def _checkpoint(asked: str, run_dir: str | None) -> str:
-    if asked not in ("auto", "best"):
-        return asked
+def _checkpoint(choice: str, run_dir: str | None) -> str:
+    if choice not in ("auto", "best"):
+        return choice
     if run_dir is None:
-        raise UserError(f"--checkpoint {asked}: of which run? Name its directory, or a checkpoint's path.")
-    if asked == "auto":
+        raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
+    if choice == "auto":
         return run_dir
     best = Path(run_dir) / CHECKPOINTS / BEST
     if launcher.detect().rank == 0 and not best.is_dir():

@@ -9,10 +9,10 @@ import sys
 import pytest
 from conftest import run_process
 
-from horovod_train.commands.bench import own_costs
+from horovod_train.commands.bench import rank_costs
 from horovod_train.commands.bench.cost_model import Costs, Point, Topology, fit, hops, predict, residual, sent_bytes
 from horovod_train.commands.bench.growth import fit_lines
-from horovod_train.commands.bench.projection import MOST_SHARE, Network, Part, build_parts, passes_at
+from horovod_train.commands.bench.projection import MOST_SHARE, Network, Part, build_parts, find_rank_limit
 from horovod_train.main import main
 from horovod_train.training import stopping
 
@@ -72,14 +72,14 @@ def test_messages_go_round_a_ring_or_up_and_down_a_tree() -> None:
 
 @pytest.fixture(scope="module")
 def parts() -> dict[str, Part]:
-    return {part.name: part for part in build_parts(own_costs.measure(512), step_s=0.1)}
+    return {part.name: part for part in build_parts(rank_costs.measure(512), step_s=0.1)}
 
 
 RING, TREE = (Network(25e9, 20e-6, topology) for topology in ("ring", "tree"))
 
 
 def test_what_this_machine_takes_is_measured(parts: dict[str, Part]) -> None:
-    assert min(own_costs.measure(64)) > 0
+    assert min(rank_costs.measure(64)) > 0
     for part in parts.values():
         assert 0 < part.seconds(64, TREE) <= part.seconds(512, TREE) <= part.seconds(512, RING)
 
@@ -87,16 +87,16 @@ def test_what_this_machine_takes_is_measured(parts: dict[str, Part]) -> None:
 @pytest.mark.parametrize("network", [RING, TREE])
 def test_the_limit_is_where_the_share_passes_it(parts: dict[str, Part], network: Network) -> None:
     for part in parts.values():
-        if part.interval_s is not None and (limit := passes_at(part, network)) is not None and limit > 2:
+        if part.interval_s is not None and (limit := find_rank_limit(part, network)) is not None and limit > 2:
             assert part.share(limit - 1, network) <= MOST_SHARE < part.share(limit, network)
 
 
 def test_a_vote_stays_below_a_percent_only_because_hundreds_of_ranks_vote_less_often(
     parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert passes_at(parts["vote"], RING) is None
+    assert find_rank_limit(parts["vote"], RING) is None
     monkeypatch.setattr(stopping, "RING_RANKS", 10**9)
-    limit = passes_at(parts["vote"], RING)
+    limit = find_rank_limit(parts["vote"], RING)
     assert limit is not None
     assert 64 < limit < 512
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.arguments import Parser, add_config_arguments, config_words, split_words
+from horovod_train.commands.arguments import Parser, add_config_arguments, config_parts, split_overrides
 from horovod_train.commands.explain.command import explain
 from horovod_train.commands.explain.files import resumes_by_itself
 from horovod_train.commands.watch.follow import Follower
@@ -73,13 +73,13 @@ def test_predictions_of_before_are_replaced(text: str, tmp_path: Path) -> None:
 def test_every_config_that_is_given_counts() -> None:
     parser = Parser()
     add_config_arguments(parser)
-    words = config_words(parser.parse_args(["--config", "a.yaml", "seed=5", "--config", "b.yaml"]))
+    words = config_parts(parser.parse_args(["--config", "a.yaml", "seed=5", "--config", "b.yaml"]))
     assert (words.files, words.overrides) == (["a.yaml", "b.yaml"], ["seed=5"])
 
 
 def test_a_path_may_have_an_equals_sign(tmp_path: Path) -> None:
     (tmp_path / "lr=0.1").mkdir()
-    words = split_words([str(tmp_path / "lr=0.1"), "lr_schedule.base_lr=0.1"])
+    words = split_overrides([str(tmp_path / "lr=0.1"), "lr_schedule.base_lr=0.1"])
     assert (words.files, words.overrides) == ([str(tmp_path / "lr=0.1")], ["lr_schedule.base_lr=0.1"])
 
 

@@ -40,7 +40,7 @@ def renewed() -> str:
     _, *lines = SHIPPED.read_text().splitlines()
     head = [line[2:] for line in itertools.takewhile(lambda line: not line.startswith("#SBATCH"), lines)]
     job = Job(name="train", nodes=1, tasks_per_node=4, cpus_per_task=4, time="04:00:00", notice_s=300)
-    return render(job, head=head, words=None, folder=None, venv=".venv")
+    return render(job, head=head, arguments=None, folder=None, venv=".venv")
 
 
 def test_the_shipped_script_is_the_commands_own() -> None:

@@ -28,8 +28,10 @@ from horovod_train.errors import UserError
 Contender = Callable[[int], tf.data.Dataset]
 
 
-def build_ours(records: Records, config: Config, batch_size: int, source: RecordSource | None = None) -> Pipeline:
-    """Build the trainer's own pipeline: for JPEGs with random boxes and flips, otherwise without augmentation.
+def build_trainer_pipeline(
+    records: Records, config: Config, batch_size: int, source: RecordSource | None = None
+) -> Pipeline:
+    """Build the trainer's pipeline: for JPEGs with random boxes and flips, otherwise without augmentation.
 
     source: gives the same records in another way.
     """
@@ -46,7 +48,7 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
     """
     window, features = config.data.shuffle_window, _used(records)
     specs = {name: example_spec(feature) for name, feature in features.items()}
-    plan = _plan(build_ours(records, config, batch_size))
+    plan = _plan(build_trainer_pipeline(records, config, batch_size))
 
     def shuffled(passes: int) -> tf.data.Dataset:
         data = tf.data.TFRecordDataset(*_files(records), num_parallel_reads=tf.data.AUTOTUNE)
@@ -55,12 +57,12 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
     def finish(parsed: dict[str, tf.Tensor], rank: int) -> dict[str, tf.Tensor]:
         return {name: _finish(feature, parsed[name], rank) for name, feature in features.items()}
 
-    def whole(passes: int) -> tf.data.Dataset:
+    def parse_batches(passes: int) -> tf.data.Dataset:
         data = shuffled(passes).batch(batch_size)
         data = data.map(lambda rows: finish(tf.io.parse_example(rows, specs), 1), num_parallel_calls=tf.data.AUTOTUNE)
         return data.prefetch(tf.data.AUTOTUNE)
 
-    def singly(passes: int) -> tf.data.Dataset:
+    def parse_singly(passes: int) -> tf.data.Dataset:
         data = shuffled(passes)
         data = data.map(lambda row: finish(tf.io.parse_single_example(row, specs), 0), num_parallel_calls=parse_calls)
         return data.batch(batch_size).prefetch(tf.data.AUTOTUNE)
@@ -70,8 +72,8 @@ def build(records: Records, config: Config, batch_size: int, parse_calls: int, p
         return {plan_name: plan, **image_contenders.build(*_files(records), features, window, batch_size, unpack)}
     return {
         plan_name: plan,
-        f"shuffle({window}), whole batches parsed": whole,
-        f"shuffle({window}), parsed one by one": singly,
+        f"shuffle({window}), whole batches parsed": parse_batches,
+        f"shuffle({window}), parsed one by one": parse_singly,
     }
 
 
@@ -79,10 +81,11 @@ def build_delayed(
     records: Records, config: Config, batch_size: int, delay_ms: float, plan_name: str
 ) -> dict[str, Contender]:
     """Build the plan, and the plan that gets every block `delay_ms` late."""
-    late = DelayedSource(records.source, delay_ms / 1e3)
+    delayed_source = DelayedSource(records.source, delay_ms / 1e3)
+    delayed = build_trainer_pipeline(records, config, batch_size, delayed_source)
     return {
-        plan_name: _plan(build_ours(records, config, batch_size)),
-        f"{plan_name}, blocks {delay_ms:g} ms late": _plan(build_ours(records, config, batch_size, late)),
+        plan_name: _plan(build_trainer_pipeline(records, config, batch_size)),
+        f"{plan_name}, blocks {delay_ms:g} ms late": _plan(delayed),
     }
 
 

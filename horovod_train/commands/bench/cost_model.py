@@ -92,16 +92,16 @@ def fit(points: Sequence[Point], topology: Topology, cores: int) -> Costs:
     # Each row divided by its time, so that a step of a millisecond counts as much as one of a second.
     rows = np.array([terms(point, topology, cores) for point in points])
     rows /= np.array([[point.step_s] for point in points])
-    wanted = np.array([1 - point.wait_s / point.step_s for point in points])
+    expected = np.array([1 - point.wait_s / point.step_s for point in points])
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
-    best, least = np.zeros(3), math.inf
+    best, least_error = np.zeros(3), math.inf
     # With three costs, trying every choice of those that are not zero is the whole of non-negative least squares.
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
         costs = np.zeros(3)
-        costs[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], wanted, rcond=None)[0]
-        error = float(np.sum((rows / scale @ costs - wanted) ** 2))
-        if (costs >= 0).all() and error < least:
-            best, least = costs, error
+        costs[list(used)] = np.linalg.lstsq((rows / scale)[:, list(used)], expected, rcond=None)[0]
+        error = float(np.sum((rows / scale @ costs - expected) ** 2))
+        if (costs >= 0).all() and error < least_error:
+            best, least_error = costs, error
     return Costs(*(best / scale).tolist())
 
 

@@ -21,11 +21,11 @@ class DelayedSource:
     def open(self) -> LoadBlock:
         load = self._source.open()
 
-        def load_late(block: int) -> LoadedBlock:
+        def load_delayed(block: int) -> LoadedBlock:
             time.sleep(self._delay_s)
             return load(block)
 
-        return load_late
+        return load_delayed
 
     def parser(self, features: dict[str, Feature]) -> Parser:
         return self._source.parser(features)

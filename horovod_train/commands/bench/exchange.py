@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     numbers = growth.read_numbers(arguments)
-    projected = growth.read_projected(arguments, is_asked=len(numbers) > 1)
+    projected = growth.read_projected(arguments, has_several_sizes=len(numbers) > 1)
     known = _known(arguments.only)
     if len(numbers) > 1:
         name = growth.choose(list(known), arguments.only)

@@ -50,8 +50,8 @@ LOSSES = {"convnet": "sparse_categorical_crossentropy", "mlp": "binary_crossentr
 class Alone(EveryStep):
     """Each rank applies its own gradients, without any exchange."""
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        return Exchanged(list(own), own)
+    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+        return Exchanged(list(local_gradients), local_gradients)
 
 
 class Measured(NamedTuple):

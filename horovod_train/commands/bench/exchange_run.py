@@ -52,11 +52,11 @@ def launch(name: str, contender: Contender, ranks: int, systems: Sequence[str], 
     """Launch ranks once; return what exchange_rank measured, by system. Raises RunError if they fail."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rates.json")
-        words = [sys.executable, "-m", "horovod_train.commands.bench.exchange_rank", str(out), "--systems", *systems]
-        words += ["--seconds", str(seconds), *([] if contender.kinds == "exchange" else [f"--{contender.kinds}"])]
+        command = [sys.executable, "-m", "horovod_train.commands.bench.exchange_rank", str(out), "--systems", *systems]
+        command += ["--seconds", str(seconds), *([] if contender.kinds == "exchange" else [f"--{contender.kinds}"])]
         limit_s = 120 + 8 * seconds * len(systems) + 60 * ranks / len(os.sched_getaffinity(0))
         try:
-            finished = run_ranks(contender.way, ranks, words, contender.environment, limit_s)
+            finished = run_ranks(contender.way, ranks, command, contender.environment, limit_s)
         except subprocess.TimeoutExpired as error:
             raise RunError(f"bench exchange: {name}: not done after {limit_s:.0f} s.") from error
         if finished.returncode or not out.exists():

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTENDERS = ("MPI, yielding, cycle 0.1 ms", "gloo, cycle 0.1 ms")
 """The first that can run here is measured. Cycles are short, so that steps wait for ranks and not for the clock."""
-WANTED_RESIDUAL = 0.15
+GOOD_RESIDUAL = 0.15
 
 
 class Projected(NamedTuple):
@@ -67,12 +67,12 @@ def read_numbers(arguments: argparse.Namespace) -> list[int]:
     return numbers
 
 
-def read_projected(arguments: argparse.Namespace, *, is_asked: bool) -> Projected:
+def read_projected(arguments: argparse.Namespace, *, has_several_sizes: bool) -> Projected:
     """Raises UserError also for options that have no effect with one number of ranks."""
-    given = {"--to": arguments.to, "--gbit": arguments.gbit, "--hop-us": arguments.hop_us}
-    given |= {"--step-ms": arguments.step_ms}
-    for option, value in given.items():
-        if value is not None and not is_asked:
+    options = {"--to": arguments.to, "--gbit": arguments.gbit, "--hop-us": arguments.hop_us}
+    options |= {"--step-ms": arguments.step_ms}
+    for option, value in options.items():
+        if value is not None and not has_several_sizes:
             raise UserError(f"bench exchange: {option} needs several numbers of ranks, such as --np 1,2,4,8.")
     ranks, gbits = arguments.to or [64, 512], arguments.gbit or [10, 25, 100]
     if min(ranks) < 2:
@@ -143,8 +143,8 @@ def fit_lines(points: Sequence[Point], costs: Costs, topology: Topology, cores: 
     yield ""
     yield f"α {1e6 * costs.hop_s:.3g} µs a hop, β {1e9 * costs.byte_s:.3g} s/GB, γ {costs.compute:.2f}"
     yield f"fitted includes {1e3 * points[-1].wait_s:.3g} ms with several ranks, half a cycle of Horovod's core"
-    verdict = "within" if worst <= WANTED_RESIDUAL else "beyond"
-    yield f"the largest residual is {100 * worst:.0f} %, {verdict} the {WANTED_RESIDUAL:.0%} at which the fit is good"
+    verdict = "within" if worst <= GOOD_RESIDUAL else "beyond"
+    yield f"the largest residual is {100 * worst:.0f} %, {verdict} the {GOOD_RESIDUAL:.0%} at which the fit is good"
     if any(point.ranks > cores for point in points):
         yield f"with more than {cores} ranks, hops and bytes count ranks / {cores} times: so many ranks share a core"
 
@@ -153,9 +153,9 @@ def _projection(projected: Projected, topology: Topology) -> Iterator[str]:
     """Yield a Markdown table for ResNet-50 on a network."""
     # Imported here, because they load TensorFlow and Horovod.
     tensorflow_noise.load_tensorflow()
-    from horovod_train.commands.bench import own_costs, projection
+    from horovod_train.commands.bench import projection, rank_costs
 
-    parts = projection.build_parts(own_costs.measure(max(projected.ranks)), projected.step_s)
+    parts = projection.build_parts(rank_costs.measure(max(projected.ranks)), projected.step_s)
     networks = [projection.Network(1e9 * gbit, projected.hop_s, topology) for gbit in projected.gbits]
     links = " / ".join(f"{gbit:g}" for gbit in projected.gbits)
     way = "round a ring, as gloo sends it" if topology == "ring" else "by doubling, as MPI sends it"
@@ -174,14 +174,14 @@ def _projection(projected: Projected, topology: Topology) -> Iterator[str]:
 
 def _seconds(part: Part, ranks: int, network: Network) -> str:
     seconds = part.seconds(ranks, network)
-    shown = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return shown if part.interval_s is None else f"{shown} ({100 * part.share(ranks, network):.2g} %)"
+    duration = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return duration if part.interval_s is None else f"{duration} ({100 * part.share(ranks, network):.2g} %)"
 
 
 def _since(part: Part, network: Network) -> str:
-    from horovod_train.commands.bench.projection import MOST_RANKS, passes_at
+    from horovod_train.commands.bench.projection import MOST_RANKS, find_rank_limit
 
-    ranks = passes_at(part, network)
+    ranks = find_rank_limit(part, network)
     return f"more than {MOST_RANKS:,}" if ranks is None else f"{ranks:,}"
 
 

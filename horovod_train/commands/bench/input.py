@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_train.commands.arguments import add_config, count, load_words
+from horovod_train.commands.arguments import add_config, count, load_from_arguments
 from horovod_train.commands.tables import build_table, open_screen
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.dataset import Records, open_records
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.delay_ms < 0:
         raise UserError(f"bench input: --delay-ms must be at least 0; received {arguments.delay_ms:g}.")
     in_folder = Config(data=DataConfig(train=(arguments.path,)))
-    config = load_words(arguments.config) if arguments.config else in_folder
+    config = load_from_arguments(arguments.config) if arguments.config else in_folder
     if config.data.parse:
         raise UserError("bench input: needs features; data.parse cannot be taken apart.")
     records = open_records(config.data, "train")
@@ -98,7 +98,7 @@ def _starts(records: Records, config: Config, batch_size: int) -> dict[str, floa
     """Return seconds until the first batch, at the beginning of an epoch and near its end."""
     from horovod_train.commands.bench import contenders
 
-    pipeline = contenders.build_ours(records, config, batch_size)
+    pipeline = contenders.build_trainer_pipeline(records, config, batch_size)
     seconds = {}
     for percent in (0, 90):
         times = []
@@ -124,4 +124,5 @@ def _show(records: Records, turns: dict[str, list[Turn]], starts: dict[str, floa
     cpu = {name: statistics.median(turn.cpu_seconds for turn in taken) for name, taken in turns.items()}
     micros = {name: seconds / records.num_records * 1e6 for name, seconds in cpu.items()}
     print("CPU time per record: " + ", ".join(f"{name} {value:,.1f} µs" for name, value in micros.items()))
-    print("the plan's first batch: " + ", ".join(f"at {at} of an epoch {value:.2f} s" for at, value in starts.items()))
+    delays = ", ".join(f"at {position} of an epoch {value:.2f} s" for position, value in starts.items())
+    print(f"the plan's first batch: {delays}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
 from horovod_train.errors import RunError
 
-_AT_MOST_S = 1800.0
+_TIMEOUT_S = 1800.0
 
 
 class Contender(NamedTuple):
@@ -28,7 +28,7 @@ class Contender(NamedTuple):
     environment: Mapping[str, str] | None = None
 
 
-class Given(NamedTuple):
+class Workload(NamedTuple):
     """What the programs train. system: one of timing.SYSTEMS. records: an .npz file of inputs and targets."""
 
     system: str
@@ -36,18 +36,18 @@ class Given(NamedTuple):
     steps: int
 
 
-def run(contender: Contender, given: Given, ranks: int) -> float:
+def run(contender: Contender, workload: Workload, ranks: int) -> float:
     """Return records per second over all ranks. Raises RunError."""
     module = f"horovod_train.commands.bench.peer_programs.{contender.program}"
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", module, given.system, str(given.records), folder, "--steps", str(given.steps)]
-        words += ["--ranks", str(ranks), *contender.options]
+        task = [workload.system, str(workload.records), folder, "--steps", str(workload.steps)]
+        command = [sys.executable, "-m", module, *task, "--ranks", str(ranks), *contender.options]
         if contender.way is None:
             ports = _free_ports(ranks)
-            processes = [start_program(words, _environment(rank, ports)) for rank in range(ranks)]
+            processes = [start_program(command, _environment(rank, ports)) for rank in range(ranks)]
         else:
-            processes = [start_program([*launch_words(contender.way, ranks), *words], contender.environment)]
-        if problem := wait_for_all(processes, _AT_MOST_S):
+            processes = [start_program([*launch_words(contender.way, ranks), *command], contender.environment)]
+        if problem := wait_for_all(processes, _TIMEOUT_S):
             raise RunError(f"bench peers: {contender.program}: {problem}.")
         return _read(str(contender.program), Path(folder), ranks)
 

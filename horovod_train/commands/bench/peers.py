@@ -27,7 +27,7 @@ import numpy as np
 from horovod_train.commands.arguments import count
 from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
-from horovod_train.commands.bench.peer_run import Contender, Given
+from horovod_train.commands.bench.peer_run import Contender, Workload
 from horovod_train.commands.bench.scaling_run import measure, measured_config
 from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 CEILING = "this project without any exchange: the ceiling"
 BARE = "TensorFlow in a hand-written loop: the ceiling"
 """Of one rank."""
-OURS = "this project"
+PROJECT = "this project"
 _YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 """A rank that waits in MPI leaves its core to those that compute."""
 _NO_PAUSE = {"HOROVOD_CYCLE_TIME": "0"}
@@ -59,9 +59,9 @@ _RECORDS = {"convnet": 60_000, "mlp": 10_000}
 
 
 class Prepared(NamedTuple):
-    """given: for the programs of others; config: of this project, for the same records as TFRecords."""
+    """workload: for the programs of others; config: of this project, for the same records as TFRecords."""
 
-    given: Given
+    workload: Workload
     config: Config
 
 
@@ -99,12 +99,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, steps: int, records: int) -> None:
     # Metrics come ten times in a run, at the end of a call.
-    least_steps = 10 * SYSTEMS[arguments.system].steps_per_call
-    if steps < least_steps:
-        raise UserError(f"bench peers: --steps must be at least {least_steps}; received {steps}.")
-    least = arguments.np * SYSTEMS[arguments.system].batch
-    if records < least:
-        raise UserError(f"bench peers: --records must be at least {least}, a batch for each rank.")
+    min_steps = 10 * SYSTEMS[arguments.system].steps_per_call
+    if steps < min_steps:
+        raise UserError(f"bench peers: --steps must be at least {min_steps}; received {steps}.")
+    min_records = arguments.np * SYSTEMS[arguments.system].batch
+    if records < min_records:
+        raise UserError(f"bench peers: --records must be at least {min_records}, a batch for each rank.")
     check_new("bench peers: --json", arguments.json)
 
 
@@ -112,17 +112,17 @@ def _train(contender: Contender, prepared: Prepared, ranks: int) -> float:
     """Train once; return records per second over all ranks."""
     if contender.program is None:
         return measure(prepared.config, ranks, contender.way).examples_per_s
-    return peer_run.run(contender, prepared.given, ranks)
+    return peer_run.run(contender, prepared.workload, ranks)
 
 
 def contenders(system: str, ranks: int, ways: Mapping[Way, str]) -> Iterator[tuple[str, Contender]]:
     """Yield all contenders by name. ways: those that work here, with the names of what ranks exchange over."""
     if ranks == 1:
         yield BARE, Contender("one_process")
-        yield OURS, Contender()
+        yield PROJECT, Contender()
         return
     yield CEILING, Contender()
-    yield from ((f"{OURS} over {name}", Contender(way=way)) for way, name in ways.items())
+    yield from ((f"{PROJECT} over {name}", Contender(way=way)) for way, name in ways.items())
     for way, name in ways.items():
         yield f"stock Horovod in a hand-written loop, over {name}", Contender("stock_horovod", way)
         tuned = f"stock Horovod, tuned, over {name}"
@@ -203,21 +203,21 @@ def _prepare(folder: Path, system: str, count: int, steps: int, ranks: int) -> P
         lr_schedule=LrScheduleConfig(base_lr=rate),
         train=TrainConfig(max_steps=steps, steps_per_call=steps_per_call),
     )
-    return Prepared(Given(system, folder / "records.npz", steps), measured_config(config, steps))
+    return Prepared(Workload(system, folder / "records.npz", steps), measured_config(config, steps))
 
 
 def table(measured: Mapping[str, Sequence[float]], records: int) -> Iterator[str]:
-    """Yield the lines of a Markdown table, the fastest first. of ours: of this project's fastest way.
+    """Yield the lines of a Markdown table, the fastest first; the last column: over this project's fastest.
 
     measured: records per second, the ceiling first. records: of a step.
     """
     medians = {name: statistics.median(rates) for name, rates in measured.items()}
     ceiling = next(iter(medians.values()))
-    ours = max((rate for name, rate in medians.items() if name.startswith(OURS) and name != CEILING), default=None)
+    best = max((rate for name, rate in medians.items() if name.startswith(PROJECT) and name != CEILING), default=None)
     yield "| | records/s | steps/s | slowest to fastest, records/s | of the ceiling | of this project |"
     yield "|---|--:|--:|--:|--:|--:|"
     for name in sorted(medians, key=lambda name: -medians[name]):
         rates, median = measured[name], medians[name]
         spread = f"{min(rates):,.0f} to {max(rates):,.0f}"
-        ratios = [f"{median / ceiling:.2f}", f"{median / ours:.2f}" if ours else "—"]
+        ratios = [f"{median / ceiling:.2f}", f"{median / best:.2f}" if best else "—"]
         yield f"| {' | '.join([name, f'{median:,.0f}', f'{median / records:,.1f}', spread, *ratios])} |"

@@ -1,7 +1,7 @@
 """What a run of hundreds of ranks on a network pays for ranks: exchange, agreement check, vote, watch, start.
 
 A network takes `hop_s` for each message that waits for another, and a time for each byte. The work of a rank itself,
-such as hashing, takes what it takes on this machine; see own_costs. Nothing overlaps: the figures are upper limits.
+such as hashing, takes what it takes on this machine; see rank_costs. Nothing overlaps: the figures are upper limits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from horovod_train.commands.bench.cost_model import COLLECTIVES, Topology, hops, sent_bytes
-from horovod_train.commands.bench.own_costs import OwnCosts
+from horovod_train.commands.bench.rank_costs import RankCosts
 from horovod_train.config.settings import Config
 from horovod_train.distributed.watchdog.stall_detector import intervals
 from horovod_train.training.stopping import seconds_between_votes
@@ -59,8 +59,8 @@ class Part(NamedTuple):
         return self.seconds(ranks, network) / self.interval_s(ranks, network)
 
 
-def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
-    """own: as measured for the largest number of ranks. step_s: of ResNet-50 on one rank, without exchange."""
+def build_parts(costs: RankCosts, step_s: float) -> list[Part]:
+    """costs: as measured for the largest number of ranks. step_s: of ResNet-50 on one rank, without exchange."""
     every_steps = Config().train.check_agreement_every_steps or 1
 
     def exchange(ranks: int, network: Network) -> float:
@@ -68,8 +68,8 @@ def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
 
     def check(ranks: int, network: Network) -> float:
         # A sum (is all finite?), and a gather of digests: its sizes, and its bytes.
-        gathered = network.wire_s(ranks * DIGEST_BYTES) + ranks * own.read_entry_s
-        return RESNET_50_STATE * own.hash_byte_s + network.small_s(ranks, 3) + gathered
+        gathered = network.wire_s(ranks * DIGEST_BYTES) + ranks * costs.read_entry_s
+        return RESNET_50_STATE * costs.hash_byte_s + network.small_s(ranks, 3) + gathered
 
     def vote(ranks: int, network: Network) -> float:
         return network.small_s(ranks, 1) + network.wire_s(sent_bytes(ranks, VOTE_BYTES))
@@ -77,32 +77,32 @@ def build_parts(own: OwnCosts, step_s: float) -> list[Part]:
     def watch(ranks: int, network: Network) -> float:
         """Root's seconds in one second."""
         turn_s, beat_s, _ = intervals(Config().watch, ranks)
-        return ranks * (own.watch_beat_s / beat_s + own.watch_rank_s / turn_s)
+        return ranks * (costs.watch_beat_s / beat_s + costs.watch_rank_s / turn_s)
 
     def meeting(ranks: int, network: Network) -> float:
         # Two gathers (devices; has one failed?), a sum, the broadcast of root's address, and root's admissions.
-        gathered = network.wire_s(ranks * DEVICE_BYTES) + 2 * ranks * own.read_entry_s
-        start = network.small_s(ranks, 7) + gathered + ranks * own.admit_s
+        gathered = network.wire_s(ranks * DEVICE_BYTES) + 2 * ranks * costs.read_entry_s
+        start = network.small_s(ranks, 7) + gathered + ranks * costs.admit_s
         return start + (rendezvous(ranks, network) if network.topology == "ring" else 0.0)
 
     def rendezvous(ranks: int, network: Network) -> float:
         """gloo: each rank asks root for the addresses of each other rank, twice: 140 bytes a rank."""
         requests = 2 * ranks * (ranks - 1)
-        return requests * max(own.request_s, network.wire_s(140 * ranks))
+        return requests * max(costs.request_s, network.wire_s(140 * ranks))
 
     def vote_every(ranks: int, network: Network) -> float:
         return seconds_between_votes(ranks, is_ring=network.topology == "ring")
 
     return [
-        Part("gradients of ResNet-50", "each step", exchange, lambda *at: step_s + exchange(*at)),
-        Part("agreement check", f"every {every_steps:,} steps", check, lambda *at: every_steps * step_s),
+        Part("gradients of ResNet-50", "each step", exchange, lambda *args: step_s + exchange(*args)),
+        Part("agreement check", f"every {every_steps:,} steps", check, lambda *args: every_steps * step_s),
         Part("vote", "every second or more", vote, vote_every),
-        Part("watch: root's CPU", "in a second", watch, lambda *at: 1.0),
+        Part("watch: root's CPU", "in a second", watch, lambda *args: 1.0),
         Part("meeting at the start", "once", meeting, None),
     ]
 
 
-def passes_at(part: Part, network: Network) -> int | None:
+def find_rank_limit(part: Part, network: Network) -> int | None:
     """Return from how many ranks on a part takes more than MOST_SHARE; None if not up to MOST_RANKS."""
     ranks = range(2, MOST_RANKS + 1)
     # Shares grow with the ranks.

@@ -1,4 +1,4 @@
-"""What a rank's own work takes on this machine: in checks, in the watch, and at the start. Measured, in seconds."""
+"""What the work of one rank takes on this machine: in checks, in the watch, and at the start. Measured, in seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMES = 200
 _STEP = "bench exchange"
 
 
-class OwnCosts(NamedTuple):
+class RankCosts(NamedTuple):
     """Seconds of CPU on one core."""
 
     hash_byte_s: float
@@ -41,12 +41,12 @@ class OwnCosts(NamedTuple):
     """root: to answer one request of gloo's start"""
 
 
-def measure(ranks: int) -> OwnCosts:
+def measure(ranks: int) -> RankCosts:
     """ranks: of the run that the stall detector considers, and whose addresses a request of gloo's start carries."""
     data = np.arange(_HASHED_BYTES // 8).view(np.uint8)  # zeros would all be one page, in the cache
     entry = serialize.dump("0" * 64)
     beat_s, admit_s = _watch()
-    return OwnCosts(
+    return RankCosts(
         _seconds(lambda: xxhash.xxh3_128_hexdigest(data.data), 5) / _HASHED_BYTES,
         _seconds(lambda: serialize.load(entry), _TIMES),
         beat_s,
@@ -58,13 +58,13 @@ def measure(ranks: int) -> OwnCosts:
 
 def _seconds(action: Callable[[], object], times: int) -> float:
     """Return the CPU seconds of this thread for one action; the least of three, which other work disturbs least."""
-    found = []
+    seconds = []
     for _ in range(3):
         began = time.thread_time()
         for _ in range(times):
             action()
-        found.append((time.thread_time() - began) / times)
-    return min(found)
+        seconds.append((time.thread_time() - began) / times)
+    return min(seconds)
 
 
 def _beat() -> Beat:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.commands.arguments import add_config, count, load_words, several
+from horovod_train.commands.arguments import add_config, count, load_from_arguments, several
 from horovod_train.commands.bench.scaling_run import SHARES, Measured, measure, measured_config
 from horovod_train.commands.out_files import check_new
 from horovod_train.commands.tables import open_screen
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
     ranks: int
     together: list[Measured]
-    apart: list[Measured]
+    separate: list[Measured]
     """As many runs of one rank at the same time; the same as `together` for one rank."""
 
     @property
@@ -41,7 +41,7 @@ class Point(NamedTuple):
     @property
     def efficiency(self) -> float:
         """The rate over that of the runs without exchange."""
-        return self.rate / statistics.median(each.examples_per_s for each in self.apart)
+        return self.rate / statistics.median(each.examples_per_s for each in self.separate)
 
     def share(self, phase: str) -> float:
         return statistics.median(each.shares[phase] for each in self.together)
@@ -69,13 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         import_extra("matplotlib", "report", "bench scaling --png")
     check_new("bench scaling: --json", arguments.json)
     check_new("bench scaling: --png", arguments.png)
-    config = measured_config(load_words([*arguments.config, *arguments.overrides]), arguments.steps)
+    config = measured_config(load_from_arguments([*arguments.config, *arguments.overrides]), arguments.steps)
     way = arguments.way or best_way()[0]
     points = {ranks: Point(ranks, [], []) for ranks in sorted(set(arguments.np))}
     for number in range(arguments.rounds):
         for ranks, point in points.items():
             point.together.append(measure(config, ranks, way))
-            point.apart.append(point.together[-1] if ranks == 1 else measure(config, ranks, None))
+            point.separate.append(point.together[-1] if ranks == 1 else measure(config, ranks, None))
             print(f"round {number + 1}, {ranks} ranks: {point.together[-1].line()}", file=sys.stderr, flush=True)
             if not point.together[-1].shares:
                 raise RunError("bench scaling: the run was too short to see what its steps do. Give more --steps.")
@@ -114,7 +114,7 @@ def _figures(points: Mapping[int, Point], way: Way) -> dict[str, object]:
         "ranks": {
             str(ranks): {
                 "together": [each._asdict() for each in point.together],
-                "apart": [each._asdict() for each in point.apart],
+                "apart": [each._asdict() for each in point.separate],
             }
             for ranks, point in points.items()
         },

@@ -27,7 +27,7 @@ from horovod_train.output.rank_log_reader import read_stories
 SHARES = ("input", "compute", "exchange")
 _LINES = 10
 """Lines of metrics in a run; the first fifth of them is not counted."""
-_AT_MOST_S = 3600.0
+_TIMEOUT_S = 3600.0
 
 
 class Measured(NamedTuple):
@@ -63,14 +63,14 @@ def measured_config(config: Config, steps: int) -> Config:
 def measure(config: Config, ranks: int, way: Way | None) -> Measured:
     """Run it once. way None: as so many runs of one rank at the same time, each with the batch and cores of one rank.
 
-    Raises RunError if a run fails, with what it said.
+    Raises RunError with the run's message if a run fails.
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
         if way is not None:
-            words = [] if ranks == 1 else launch_words(way, ranks)
-            return _measure_all([_start(config, Path(folder, "run"), words)])[0]
-        one = _of_one_rank(config, ranks)
-        runs = [_start(one, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
+            launch_command = [] if ranks == 1 else launch_words(way, ranks)
+            return _measure_all([_start(config, Path(folder, "run"), launch_command)])[0]
+        one_rank_config = _config_of_one_rank(config, ranks)
+        runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
         measured = _measure_all(runs)
     return Measured(
         sum(each.examples_per_s for each in measured),
@@ -85,7 +85,7 @@ class _Run(NamedTuple):
     began: float
 
 
-def _of_one_rank(config: Config, ranks: int) -> Config:
+def _config_of_one_rank(config: Config, ranks: int) -> Config:
     """Return the config of one of so many runs, which has the batch and the threads of one of so many ranks."""
     batch = resolve(config, ranks).data.global_batch_size
     assert batch is not None
@@ -98,18 +98,20 @@ def _only_gpu(number: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": str(number)} if sees_gpu() else {}
 
 
-def _start(config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str] | None = None) -> _Run:
+def _start(
+    config: Config, run_dir: Path, launch_command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> _Run:
     run_dir.mkdir()
     file = run_dir.with_suffix(".yaml")
     with file.open("x", encoding="utf-8") as opened:
         opened.write(dump(config))
     train = [sys.executable, "-m", "horovod_train.main", "--config", str(file), "--output-dir", str(run_dir)]
-    return _Run(start_program([*words, *train], environment), run_dir, time.time())
+    return _Run(start_program([*launch_command, *train], environment), run_dir, time.time())
 
 
 def _measure_all(runs: Sequence[_Run]) -> list[Measured]:
     """Wait for runs, which have started at the same time."""
-    if problem := wait_for_all([run.process for run in runs], _AT_MOST_S):
+    if problem := wait_for_all([run.process for run in runs], _TIMEOUT_S):
         errors = re.findall(r"error: .*", problem)
         raise RunError(f"bench: a run failed: {errors[0] if errors else problem}")
     return [_read(run) for run in runs]
@@ -120,8 +122,8 @@ def _read(run: _Run) -> Measured:
     counted = [row for row in rows if row["split"] == "train" and "examples_per_s" in row][_LINES // 5 :]
     if not counted:
         raise RunError("bench: a run was too short to measure. Give more --steps.")
-    looked = [row for row in counted if "input_share" in row]
-    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in looked) for phase in SHARES if looked}
+    with_shares = [row for row in counted if "input_share" in row]
+    shares = {phase: statistics.fmean(row[f"{phase}_share"] for row in with_shares) for phase in SHARES if with_shares}
     compiled = next(
         datetime.fromisoformat(entry.time).timestamp()
         for entry in read_stories(run.run_dir)[0].find("phase")

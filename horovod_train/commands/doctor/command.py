@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from horovod_train.commands.arguments import above_0, add_config, load_words
+from horovod_train.commands.arguments import above_0, add_config, load_from_arguments
 from horovod_train.commands.doctor.check_result import CheckResult, fail
 from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.tables import open_screen
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 0 if no check failed, 1 if one did. Collective."""
-    config = load_words(arguments.config) if arguments.config else None
+    config = load_from_arguments(arguments.config) if arguments.config else None
     if arguments.json not in (None, "-"):
         check_out("--json", arguments.json, FINDINGS)
     tensorflow_noise.load_tensorflow()
@@ -74,7 +74,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
     chosen = config or Config()
     try:
         environment = stall_environment(chosen.watch)
-        with _must_come_together(arguments.timeout):
+        with _end_unless_together(arguments.timeout):
             group = start(chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=environment)
     except AlreadySaid:
         return [fail("start", "another rank could not start; it says why", "")], False
@@ -87,9 +87,9 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         text = " ".join(str(error).split())[:300]
         return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
-    own = [vars(finding) for finding in _checks(group, config, _existing(folder))]
+    local_findings = [vars(finding) for finding in _checks(group, config, _existing(folder))]
     # Figures differ between ranks; the exit code must not.
-    findings = [CheckResult(**said) for said in group.broadcast_object(own)]
+    findings = [CheckResult(**finding) for finding in group.broadcast_object(local_findings)]
     group.close()
     return findings, group.is_root
 
@@ -129,8 +129,8 @@ def _show(findings: Sequence[CheckResult], to: str | None) -> None:
     console = open_screen(launched=launcher.detect().launcher != "none")
     for finding in findings:
         # In one write: launchers put a prefix before each part.
-        level, rest = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
-        console.print(Text.assemble((level, COLOURS[finding.level]), rest))
+        level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
+        console.print(Text.assemble((level, COLOURS[finding.level]), text))
         for row in finding.rows:
             console.print(f"{'':<24}{row}", markup=False)
     sys.stdout.flush()
@@ -141,7 +141,7 @@ def _advice(finding: CheckResult) -> str:
 
 
 @contextmanager
-def _must_come_together(timeout_s: float) -> Iterator[None]:
+def _end_unless_together(timeout_s: float) -> Iterator[None]:
     """End the process if Horovod waits forever for a rank that does not arrive: no exception can interrupt it."""
 
     def end() -> None:

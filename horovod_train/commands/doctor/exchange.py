@@ -25,23 +25,23 @@ def check_averaging(group: WorkerGroup) -> CheckResult:
 
     The same step of the plain optimizer must give the ranks different weights; otherwise the check proves nothing.
     """
-    own, wrapped = _step(group, distributed=False), _step(group, distributed=True)
-    by_rank = group.gather((own, wrapped))
-    return judge_averaging([own for own, _ in by_rank], [wrapped for _, wrapped in by_rank], keras.__version__)
+    alone, exchanged = _step(group, distributed=False), _step(group, distributed=True)
+    by_rank = group.gather((alone, exchanged))
+    return judge_averaging([alone for alone, _ in by_rank], [exchanged for _, exchanged in by_rank], keras.__version__)
 
 
-def judge_averaging(own: Sequence[np.ndarray], wrapped: Sequence[np.ndarray], version: str) -> CheckResult:
-    """own, wrapped: each rank's weights after a step without and with the exchange; from the same weights."""
-    expected = np.mean(own, axis=0)  # plain SGD: the mean of the ranks' weights is a step along the mean gradient
-    error = float(max(np.max(np.abs(weights - expected)) for weights in wrapped))
-    differ = len({weights.tobytes() for weights in own})
+def judge_averaging(alone: Sequence[np.ndarray], exchanged: Sequence[np.ndarray], version: str) -> CheckResult:
+    """alone, exchanged: each rank's weights after a step without and with the exchange; from the same weights."""
+    expected = np.mean(alone, axis=0)  # plain SGD: the mean of the ranks' weights is a step along the mean gradient
+    error = float(max(np.max(np.abs(weights - expected)) for weights in exchanged))
+    differ = len({weights.tobytes() for weights in alone})
     facts = {"error": error, "different_without_exchange": differ}
-    if any(weights.tobytes() != wrapped[0].tobytes() for weights in wrapped) or not error <= MOST_ERROR:
+    if any(weights.tobytes() != exchanged[0].tobytes() for weights in exchanged) or not error <= MOST_ERROR:
         text = f"after one step under Keras {version} weights are off the mean by {error:.1g}"
         return fail("averaging", text, "Do not train here: install again with make install, and report this.", facts)
-    if len(own) == 1:
+    if len(alone) == 1:
         return ok("averaging", f"a step under Keras {version} is right; one rank has nothing to average", facts)
-    if differ < len(own):
+    if differ < len(alone):
         text = "inconclusive: ranks agree without an exchange too"
         return fail("averaging", text, "Report this.", facts)
     text = (

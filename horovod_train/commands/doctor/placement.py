@@ -39,12 +39,12 @@ def judge_counts(
     text: str, counts: Mapping[str, int], places: Sequence[tuple[int, int]], facts: Mapping[str, object]
 ) -> CheckResult:
     """counts: numbers of ranks by source. places: for each rank Horovod's number and MPI's."""
-    said = ", ".join(f"{who} counts {count}" for who, count in counts.items())
+    counted = ", ".join(f"{who} counts {count}" for who, count in counts.items())
     if [rank for rank, _ in places] != list(range(len(places))):
         return fail("launcher", f"{text}; ranks are numbered {[rank for rank, _ in places]}", "Report this.", facts)
     if counts.get("MPI", len(places)) != len(places) or any(rank != by_mpi for rank, by_mpi in places):
         fix = "Start with the mpirun of the MPI that Horovod and mpi4py were built with."
-        return fail("launcher", f"{text}; {said}", fix, facts)
+        return fail("launcher", f"{text}; {counted}", fix, facts)
     by_scheduler = {who: count for who, count in counts.items() if who not in ("Horovod", "MPI")}
     for who, count in by_scheduler.items():
         if count > 1 and len(places) == 1:
@@ -52,7 +52,7 @@ def judge_counts(
             return fail("launcher", f"{text}, but {who} has started {count} tasks", fix, facts)
         if count != len(places):
             fix = "Fine where it is meant; otherwise ask the scheduler for one task a rank."
-            return warning("launcher", f"{text}; {said}", fix, facts)
+            return warning("launcher", f"{text}; {counted}", fix, facts)
     return ok("launcher", text, facts)
 
 
@@ -84,9 +84,9 @@ def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> Chec
     holders: dict[tuple[str, str], int] = {}
     for rank, (host, uuids, _, _) in enumerate(rows):
         for uuid in uuids:
-            if (other := holders.setdefault((host, uuid), rank)) != rank:
+            if (first_rank := holders.setdefault((host, uuid), rank)) != rank:
                 fix = "Start at most one rank for each GPU, or ask the scheduler for one GPU a task."
-                return fail("devices", f"ranks {other} and {rank} on {host} share GPU {uuid}", fix, facts)
+                return fail("devices", f"ranks {first_rank} and {rank} on {host} share GPU {uuid}", fix, facts)
     on_gpu = sum(bool(uuids) for _, uuids, _, _ in rows)
     if on_gpu == 0:
         return ok("devices", "no GPU here: all ranks compute on CPU", facts)
@@ -109,25 +109,26 @@ def check_threads(group: WorkerGroup) -> CheckResult:
     mine = tf.config.threading.get_intra_op_parallelism_threads()
     bound = sorted(os.sched_getaffinity(0))
     rows = group.gather((group.hosts[group.rank], mine, bound, os.cpu_count() or 1, cpu_quota()))
-    return judge_threads([(host, threads, set(cores), *more) for host, threads, cores, *more in rows])
+    return judge_threads([(host, threads, set(cores), *limits) for host, threads, cores, *limits in rows])
 
 
 def judge_threads(rows: Sequence[tuple[str, int, Set[int], int, float]]) -> CheckResult:
     """rows: for each rank host, threads, cores it is bound to, number of the host's cores, and its quota of them."""
     per_host = Counter(host for host, *_ in rows)
-    shown = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
-    text = f"threads of a rank: {', '.join(shown)}; {max(per_host.values())} rank(s) on a host"
+    threads_of_cores = sorted({f"{threads} of {min(cores, quota):g} cores" for _, threads, _, cores, quota in rows})
+    text = f"threads of a rank: {', '.join(threads_of_cores)}; {max(per_host.values())} rank(s) on a host"
     facts = {"threads": [threads for _, threads, *_ in rows], "cores": [cores for _, _, _, cores, _ in rows]}
     for rank, (host, threads, bound, cores, quota) in enumerate(rows):
         if threads > len(bound):
             text = f"rank {rank} ({host}) has {threads} threads bound to {len(bound)} of {cores} cores"
             return warning("threads", text, "Start it with mpirun --bind-to none, or srun --cpus-per-task.", facts)
-        raise_together = sum(other for name, other, *_ in rows if name == host)
+        host_threads = sum(count for name, count, *_ in rows if name == host)
         available = min(cores, quota)
-        if raise_together > math.ceil(available):
-            text = f"{host}: {per_host[host]} ranks with {raise_together} threads share {available:g} cores"
+        if host_threads > math.ceil(available):
+            text = f"{host}: {per_host[host]} ranks with {host_threads} threads share {available:g} cores"
             return warning("threads", text, "Start fewer ranks there, or ask for more cores.", facts)
-        share = min(quota, len(set().union(*(other for name, _, other, *_ in rows if name == host)))) / per_host[host]
+        host_cores = set().union(*(bound_cores for name, _, bound_cores, *_ in rows if name == host))
+        share = min(quota, len(host_cores)) / per_host[host]
         if 2 * threads <= share:
             text = f"rank {rank} ({host}) has {threads} threads, though its share of the host's cores is {share:g}"
             return warning("threads", text, "Fine where it is meant; otherwise see device.intra_op_threads.", facts)
@@ -149,6 +150,6 @@ def check_settings(group: WorkerGroup) -> CheckResult:
         f"{setting.name}={setting.value}  ({setting.origin}{f': {setting.why}' if setting.why else ''})"
         for setting in group.settings
     )
-    own = sum(setting.origin != "default" for setting in group.settings)
-    text = f"{len(group.settings)} settings of Horovod and MPI, {own} of them not the defaults of this place"
+    changed = sum(setting.origin != "default" for setting in group.settings)
+    text = f"{len(group.settings)} settings of Horovod and MPI, {changed} of them not the defaults of this place"
     return ok("settings", text, {"settings": [setting._asdict() for setting in group.settings]}, rows)

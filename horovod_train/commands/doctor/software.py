@@ -16,14 +16,14 @@ from horovod_train.errors import RanksDisagree
 def check_versions(group: WorkerGroup, config: Config | None) -> list[CheckResult]:
     """Collective: the versions, and whether all ranks have the same versions, code and config."""
     versions = consistency.versions() | {name: _version(name) for name in ("numpy", "mpi4py")}
-    shown = ", ".join(f"{name} {value}" for name, value in versions.items())
+    listed = ", ".join(f"{name} {value}" for name, value in versions.items())
     facts = {f"version of {name}": value for name, value in versions.items()}
     facts["code of horovod_train"] = consistency.code_digest()
     what = "versions and code"
     if config is not None:
         facts["config"] = consistency.digest(dump(config).encode())
         what = "versions, code and config"
-    findings = [ok("versions", shown, versions)]
+    findings = [ok("versions", listed, versions)]
     try:
         consistency.check(group, facts, "now")
     except RanksDisagree as error:

@@ -21,8 +21,8 @@ from horovod_train.output.removal import Artifact, remove
 
 MOST_SKEW_S = 1.0
 """Beyond this, times in logs mislead and other tools misjudge which file is newer."""
-SEEN_WITHIN_S = 10.0
-LEAST_FREE_BYTES = 1 << 30
+VISIBLE_WITHIN_S = 10.0
+MIN_FREE_BYTES = 1 << 30
 _PLACE = Artifact("a folder of doctor's", r"\.doctor-[0-9a-f]{12}", "folder", ("root", r"rank-\d+"))
 
 
@@ -34,7 +34,7 @@ class Interface(NamedTuple):
 
 def check_network(group: WorkerGroup) -> CheckResult:
     """Collective: the interfaces of each host, and those that the ranks were told to use."""
-    local = {name: (interface.address, interface.mbit_per_s) for name, interface in own_interfaces().items()}
+    local = {name: (interface.address, interface.mbit_per_s) for name, interface in list_interfaces().items()}
     by_rank = group.gather((local, exchange_interfaces()))
     rows = [({name: Interface(*fields) for name, fields in table.items()}, used) for table, used in by_rank]
     return judge_network([(host, *row) for host, row in zip(group.hosts, rows, strict=True)])
@@ -47,25 +47,25 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[st
     because hosts may use different names.
     """
     hosts = {host: interfaces for host, interfaces, _ in rows}
-    shown = "; ".join(
+    listed = "; ".join(
         f"{host}: " + ", ".join(f"{name} {interface.address}{_speed(interface)}" for name, interface in table.items())
         for host, table in list(hosts.items())[:4]
     )
-    told = sorted({(name, host) for host, _, names in rows for name in names})
-    used = sorted({name for name, _ in told})
-    text = f"{shown}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
+    chosen = sorted({(name, host) for host, _, names in rows for name in names})
+    used = sorted({name for name, _ in chosen})
+    text = f"{listed}{'; …' if len(hosts) > 4 else ''}; used: {', '.join(used) or 'left to Horovod and MPI'}"
     facts: dict[str, object] = {
         "interfaces": {
-            host: {name: list(one) for name, one in interfaces.items()} for host, interfaces in hosts.items()
+            host: {name: list(each) for name, each in interfaces.items()} for host, interfaces in hosts.items()
         },
         "used": used,
     }
     for name in used:
-        lacking = [host for other, host in told if other == name and name not in hosts[host]]
+        lacking = [host for chosen_name, host in chosen if chosen_name == name and name not in hosts[host]]
         if lacking:
             fix = "Name one that all hosts have up: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"interface {name} is not up on {', '.join(lacking[:4])}", fix, facts)
-        stays = any(hosts[host][name].address.startswith("127.") for other, host in told if other == name)
+        stays = any(hosts[host][name].address.startswith("127.") for chosen_name, host in chosen if chosen_name == name)
         if len(hosts) > 1 and stays:
             fix = "Name the interface of the network: horovodrun --network-interfaces, or HOROVOD_GLOO_IFACE."
             return fail("network", f"{len(hosts)} hosts cannot meet over {name}, which stays on its host", fix, facts)
@@ -74,7 +74,7 @@ def judge_network(rows: Sequence[tuple[str, Mapping[str, Interface], Sequence[st
     return ok("network", text, facts)
 
 
-def own_interfaces() -> dict[str, Interface]:
+def list_interfaces() -> dict[str, Interface]:
     """Return the interfaces of this host that are up and have an IPv4 address."""
     states = psutil.net_if_stats()
     # Drivers of virtual devices report 65535 or nothing.
@@ -102,10 +102,10 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
         fix = "Choose a folder that can be written to with --dir."
         return fail("file system", f"root cannot write to {folder}: {problem}", fix)
     began = time.perf_counter()
-    seen = _wait_for(lambda: (place / "root").read_text() == token)
+    is_visible = _wait_for(lambda: (place / "root").read_text() == token)
     seen_s = time.perf_counter() - began
-    own = _try(lambda: _write(place / f"rank-{group.rank}", token)) if seen else "does not see root's file"
-    rows = group.gather((own, seen_s))
+    problem = _try(lambda: _write(place / f"rank-{group.rank}", token)) if is_visible else "does not see root's file"
+    rows = group.gather((problem, seen_s))
     missing: list[int] = []
     if group.is_root:
         missing = [rank for rank in range(group.size) if not _sees(place / f"rank-{rank}")]
@@ -113,9 +113,10 @@ def check_file_system(group: WorkerGroup, folder: Path) -> CheckResult:
             remove(place, _PLACE)
     missing = group.broadcast_object(missing)
     free = shutil.disk_usage(folder).free if folder.exists() else 0
-    problems = [f"{group.name(rank)} {own}" for rank, (own, _) in enumerate(rows) if own]
+    problems = [f"{group.name(rank)} {problem}" for rank, (problem, _) in enumerate(rows) if problem]
     problems += [f"root does not see what {group.name(rank)} wrote" for rank in missing if not rows[rank][0]]
-    return judge_file_system(folder, problems, written_s, max(seen for _, seen in rows), group.broadcast_object(free))
+    seen_s = max(seen_s for _, seen_s in rows)
+    return judge_file_system(folder, problems, written_s, seen_s, group.broadcast_object(free))
 
 
 def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, seen_s: float, free: int) -> CheckResult:
@@ -123,11 +124,11 @@ def judge_file_system(folder: Path, problems: Sequence[str], written_s: float, s
     facts = {"folder": str(folder), "written_s": written_s, "seen_s": seen_s, "free_bytes": free}
     if problems:
         text = f"{folder} is not one folder for all ranks: {problems[0]}"
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        return fail("file system", f"{text}{more}", "Take a folder on a shared file system; see --dir.", facts)
+        suffix = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        return fail("file system", f"{text}{suffix}", "Take a folder on a shared file system; see --dir.", facts)
     text = f"{folder}: written and synced in {written_s * 1e3:.0f} ms, seen by all after {seen_s * 1e3:.0f} ms"
     text += f"; {free / 1e9:.0f} GB free"
-    if free < LEAST_FREE_BYTES:
+    if free < MIN_FREE_BYTES:
         return warning("file system", text, "Make room: a save that fails is lost.", facts)
     if max(written_s, seen_s) > 2:
         return warning("file system", text, "Saves and starts will take long; look at its server's load.", facts)
@@ -161,7 +162,7 @@ def _sees(path: Path) -> bool:
 
 def _wait_for(is_so: Callable[[], bool]) -> bool:
     """Retry for a while, because network file systems show new files late."""
-    until = time.monotonic() + SEEN_WITHIN_S
+    until = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
             if is_so():

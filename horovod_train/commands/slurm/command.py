@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from horovod_train.commands.arguments import Parser, add_config_arguments, config_words, load_config, require_output_dir
+from horovod_train.commands.arguments import Parser, add_config_arguments, config_parts, load_config, require_output_dir
 from horovod_train.commands.slurm.options import CPUS_PER_GPU, add_options, gpus_in, merge_site_options, site_file
 from horovod_train.commands.slurm.script import Job, render
 from horovod_train.config.numbers import parse_clock
@@ -32,7 +32,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script on standard output and the choices on standard error."""
-    files, overrides = config_words(arguments)
+    files, overrides = config_parts(arguments)
     config, _ = load_config(arguments)
     output_dir = require_output_dir(config)
     of_site = merge_site_options(arguments, site_file())
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     # Use an environment by its absolute path, so that the script can be submitted from any folder.
     venv = sys.prefix if sys.prefix != sys.base_prefix else ".venv"
-    words = ["--config", *files, *overrides, "--output-dir", output_dir]
-    print(render(job, head=head, words=words, folder=str(Path.cwd()), venv=venv), end="")
+    train_arguments = ["--config", *files, *overrides, "--output-dir", output_dir]
+    print(render(job, head=head, arguments=train_arguments, folder=str(Path.cwd()), venv=venv), end="")
     for line in [*_explain(job, config, output_dir), *_defaults(arguments, job, of_site)]:
         print(line, file=sys.stderr)
     return 0
@@ -62,13 +62,13 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
     if options.image and options.container:
         raise UserError("--image and --container: both name a container; give one.")
     gpus = options.gpus_per_node or gpus_in(options.gres)
-    asked = "--gpus-per-node" if options.gpus_per_node else "--gres"
+    flag = "--gpus-per-node" if options.gpus_per_node else "--gres"
     if gpus % per_rank:
-        raise UserError(f"{asked}: GPUs of a host must be a multiple of device.per_rank ({per_rank}); received {gpus}.")
+        raise UserError(f"{flag}: GPUs of a host must be a multiple of device.per_rank ({per_rank}); received {gpus}.")
     tasks = options.tasks_per_node or gpus // per_rank or 1
     if gpus and tasks * per_rank != gpus:
         raise UserError(
-            f"--tasks-per-node must be {asked} / device.per_rank ({gpus} / {per_rank} = {gpus // per_rank}), "
+            f"--tasks-per-node must be {flag} / device.per_rank ({gpus} / {per_rank} = {gpus // per_rank}), "
             f"since each rank takes {per_rank} GPU(s); received {tasks}. Leave it out, or ask for other GPUs."
         )
     container = list(options.container or [])
@@ -96,10 +96,10 @@ def _choose(options: argparse.Namespace, output_dir: str, per_rank: int) -> Job:
 def _explain(job: Job, config: Config, output_dir: str) -> list[str]:
     ranks, batch = job.nodes * job.tasks_per_node, config.data.global_batch_size
     assert batch is not None
-    asked = job.options()
-    printed = asked["output"].replace("%x", asked["job-name"]).replace("%j", "JOB")
-    own = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
-    device = own if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
+    options = job.options()
+    printed = options["output"].replace("%x", options["job-name"]).replace("%j", "JOB")
+    gpus = "a GPU" if config.device.per_rank == 1 else f"{config.device.per_rank} GPUs"
+    device = gpus if job.gpus_per_node or gpus_in(job.gres) else f"{job.cpus_per_task} CPU(s)"
     return [
         f"ranks: {job.nodes} host(s) × {job.tasks_per_node} = {ranks}, each with {device}",
         f"batch: {batch} records over all ranks, {batch / ranks:g} on each",

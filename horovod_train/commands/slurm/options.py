@@ -125,23 +125,23 @@ def site_file() -> Path:
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.config"), "horovod_train", "slurm.yaml")
 
 
-def merge_site_options(given: argparse.Namespace, file: Path) -> list[str]:
+def merge_site_options(options: argparse.Namespace, file: Path) -> list[str]:
     """Set options that the command line leaves open to the site's; return these as `name=value`. Raises UserError."""
     site = _read(file)
-    if given.image or given.container:
+    if options.image or options.container:
         site = {name: value for name, value in site.items() if name not in ("image", "container")}
-    if given.gpus_per_node is not None or gpus_in(given.gres):
+    if options.gpus_per_node is not None or gpus_in(options.gres):
         site.pop("gpus_per_node", None)
         if gpus_in(site.get("gres")):
             del site["gres"]
-    own = given.sbatch or []
-    names = {option.partition("=")[0] for option in own}
-    more = [option for option in site.pop("sbatch", []) if option.partition("=")[0] not in names]
-    used = {name: value for name, value in site.items() if getattr(given, name) is None}
+    sbatch = options.sbatch or []
+    names = {option.partition("=")[0] for option in sbatch}
+    site_sbatch = [option for option in site.pop("sbatch", []) if option.partition("=")[0] not in names]
+    used = {name: value for name, value in site.items() if getattr(options, name) is None}
     for name, value in used.items():
-        setattr(given, name, value)
-    given.sbatch = [*more, *own]
-    used |= {"sbatch": more} if more else {}
+        setattr(options, name, value)
+    options.sbatch = [*site_sbatch, *sbatch]
+    used |= {"sbatch": site_sbatch} if site_sbatch else {}
     return [f"{name}={shlex.join(value) if isinstance(value, list | tuple) else value}" for name, value in used.items()]
 
 

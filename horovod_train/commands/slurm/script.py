@@ -44,7 +44,7 @@ class Job:
 
     def options(self) -> dict[str, str]:
         """Return the options of sbatch by name; "" for one without a value."""
-        asked = {
+        options = {
             "job-name": self.name,
             "nodes": self.nodes,
             "ntasks-per-node": self.tasks_per_node,
@@ -61,14 +61,14 @@ class Job:
             "signal": f"B:USR1@{self.notice_s}",
             "requeue": "",
         }
-        more = dict(option.removeprefix("--").partition("=")[::2] for option in self.sbatch)
-        return {name: str(value) for name, value in (asked | more).items() if value is not None}
+        further = dict(option.removeprefix("--").partition("=")[::2] for option in self.sbatch)
+        return {name: str(value) for name, value in (options | further).items() if value is not None}
 
 
-def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder: str | None, venv: str) -> str:
+def render(job: Job, *, head: Sequence[str], arguments: Sequence[str] | None, folder: str | None, venv: str) -> str:
     """Return the script. head: its first comment.
 
-    words: arguments of `python -m horovod_train.main`; None: what follows the script's name in the call of sbatch.
+    arguments: those of `python -m horovod_train.main`; None: what follows the script's name in the call of sbatch.
     folder: where to run; None: where sbatch was called. venv: the folder of the virtual environment.
     """
     load = [
@@ -82,7 +82,7 @@ def render(job: Job, *, head: Sequence[str], words: Sequence[str] | None, folder
         "#SBATCH @OPTIONS@\n": "".join(f"{option}\n" for option in options),
         "@LAUNCH@": job.launch,
         "@RUN@": shlex.join(job.run),
-        "set -- @WORDS@\n": "" if words is None else f"set -- {shlex.join(words)}\n",
+        "set -- @WORDS@\n": "" if arguments is None else f"set -- {shlex.join(arguments)}\n",
         "@MODULES@\n": "".join(f"{line}\n" for line in load) if job.modules else "",
         "@FOLDER@": '"$SLURM_SUBMIT_DIR"' if folder is None else shlex.quote(folder),
         "@VENV@": shlex.quote(venv),

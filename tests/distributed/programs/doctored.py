@@ -16,7 +16,7 @@ from horovod_train.distributed.start import start
 group = start(HorovodConfig(), DeviceConfig())
 own_folder = Path(sys.argv[1]) / f"own-{group.rank}"
 own_folder.mkdir()
-surroundings.SEEN_WITHIN_S = 2.0
+surroundings.VISIBLE_WITHIN_S = 2.0
 
 found = {
     "right": exchange.check_averaging(group),
