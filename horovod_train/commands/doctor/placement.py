@@ -70,15 +70,15 @@ def check_hosts(group: WorkerGroup) -> CheckResult:
 def check_devices(group: WorkerGroup) -> CheckResult:
     """Collective: whether each rank has its own GPUs, by UUID; or why there are none."""
     mine = group.devices[group.rank].gpu_keys
-    seen = len(tf.config.list_physical_devices("GPU"))
-    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), seen)))
+    visible = len(tf.config.list_physical_devices("GPU"))
+    return judge_devices(group.gather((group.hosts[group.rank], mine, len(list_gpus()), visible)))
 
 
 def judge_devices(rows: Sequence[tuple[str, tuple[str, ...], int, int]]) -> CheckResult:
     """rows: for each rank its host, the UUIDs of its GPUs, the GPUs that the driver lists and those TensorFlow sees."""
     facts = {"gpus": [list(uuids) for _, uuids, _, _ in rows]}
-    for rank, (host, uuids, listed, seen) in enumerate(rows):
-        if not uuids and listed and not seen:
+    for rank, (host, uuids, listed, visible) in enumerate(rows):
+        if not uuids and listed and not visible:
             fix = "Install with TENSORFLOW='tensorflow[and-cuda]' make install, or load the cluster's CUDA module."
             return fail("devices", f"rank {rank} ({host}): TensorFlow sees none of the {listed} GPUs", fix, facts)
     holders: dict[tuple[str, str], int] = {}
