@@ -74,8 +74,7 @@ def check_writable(directory: str) -> Path:
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         reason = f"{error.strerror}: {error.filename or directory}"
         raise UserError(
@@ -189,9 +188,9 @@ class RunOutput:
         trackers: Trackers | None = None,
     ) -> None:
         self.directory = directory
-        self.tensorboard: TensorBoard = NullTensorBoard()
-        if tensorboard:
-            self.tensorboard = TensorBoardWriter(directory / "tensorboard")
+        self.tensorboard: TensorBoard = (
+            TensorBoardWriter(directory / "tensorboard") if tensorboard else NullTensorBoard()
+        )
         self._metrics = MetricsFile(directory)
         self._trackers = trackers or Trackers()
         self._prometheus = PrometheusFile(directory)
@@ -242,10 +241,8 @@ class RunOutput:
             writer.write(step, epoch, split, {**values, **aside.figures})
         seconds = int(time.time() - self._started)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-        readable = "  ".join(
-            [*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [aside.phrase])]
-        )
-        log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {readable}")
+        texts = [*(f"{name} {value:.4g}" for name, value in values.items()), *filter(None, [aside.phrase])]
+        log.info(f"{clock}  {split:<5} step {step}  epoch {epoch}  {'  '.join(texts)}")
 
     def append_parameters(self, step: int, moves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self._parameters.append({"step": step, "parameters": moves})
