@@ -1,5 +1,5 @@
-"""Batches of records whose lists are about equally long: in which order a lane gives its records, and how long lists
-are in each step. Arithmetic only; see lengths for where the lengths come from, and sampler for lanes.
+"""Batches of records whose lists are about equally long: the order of a lane's records, and the length of lists in each
+step. Arithmetic only; see lengths for where the lengths come from, and sampler for lanes.
 
 A lane's records of `steps` neighbouring steps are a *pool*. Each lane sorts its own pool by length, so that a step gets
 the k-th shortest record of every lane, and the steps of a pool come in an order drawn from (seed, epoch). A lane still
@@ -30,11 +30,11 @@ class Buckets:
     by: str
     """The feature by whose length records are sorted."""
     steps: int
-    """Of a pool."""
+    """The number of steps in a pool."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal if the order is the same."""
+        """Equal for two Buckets that give the same order."""
         column = np.ascontiguousarray(self.lengths[:, self.names.index(self.by)], "<i4")
         return hashlib.sha256(f"{self.by} {self.steps} ".encode() + column.tobytes()).hexdigest()
 
@@ -44,12 +44,12 @@ class Buckets:
         return first, min(first + self.steps, full_steps)
 
     def sort(self, records: np.ndarray, seed: int, epoch: int, first_step: int) -> np.ndarray:
-        """Return the records of a pool, int64 [steps, lanes], as they are used. first_step: of the pool."""
+        """Return the records of a pool, int64 [steps, lanes], in order of use. first_step: the first of the pool."""
         lengths = self.lengths[:, self.names.index(self.by)][records]
         by_length = np.argsort(lengths, axis=0, kind="stable")
         key = counter_rng.key(seed, epoch, _POOLS)
-        turns = counter_rng.permutation(key, np.arange(first_step, first_step + len(records)))
-        return np.take_along_axis(records, by_length[turns], axis=0)
+        step_order = counter_rng.permutation(key, np.arange(first_step, first_step + len(records)))
+        return np.take_along_axis(records, by_length[step_order], axis=0)
 
     def widths(self, records: np.ndarray, real: np.ndarray) -> np.ndarray:
         """Return how long the longest list of each step is, at least 1: int64 [steps, names].

@@ -36,7 +36,7 @@ def permutation(key: np.uint64, counters: np.ndarray) -> np.ndarray:
 
 
 def mix(z: np.ndarray) -> np.ndarray:
-    """Return the bits of each uint64 well mixed: a bijection."""
+    """Mix the bits of each uint64; a bijection."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -29,7 +29,7 @@ def parts_of_records(records: int, folds: int) -> np.ndarray:
 
 
 def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selection:
-    """Return all records but those of a part; is_left_out: that part itself, which training leaves out.
+    """Return all records but those of a part. is_left_out: return that part instead, which training leaves out.
 
     fold: k/K, part k of K from 1, as config.rules has checked. Raises UserError for fewer than K records.
     """
@@ -38,18 +38,18 @@ def fold_records(source: RecordSource, fold: str, *, is_left_out: bool) -> Selec
         raise UserError(f"data.fold: {fold} needs at least {folds} records; there are {source.blocks.num_records}.")
     in_part = parts_of_records(source.blocks.num_records, folds) == number - 1
     chosen = in_part if is_left_out else ~in_part
-    counts = _count(chosen, source.blocks.first_record)
+    counts = _count_chosen(chosen, source.blocks.first_record)
     block = np.flatnonzero(counts)
     edges = np.concatenate([[0], np.cumsum([part.records for part in source.parts])])
-    which = f"{number}/{folds} {'only' if is_left_out else 'left out'}"
+    digest_suffix = f"{number}/{folds} {'only' if is_left_out else 'left out'}"
     parts = [
-        part._replace(records=count, digest=hashlib.sha256(f"{part.digest} {which}".encode()).hexdigest())
-        for part, count in zip(source.parts, _count(chosen, edges).tolist(), strict=True)
+        part._replace(records=count, digest=hashlib.sha256(f"{part.digest} {digest_suffix}".encode()).hexdigest())
+        for part, count in zip(source.parts, _count_chosen(chosen, edges).tolist(), strict=True)
     ]
     blocks = Blocks(counts[block], source.blocks.bytes[block])
     return Selection(source, blocks, parts, block, np.flatnonzero(chosen))
 
 
-def _count(chosen: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _count_chosen(chosen: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return how many are chosen between each edge and the next: int64 [edges - 1]."""
     return np.diff(np.concatenate([np.zeros(1, np.int64), np.cumsum(chosen)])[edges])

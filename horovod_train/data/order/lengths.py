@@ -1,6 +1,7 @@
-"""Finds out how long the lists of all records are, once, and keeps that in a file. Needs TensorFlow to parse TFRecords.
+"""Measures how long the lists of all records are, once, and saves the lengths. Needs TensorFlow to parse TFRecords.
 
-Kept in `data.index_dir` or the user's cache folder, by the digest of what the records hold: copies have the same.
+The file is in `data.index_dir` or the user's cache folder, and named by the digest of what the records hold, so copies
+of the records share it.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ _LENGTHS = Artifact("lengths of records", r"lengths-[0-9a-f]{16}\.npy", content_
 def find_buckets(source: RecordSource, digest: str, schema: Schema, config: DataConfig) -> Buckets | None:
     """Return the lengths of all lists and how to bucket by them; None without data.bucket_by_length.
 
-    digest: of the source. The first time this reads all records. Raises UserError for a feature that is no list.
+    digest: of the source. Reads all records unless their lengths are saved. Raises UserError if the feature is no list.
     """
     by = config.bucket_by_length
     if by is None:
         return None
     lists = {name: feature for name, feature in schema.features.items() if feature.max_length}
     if by not in lists:
-        there = ", ".join(lists) or "none is"
         raise UserError(
-            f"data.bucket_by_length: {by} is no list; of the features of {schema.where} {there} (max_length)."
+            f"data.bucket_by_length: {by} is no list (a feature with max_length). "
+            f"The lists of {schema.where}: {', '.join(lists) or 'none'}."
         )
     used = {*schema.inputs, *schema.targets, by}
     lists = {name: feature for name, feature in lists.items() if name in used}
-    unique = hashlib.sha256(f"{digest} {lists!r}".encode()).hexdigest()[:16]
-    places, shape = paths_in_cache(f"lengths-{unique}.npy", config.index_dir), (source.blocks.num_records, len(lists))
-    lengths = _load(places, shape)
+    cache_key = hashlib.sha256(f"{digest} {lists!r}".encode()).hexdigest()[:16]
+    places = paths_in_cache(f"lengths-{cache_key}.npy", config.index_dir)
+    lengths = _load(places, (source.blocks.num_records, len(lists)))
     if lengths is None:
-        lengths = _measure(source, lists, config)
+        lengths = _measure_lengths(source, lists, config)
         save_to_first(places, partial(_save, lengths))
     return Buckets(tuple(lists), lengths, by, config.bucket_steps)
 
 
-def _measure(source: RecordSource, lists: dict[str, Feature], config: DataConfig) -> np.ndarray:
-    """Read all records; a bad one has no length, and is named when it is used."""
+def _measure_lengths(source: RecordSource, lists: dict[str, Feature], config: DataConfig) -> np.ndarray:
+    """Read all records; a bad one gets length 0, and is reported when it is used."""
     reader, parser = Reader(source, config.read_threads), source.parser(lists)
     lengths = np.zeros((source.blocks.num_records, len(lists)), np.int32)
     for records, _, arrays, bad in parse_all(source, reader, parser, "reading records once, for their lengths"):
@@ -75,8 +76,8 @@ def _measure(source: RecordSource, lists: dict[str, Feature], config: DataConfig
 def lengths_of(feature: Feature, values: np.ndarray) -> np.ndarray:
     """Return the lengths of lists [records, max_length, …], without the padding at their ends: int64 [records]."""
     padding = b"" if feature.stored_dtype == "string" else np.asarray(feature.padding, values.dtype)
-    differs = (values != padding).reshape(*values.shape[:2], -1).any(axis=2)
-    return np.where(differs.any(axis=1), differs.shape[1] - np.argmax(differs[:, ::-1], axis=1), 0)
+    is_item = (values != padding).reshape(*values.shape[:2], -1).any(axis=2)
+    return np.where(is_item.any(axis=1), is_item.shape[1] - np.argmax(is_item[:, ::-1], axis=1), 0)
 
 
 def _load(places: Sequence[Path], shape: tuple[int, int]) -> np.ndarray | None:

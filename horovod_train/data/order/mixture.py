@@ -1,6 +1,6 @@
 """Some data sets read as one: each record once an epoch, or as often as its data set repeats. Knows no format.
 
-The repeats of a block are blocks of their own: they come at different times in a shuffled epoch.
+Each repeat of a block counts as another block, so the repeats come at different times in a shuffled epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DataSet(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What the config says of one data set."""
+    """One data set as the config names it."""
 
     name: str
     parts: int
@@ -37,7 +37,7 @@ def split_by_entry(source: RecordSource, entries: Sequence[Entry]) -> list[DataS
     """Return the data sets of a source, in its order."""
     return [
         DataSet(entry.name, sum(part.records for part in parts), entry.repeats)
-        for entry, parts in zip(entries, _parts(source, entries), strict=True)
+        for entry, parts in zip(entries, _parts_by_entry(source, entries), strict=True)
     ]
 
 
@@ -45,15 +45,15 @@ def mix(source: RecordSource, entries: Sequence[Entry]) -> Selection:
     """Return the records of a source, those of each data set as often as it repeats."""
     edges = np.cumsum([0, *(data_set.records for data_set in split_by_entry(source, entries))])
     first_block = np.searchsorted(source.blocks.first_record, edges)  # a block is of one part
-    of_each = np.split(np.arange(first_block[-1]), first_block[1:-1])
+    blocks_by_entry = np.split(np.arange(first_block[-1]), first_block[1:-1])
     repeats = [entry.repeats for entry in entries]
-    block = np.concatenate([np.tile(blocks, times) for blocks, times in zip(of_each, repeats, strict=True)])
+    block = np.concatenate([np.tile(blocks, times) for blocks, times in zip(blocks_by_entry, repeats, strict=True)])
     blocks = Blocks(source.blocks.records[block], source.blocks.bytes[block])
-    parts = [list(parts) * times for parts, times in zip(_parts(source, entries), repeats, strict=True)]
+    parts = [list(parts) * times for parts, times in zip(_parts_by_entry(source, entries), repeats, strict=True)]
     return Selection(source, blocks, [*itertools.chain(*parts)], block)
 
 
-def _parts(source: RecordSource, entries: Sequence[Entry]) -> list[Sequence[Part]]:
+def _parts_by_entry(source: RecordSource, entries: Sequence[Entry]) -> list[Sequence[Part]]:
     """Return the parts of each data set."""
     ends = np.cumsum([entry.parts for entry in entries]).tolist()
     assert ends[-1] == len(source.parts), "a source has as many parts as files"

@@ -22,13 +22,13 @@ class RankShare:
     """Rows with weight 0."""
     blocks: int = 0
     bytes: int = 0
-    """Size of those blocks: the rank reads at least this."""
+    """The total size of those blocks: the rank reads at least this."""
     first: tuple[int, ...] = ()
     """The first records that it reads."""
 
 
 def padding_share(plan: Plan) -> dict[str, float]:
-    """Return the share of each list that is padding, by its name, in the first steps; none without buckets."""
+    """Return by name the share of each list that is padding, over the first steps; {} without buckets."""
     if plan.buckets is None:
         return {}
     steps, sequence = min(plan.steps_per_epoch, _STEPS), plan.sequence(0)
@@ -42,15 +42,15 @@ def epoch_shares(plan: Plan, blocks: Blocks, epoch: int, size: int) -> tuple[lis
     """Return the share of each of `size` ranks, and how often all ranks together read each record: int64 [records]."""
     sequence, counts, shares = plan.sequence(epoch), np.zeros(plan.num_records, np.int64), []
     for rank in range(size):
-        share, touched = RankShare(rank), np.zeros(len(blocks.records), bool)
+        share, is_block_read = RankShare(rank), np.zeros(len(blocks.records), bool)
         for first in range(0, plan.steps_per_epoch, _STEPS):
             rows = plan.rows(sequence, rank, size, first, min(first + _STEPS, plan.steps_per_epoch))
             records = rows.records[rows.real]
             np.add.at(counts, records, 1)
-            touched[blocks.containing(records)] = True
+            is_block_read[blocks.containing(records)] = True
             share.records += len(records)
             share.padding += rows.real.size - len(records)
             share.first = share.first or tuple(records[:4].tolist())
-        share.blocks, share.bytes = int(touched.sum()), int(blocks.bytes[touched].sum())
+        share.blocks, share.bytes = int(is_block_read.sum()), int(blocks.bytes[is_block_read].sum())
         shares.append(share)
     return shares, counts

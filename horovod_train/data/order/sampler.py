@@ -71,12 +71,12 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_records, self.global_batch_size)
-        return whole + (rest > 0 and not self.drop_remainder)
+        full_steps, remainder = divmod(self.num_records, self.global_batch_size)
+        return full_steps + (remainder > 0 and not self.drop_remainder)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for plans of the same order and content: a position in an epoch then means the same records."""
+        """Equal for plans of the same order and content, in which a position in an epoch means the same records."""
         facts = (self.global_batch_size, self.seed, self.order, self.shuffle_window, self.drop_remainder, self.content)
         buckets = self.buckets.fingerprint if self.buckets else ""
         text = repr(facts) + buckets
@@ -95,8 +95,8 @@ class Plan:
         if self.order != "shuffled":
             return EpochSequence(self.block_counts, self.seed, epoch, None)
         window = -(-self.shuffle_window // self.global_batch_size)  # of one lane; all lanes are open together
-        whole = self.shuffle_window >= self.num_records
-        return EpochSequence(self.block_counts, self.seed, epoch, self.num_records if whole else window)
+        is_one_window = self.shuffle_window >= self.num_records
+        return EpochSequence(self.block_counts, self.seed, epoch, self.num_records if is_one_window else window)
 
     def rows(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> Rows:
         """Return what a rank reads in [first_step, last_step) of the epoch of `sequence`."""
@@ -108,8 +108,8 @@ class Plan:
         while step < last_step:
             first, last = self.buckets.pool(step, full_steps)
             if step < last:
-                whole = sequence.records(self.positions(rank, size, first, last)[0])
-                sorted_by_length = self.buckets.sort(whole, self.seed, sequence.epoch, first)
+                pool_records = sequence.records(self.positions(rank, size, first, last)[0])
+                sorted_by_length = self.buckets.sort(pool_records, self.seed, sequence.epoch, first)
                 end = min(last, last_step)
                 records[step - first_step : end - first_step] = sorted_by_length[step - first : end - first]
             else:
@@ -121,8 +121,8 @@ class Plan:
     def blocks_near(self, sequence: EpochSequence, rank: int, size: int, first_step: int, last_step: int) -> np.ndarray:
         """Return the blocks to keep while a rank reads these steps: those of every window that a lane is in."""
         if self.buckets is not None:
-            each = self.buckets.steps
-            first_step, last_step = first_step // each * each, min(-(-last_step // each) * each, self.steps_per_epoch)
+            pool = self.buckets.steps
+            first_step, last_step = first_step // pool * pool, min(-(-last_step // pool) * pool, self.steps_per_epoch)
         return sequence.blocks_near(self.positions(rank, size, first_step, last_step)[0])
 
     def widths(self, sequence: EpochSequence, first_step: int, last_step: int) -> np.ndarray:
@@ -176,10 +176,10 @@ class EpochSequence:
         if self._are_single:
             return self.blocks[positions]
         flat = positions.ravel()
-        windows = self._windows(flat)
+        windows = self._windows_of(flat)
         by_window = np.argsort(windows, kind="stable")
         needed, first = np.unique(windows[by_window], return_index=True)
-        self._orders = {w: self._orders[w] if w in self._orders else self._order(w) for w in needed.tolist()}
+        self._orders = {w: self._orders[w] if w in self._orders else self._shuffle_window(w) for w in needed.tolist()}
         records = np.empty_like(flat)
         for window, members in zip(needed.tolist(), np.split(by_window, first[1:]), strict=True):
             records[members] = self._orders[window][flat[members] - self._window_starts[window]]
@@ -189,14 +189,14 @@ class EpochSequence:
         """Return the blocks of every window that contains a position: those to keep while a lane is there."""
         if self._are_single:
             return self.blocks[positions.ravel()]
-        windows = np.unique(self._windows(positions.ravel()))
+        windows = np.unique(self._windows_of(positions.ravel()))
         first, last = self._window_blocks[windows], self._window_blocks[windows + 1]
         return np.concatenate([self.blocks[a:b] for a, b in zip(first.tolist(), last.tolist(), strict=True)])
 
-    def _windows(self, positions: np.ndarray) -> np.ndarray:
+    def _windows_of(self, positions: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._window_starts, positions, side="right") - 1
 
-    def _order(self, window: int) -> np.ndarray:
+    def _shuffle_window(self, window: int) -> np.ndarray:
         first, last = self._window_blocks[window], self._window_blocks[window + 1]
         counts = np.diff(self._starts[first : last + 1])
         offset = self._first_record[first:last] - (self._starts[first:last] - self._starts[first])

@@ -1,6 +1,6 @@
-"""Records of another source, of which some are left out or repeated: what folds and mixtures share. Knows no format.
+"""Selects records of another source, some left out or repeated: what folds and mixtures share. Knows no format.
 
-A record that is repeated has a number for each of its repeats, so whatever counts records is true of selections too.
+A repeated record has a number for each of its repeats, so counts of records include repeats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_train.data.source import Blocks, Data, LoadBlock, LoadedBlock, Pars
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """A RecordSource made of another's records."""
+    """A RecordSource of selected records of another source."""
 
     source: RecordSource
     blocks: Blocks
@@ -34,17 +34,18 @@ class Selection:
         return self.source.parser(features)
 
     def _load(self, load: LoadBlock, block: int) -> LoadedBlock:
-        of_source = int(self.block[block])
-        whole = load(of_source)
+        source_number = int(self.block[block])
+        source_block = load(source_number)
         if self.records is None:
-            return whole
+            return source_block
         first, last = self.blocks.first_record[block : block + 2].tolist()
-        places = (self.records[first:last] - self.source.blocks.first_record[of_source]).tolist()
-        faults = {here: whole.faults[place] for here, place in enumerate(places) if place in whole.faults}
-        return LoadedBlock(_take(whole.data, places), lambda here, problem: whole.name(places[here], problem), faults)
+        positions = (self.records[first:last] - self.source.blocks.first_record[source_number]).tolist()
+        faults = {row: source_block.faults[at] for row, at in enumerate(positions) if at in source_block.faults}
+        data = _take(source_block.data, positions)
+        return LoadedBlock(data, lambda row, problem: source_block.name(positions[row], problem), faults)
 
 
-def _take(data: Data, places: list[int]) -> Data:
+def _take(data: Data, positions: list[int]) -> Data:
     if isinstance(data, dict):
-        return {name: array[places] for name, array in data.items()}
-    return data[places] if isinstance(data, np.ndarray) else [data[place] for place in places]
+        return {name: array[positions] for name, array in data.items()}
+    return data[positions] if isinstance(data, np.ndarray) else [data[position] for position in positions]
