@@ -4,8 +4,7 @@ Each start of a run opens a file per rank under `RUN_DIR/audit`, named for the s
 invalidates what earlier starts wrote from that step on, because those steps are repeated. Does not know the sampler;
 see check-data.
 
-A disk that cannot be written does not end training: this is reported once, and what is not written is a gap in the
-audit.
+If the disk cannot be written, training continues: the failure is reported once, and the audit has a gap.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class AuditLog:
         self._write({"epoch": epoch, "first_step": first_step, "ids": ids.tolist()})
 
     def flush(self) -> None:
-        """Return when all that was appended is on disk, if the disk accepts it. Call it before saving a checkpoint."""
+        """Write all appended lines to disk, if the disk accepts them. Call it before saving a checkpoint."""
         self.lines.flush(sync=True)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ Audit = AuditLog | NullAudit
 
 
 def _prepare(folder: Path, start: Start) -> None:
-    """Make the folder, and remove from it what this start invalidates."""
+    """Create the folder, and remove the files that this start invalidates."""
     folder.mkdir(parents=True, exist_ok=True)
     for path, position, rank in _files(folder):
         # Each rank removes only its own files, so no rank can remove a file that another has just created. Root also
@@ -162,10 +161,10 @@ def audit(run_dir: str) -> list[EpochAudit]:
     positions = sorted(starts)
     steps: dict[Position, tuple[Start, list[int]]] = {}
     for position, end in zip(positions, [*positions[1:], None], strict=True):
-        for step, ids in _join(folder, starts[position], end):
+        for step, ids in _join_ranks(folder, starts[position], end):
             steps[step] = (starts[position][0][0], ids)
     epochs = sorted({step.epoch for step in steps})
-    return [_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}) for epoch in epochs]
+    return [_audit_epoch(epoch, {s: v for s, v in steps.items() if s.epoch == epoch}) for epoch in epochs]
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
@@ -191,18 +190,20 @@ def _load(path: Path) -> tuple[Start, dict[Position, list[int]]]:
     return start, steps
 
 
-def _join(
+def _join_ranks(
     folder: Path, files: list[tuple[Start, dict[Position, list[int]]]], end: Position | None
 ) -> Iterator[tuple[Position, list[int]]]:
     """Yield the ids of all ranks in each step of one start, up to the step where the next one starts."""
     start = files[0][0]
     ranks = sorted(header.rank for header, _ in files)
     if ranks != list(range(start.size)):
-        raise UserError(f"{folder}: the start at {_text(start.position)} had {start.size} ranks; files are of {ranks}.")
+        raise UserError(
+            f"{folder}: the start at {_describe(start.position)} had {start.size} ranks; files are of {ranks}."
+        )
     position = start.position
     while end is None or position < end:
-        by_rank = [steps.get(position) for _, steps in files]
-        if any(ids is None for ids in by_rank):
+        ids_of_ranks = [steps.get(position) for _, steps in files]
+        if any(ids is None for ids in ids_of_ranks):
             holes = [
                 header.rank
                 for header, steps in files
@@ -210,20 +211,20 @@ def _join(
             ]
             if holes:
                 raise UserError(
-                    f"{folder}: a hole at {_text(position)}: ranks {holes} could not write what they consumed."
+                    f"{folder}: a hole at {_describe(position)}: ranks {holes} could not write what they consumed."
                 )
             if end is None:
                 return  # the run ended, or was killed while some ranks had written this step
-            silent = [header.rank for (header, _), ids in zip(files, by_rank, strict=True) if ids is None]
+            missing_ranks = [header.rank for (header, _), ids in zip(files, ids_of_ranks, strict=True) if ids is None]
             raise UserError(
-                f"{folder}: {_text(position)} is missing for ranks {silent}, but the run continued after it."
+                f"{folder}: {_describe(position)} is missing for ranks {missing_ranks}, but the run continued after it."
             )
-        yield position, [record for ids in by_rank if ids is not None for record in ids if record != -1]
-        last = position.step + 1 == start.steps_per_epoch
-        position = Position(position.epoch + 1, 0) if last else Position(position.epoch, position.step + 1)
+        yield position, [record for ids in ids_of_ranks if ids is not None for record in ids if record != -1]
+        is_last = position.step + 1 == start.steps_per_epoch
+        position = Position(position.epoch + 1, 0) if is_last else Position(position.epoch, position.step + 1)
 
 
-def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochAudit:
+def _audit_epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochAudit:
     starts = [start for _, (start, _) in sorted(steps.items())]
     start = starts[-1]
     read, skipped = np.zeros((2, max(start.num_records for start in starts)), np.int64)
@@ -232,8 +233,8 @@ def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochA
         np.add.at(read, ids[ids >= 0], 1)
         np.add.at(skipped, mark_skipped(ids[ids < 0]), 1)
     counts = read + skipped
-    whole = len(steps) == start.steps_per_epoch
-    missing = np.flatnonzero(counts == 0).tolist() if whole else []
+    is_whole = len(steps) == start.steps_per_epoch
+    missing = np.flatnonzero(counts == 0).tolist() if is_whole else []
     dropped = max(start.num_records - start.steps_per_epoch * start.global_batch_size, 0)
     if len(missing) == dropped:
         missing = []
@@ -247,11 +248,11 @@ def _epoch(epoch: int, steps: dict[Position, tuple[Start, list[int]]]) -> EpochA
         missing=missing,
         twice=np.flatnonzero(counts > 1).tolist(),
         data=tuple(dict.fromkeys(start.data for start in starts)),
-        data_sets=tuple(_by_data_set(start, read, skipped, missing)),
+        data_sets=tuple(_audit_data_sets(start, read, skipped, missing)),
     )
 
 
-def _by_data_set(start: Start, read: np.ndarray, skipped: np.ndarray, missing: list[int]) -> Iterator[DataSetAudit]:
+def _audit_data_sets(start: Start, read: np.ndarray, skipped: np.ndarray, missing: list[int]) -> Iterator[DataSetAudit]:
     first = 0
     for name, records, repeats in start.data_sets:
         last = first + records * repeats
@@ -261,5 +262,5 @@ def _by_data_set(start: Start, read: np.ndarray, skipped: np.ndarray, missing: l
         first = last
 
 
-def _text(position: Position) -> str:
+def _describe(position: Position) -> str:
     return f"epoch {position.epoch}, step {position.step}"

@@ -15,7 +15,7 @@ from horovod_train.data.storage.storage import resolved
 
 
 def paths_beside(folder: str, name: str, index_dir: str | None) -> list[Path]:
-    """Return where a file about the records of a folder may be, best first. name: of the file if it is next to them."""
+    """Return where a file about the records of a folder may be, best first. name: the file's name in the folder."""
     digest = hashlib.sha256(resolved(folder).encode(errors="surrogateescape")).hexdigest()[:16]
     beside = [] if index_dir or is_remote(folder) else [Path(folder, name)]
     return [*beside, *paths_in_cache(f"{digest}{Path(name).suffix}", index_dir)]

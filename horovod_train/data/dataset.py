@@ -36,7 +36,8 @@ Split = Literal["train", "eval"]
 SOURCES: dict[str, OpenSource] = {"*.tfrecord*": open_tfrecords, "*.array_record*": open_array_records}
 """Names of files of each kind, as a pattern → what opens them. Files of other names are opened as the first kind.
 
-What a record holds stands beside these files. The kinds that say it themselves are in random_access.formats.
+A dataset.json beside these files says what a record holds. Kinds that describe their records are in
+random_access.formats.
 """
 
 
@@ -53,7 +54,7 @@ class Records:
     stored: Sequence[Part] = ()
     """The parts as they are stored, where the source repeats some records or leaves some out."""
     data_sets: Sequence[DataSet] = ()
-    """Those that the records are from, in their order."""
+    """The data sets that the records are from, in the order of the records."""
 
     @property
     def num_records(self) -> int:
@@ -76,22 +77,22 @@ class Records:
     @property
     def facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks, by name."""
-        of_any_folder = dataclasses.replace(self.schema, counts={})
-        kind = hashlib.sha256(dump_schema(of_any_folder).encode()).hexdigest()
-        return {f"records of {self.setting}": self.digest, f"what a record of {self.setting} holds": kind}
+        schema_without_counts = dataclasses.replace(self.schema, counts={})
+        schema_digest = hashlib.sha256(dump_schema(schema_without_counts).encode()).hexdigest()
+        return {f"records of {self.setting}": self.digest, f"what a record of {self.setting} holds": schema_digest}
 
 
 class OpenRecords(Protocol):
-    """Opens some or all of what was found. Raises UserError for what cannot be read."""
+    """Opens some or all files of a split. Raises UserError for one that cannot be read."""
 
     def __call__(self, files: Sequence[str], *, allow_damage: bool) -> Records: ...
 
 
 class SplitFiles(NamedTuple):
-    """The files of a split that nothing has opened yet."""
+    """The files of a split, before they are opened."""
 
     files: list[str]
-    """Folders too, if each is a data set of its own; with data.source whatever its class makes of these texts."""
+    """Folders too, if each is one data set. With data.source: the texts that its class is called with."""
     are_paths: bool
     entries: list[Entry]
     """The data sets that the files are of."""
@@ -135,24 +136,24 @@ def scan_records(config: DataConfig, split: Split) -> Records:
 
 
 def find_records(config: DataConfig, split: Split) -> SplitFiles:
-    """Find the files of a split, and what says what their records hold. Opens none of them. Raises UserError."""
+    """Find the files of a split and choose what opens them. Opens none. Raises UserError."""
     if config.dataset:
         stream = config.dataset.name
         raise UserError(f"data.dataset: {stream} is a stream, which only training reads; records are needed here.")
     setting, paths, repeats = f"data.{split}", config.paths(split), config.repeats(split)
-    each_alone = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
+    path_entries = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return SplitFiles(list(paths), False, each_alone, partial(_open_stores, open_users, config, setting))
+        return SplitFiles(list(paths), False, path_entries, partial(_open_stores, open_users, config, setting))
     storage = Storage(config.retry_s)
-    of_folders = _kind_of_folders(paths, storage)
-    if of_folders:
+    open_folder = _folder_opener(paths, storage)
+    if open_folder:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return SplitFiles(list(paths), True, each_alone, partial(_open_stores, of_folders, config, setting))
+        return SplitFiles(list(paths), True, path_entries, partial(_open_stores, open_folder, config, setting))
     kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
@@ -167,37 +168,37 @@ def find_records(config: DataConfig, split: Split) -> SplitFiles:
 
 
 def _open_source(
-    opens: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+    opener: OpenSource, schema: Schema, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
 ) -> Records:
     """Open files whose schema is known."""
-    return Records(opens(files, config, allow_damage=allow_damage), schema, setting)
+    return Records(opener(files, config, allow_damage=allow_damage), schema, setting)
 
 
 def _open_stores(
-    opens: OpenStore, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+    opener: OpenStore, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
 ) -> Records:
-    """Open what says itself what its records hold."""
-    source, schema = open_described(files, opens, config, setting)
+    """Open stores, which describe their records."""
+    source, schema = open_described(files, opener, config, setting)
     check_weight(config.weight, schema)
     return Records(source, schema, setting, source.notes)
 
 
-def _kind_of_folders(paths: Sequence[str], storage: Storage) -> OpenStore | None:
-    """Return what opens these folders, if each is a data set of one kind; None if they contain files of records."""
+def _folder_opener(paths: Sequence[str], storage: Storage) -> OpenStore | None:
+    """Return what opens these folders if each is a data set of the same kind; None if they contain files of records."""
     try:
-        if any(not _is_open(path, storage) or _has_record_files(path, storage) for path in paths):
+        if any(not _is_readable_folder(path, storage) or _has_record_files(path, storage) for path in paths):
             return None
-        return next((opens for is_kind, opens in FOLDERS if all(is_kind(path, storage) for path in paths)), None)
+        return next((opener for is_kind, opener in FOLDERS if all(is_kind(path, storage) for path in paths)), None)
     except OSError:
         return None  # list_files says what cannot be read
 
 
-def _is_open(path: str, storage: Storage) -> bool:
+def _is_readable_folder(path: str, storage: Storage) -> bool:
     return storage.is_folder(path) and (is_remote(path) or os.access(path, os.R_OK | os.X_OK))
 
 
 def _has_record_files(folder: str, storage: Storage) -> bool:
-    """Return whether a folder has records of SOURCES, or if it is local, a folder of it has some."""
+    """Return whether a folder, or a subfolder of a local folder, has files of SOURCES."""
     if has_records(folder, SOURCES, storage):
         return True
     return not is_remote(folder) and record_folders(folder, SOURCES) != [folder]
@@ -205,9 +206,9 @@ def _has_record_files(folder: str, storage: Storage) -> bool:
 
 def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
     """Raise UserError for settings that are about TFRecords."""
-    for key, what in (("parse", "gets serialized records, of TFRecords"), ("stage_dir", "keeps blocks of TFRecords")):
+    for key, use in (("parse", "gets serialized records, of TFRecords"), ("stage_dir", "keeps blocks of TFRecords")):
         if getattr(config, key):
-            raise UserError(f"data.{key}: {what}, and {setting}, {path}, has none. Leave it out.")
+            raise UserError(f"data.{key}: {use}, and {setting}, {path}, has none. Leave it out.")
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:
@@ -254,9 +255,9 @@ def check_counts(records: Records, folders: Sequence[str]) -> None:
     """
     for folder in (path for path in folders if is_remote(path) or os.path.isdir(path)):
         parts = records.stored or records.source.parts
-        inside = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
-        count, expected = sum(part.records for part in inside), records.schema.expected.get(folder.rstrip("/"))
-        if expected is None or count == expected.records or (problems_of(inside) and count < expected.records):
+        folder_parts = [part for part in parts if os.path.dirname(part.path) == folder.rstrip("/")]
+        count, expected = sum(part.records for part in folder_parts), records.schema.expected.get(folder.rstrip("/"))
+        if expected is None or count == expected.records or (problems_of(folder_parts) and count < expected.records):
             continue
         raise UserError(
             f"{folder}: holds {count} records; {expected.where} says {expected.records}. "

@@ -72,7 +72,7 @@ def parse_feature(value: Any, where: str) -> Feature:
 
 
 def _holds(dtype: str, value: float) -> bool:
-    """Return whether a dtype has a value, as far as it can be exact."""
+    """Return whether a dtype can hold a value. True for every float dtype, although it may round."""
     if dtype == "string" or dtype.startswith("float"):
         return True
     limits = np.iinfo(dtype)

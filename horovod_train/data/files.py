@@ -16,7 +16,7 @@ INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index_file."""
 
 
-class Listed(NamedTuple):
+class FileList(NamedTuple):
     """The files that folders and globs stand for: in the order given, and by name within each."""
 
     kind: str
@@ -26,7 +26,7 @@ class Listed(NamedTuple):
     """How many of them each path stands for."""
 
 
-def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], storage: Storage = DEFAULT) -> Listed:
+def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], storage: Storage = DEFAULT) -> FileList:
     """Return the files that folders and globs stand for.
 
     All are of one kind: the first of `patterns` that fits any of the paths, or else the first. `setting` is the config
@@ -34,65 +34,67 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
     """
     first = next(iter(patterns))
     try:
-        named = [(path, storage.is_folder(path)) for path in paths]
-        kind = next((one for one in patterns if any(_fits(*each, one, storage) for each in named)), first)
+        entries = [(path, storage.is_folder(path)) for path in paths]
+        fitting = (pattern for pattern in patterns if any(_fits(*entry, pattern, storage) for entry in entries))
+        kind = next(fitting, first)
         lists = [
             _list_folder(path, setting, kind, storage) if is_folder else _list_glob(path, setting, storage)
-            for path, is_folder in named
+            for path, is_folder in entries
         ]
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in lists for name in names]
     check_named_once(files, setting)
-    return Listed(kind, files, [len(names) for names in lists])
+    return FileList(kind, files, [len(names) for names in lists])
 
 
 def check_named_once(files: Sequence[str], setting: str) -> None:
-    """Raise UserError for a name that comes twice."""
-    seen: set[str] = set()
+    """Raise UserError for a file that is named twice."""
+    unique: set[str] = set()
     for name in map(normalized, files):
-        if name in seen:
+        if name in unique:
             raise UserError(f"{setting}: {name} is named twice; its records would be read twice. Name it once.")
-        seen.add(name)
+        unique.add(name)
 
 
 def check_different(entries: Iterable[Stamps]) -> None:
     """Raise UserError for two names of one file in different entries, whose records would be read twice."""
-    seen: dict[Stamp, str] = {}
+    by_stamp: dict[Stamp, str] = {}
     for stamps in entries:
         # Size and time too, not the inode alone: some network file systems use an inode number twice.
         names = {stamp: name for name, stamp in stamps.items() if stamp.inode[1]}
         for stamp, name in names.items():
-            if stamp in seen:
+            if stamp in by_stamp:
                 raise UserError(
-                    f"{name}: is the same file as {seen[stamp]}; its records would be read twice. Name it once."
+                    f"{name}: is the same file as {by_stamp[stamp]}; its records would be read twice. Name it once."
                 )
-        seen.update(names)
+        by_stamp.update(names)
 
 
 def record_folders(path: str, patterns: Collection[str], storage: Storage = DEFAULT) -> list[str]:
-    """Return the path itself, or if it is a folder without records, those of its folders that have some.
+    """Return the path itself, or if it is a folder without records, those of its subfolders that have some.
 
     Raises OSError for a folder that cannot be read.
     """
     if not storage.is_folder(path) or has_records(path, patterns, storage):
         return [path]
-    below = [os.path.join(path, name) for name in storage.names(path)]
-    return [one for one in below if storage.is_folder(one) and has_records(one, patterns, storage)] or [path]
+    entries = [os.path.join(path, name) for name in storage.names(path)]
+    folders = [entry for entry in entries if storage.is_folder(entry) and has_records(entry, patterns, storage)]
+    return folders or [path]
 
 
 def has_records(folder: str, patterns: Collection[str], storage: Storage = DEFAULT) -> bool:
     """Return whether a folder has files of records in it."""
-    return any(_records_in(folder, pattern, storage) for pattern in patterns)
+    return any(_record_files(folder, pattern, storage) for pattern in patterns)
 
 
 def _fits(path: str, is_folder: bool, pattern: str, storage: Storage) -> bool:
     if is_folder:
-        return bool(_records_in(path, pattern, storage))
+        return bool(_record_files(path, pattern, storage))
     return fnmatch.fnmatchcase(os.path.basename(path), pattern)
 
 
-def _records_in(folder: str, pattern: str, storage: Storage) -> list[str]:
+def _record_files(folder: str, pattern: str, storage: Storage) -> list[str]:
     if not is_remote(folder):
         return storage.glob(os.path.join(glob.escape(folder), pattern))
     names = fnmatch.filter(storage.names(folder), pattern)
@@ -100,15 +102,15 @@ def _records_in(folder: str, pattern: str, storage: Storage) -> list[str]:
 
 
 def _list_folder(folder: str, setting: str, pattern: str, storage: Storage) -> list[str]:
-    inside = storage.names(folder)
-    names = _records_in(folder, pattern, storage)
+    content = storage.names(folder)
+    names = _record_files(folder, pattern, storage)
     if names:
         return names
-    below = record_folders(folder, [pattern], storage)
-    if below != [folder]:
-        hint = f" Its folders have some: {setting}={below[0]}?"
-    elif inside:
-        hint = f" It holds {', '.join(inside[:3])}{', …' if len(inside) > 3 else ''}; name other files with a glob."
+    subfolders = record_folders(folder, [pattern], storage)
+    if subfolders != [folder]:
+        hint = f" Its folders have some: {setting}={subfolders[0]}?"
+    elif content:
+        hint = f" It holds {', '.join(content[:3])}{', …' if len(content) > 3 else ''}; name other files with a glob."
     else:
         hint = " It is empty."
     raise UserError(f"{setting}: {folder} holds no {pattern} files.{hint}")
@@ -122,7 +124,7 @@ def _list_glob(pattern: str, setting: str, storage: Storage) -> list[str]:
         return names
     if glob.has_magic(pattern):
         raise UserError(f"{setting}: {pattern} matches no file.")
-    there: str | None = pattern
-    while there and not storage.exists(there):
-        there = parent(there) if is_remote(there) else os.path.dirname(there.rstrip("/"))
-    raise UserError(f"{setting}: {pattern} does not exist{f'; {there} does' if there else ''}.")
+    existing: str | None = pattern
+    while existing and not storage.exists(existing):
+        existing = parent(existing) if is_remote(existing) else os.path.dirname(existing.rstrip("/"))
+    raise UserError(f"{setting}: {pattern} does not exist{f'; {existing} does' if existing else ''}.")

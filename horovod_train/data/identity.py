@@ -1,4 +1,4 @@
-"""Tells whether two datasets hold the same records in the same order, and if not, which file differs.
+"""Compares data sets: whether they hold the same records in the same order, and if not, which file differs.
 
 A part of a source, such as a file, is identified by its base name, its size, its number of records and a digest of what
 they hold. Its folder and time do not matter, so copies on other disks and hosts are equal. Opens no files.
@@ -54,23 +54,24 @@ def unpack(text: str) -> Names | None:
         return None
 
 
-def difference(here: Names, there: Names, other: str) -> str:
-    """Return how `here` differs from `there`, beginning with a verb: "lacks 3.tfrecord, which rank 0 has".
+def difference(names: Names, reference: Names, owner: str) -> str:
+    """Return how the names differ from the reference, beginning with a verb: "lacks 3.tfrecord, which rank 0 has".
 
-    other: the name of `there` in the sentence.
+    owner: whose reference it is, in the sentence.
     """
-    inside, outside = Counter(name for name, _ in here), Counter(name for name, _ in there)
-    if missing := sorted((outside - inside).elements()):
-        return f"lacks {_several(missing)}, which {other} has"
-    if added := sorted((inside - outside).elements()):
-        return f"has {_several(added)}, which {other} lacks"
-    if changed := sorted(name for name, _ in (Counter(here) - Counter(there)).elements()):
-        return f"has other content in {_several(changed)} than {other}"
-    number, name = next((n, one[0]) for n, (one, its) in enumerate(zip(here, there, strict=True), 1) if one != its)
-    return f"has the same files as {other} in another order, from file {number} on ({name})"
+    counts, reference_counts = Counter(name for name, _ in names), Counter(name for name, _ in reference)
+    if missing := sorted((reference_counts - counts).elements()):
+        return f"lacks {_abbreviate(missing)}, which {owner} has"
+    if added := sorted((counts - reference_counts).elements()):
+        return f"has {_abbreviate(added)}, which {owner} lacks"
+    if changed := sorted(name for name, _ in (Counter(names) - Counter(reference)).elements()):
+        return f"has other content in {_abbreviate(changed)} than {owner}"
+    pairs = enumerate(zip(names, reference, strict=True), 1)
+    number, name = next((number, part[0]) for number, (part, expected) in pairs if part != expected)
+    return f"has the same files as {owner} in another order, from file {number} on ({name})"
 
 
-def _several(names: Sequence[str]) -> str:
+def _abbreviate(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])} and {len(names) - 3} more files" if len(names) > 3 else ", ".join(names)
 
 

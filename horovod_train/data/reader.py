@@ -1,7 +1,7 @@
 """Reads records by number: loads whole blocks ahead of need, and takes the records out of them. Knows no format.
 
-Keeps only the blocks that it is told to keep, so its memory is what the plan's windows span. Also finds out which
-records of a batch cannot be used.
+Frees the blocks that keep_only does not name, so its memory is what the plan's windows span. Also finds the records of
+a batch that cannot be used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.progress import track
-from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, one_by_one
+from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, split_records
 
 _CHUNK = 4096
 
@@ -23,7 +23,7 @@ class _Part(NamedTuple):
     """The records to take from one block."""
 
     block: LoadedBlock
-    places: np.ndarray
+    positions: np.ndarray
     """int64: their positions in the block."""
     rows: np.ndarray
     """int64: their rows in the result."""
@@ -50,7 +50,7 @@ class Reader:
             del self._in_memory[block]
 
     def read(self, records: np.ndarray) -> tuple[Data, dict[int, str]]:
-        """Return the records in the order asked, and for those that cannot be used the sentence that says why.
+        """Return the records in the order of `records`, and a sentence for each that cannot be used, by its number.
 
         Raises UserError if a part has disappeared, has changed or cannot be read.
         """
@@ -58,43 +58,43 @@ class Reader:
         order = np.argsort(blocks, kind="stable")
         needed, first = np.unique(blocks[order], return_index=True)
         self.read_ahead(needed.tolist())
-        places = records - self._blocks.first_record[blocks]
+        positions = records - self._blocks.first_record[blocks]
         parts = [
-            _Part(self._in_memory[block].result(), places[rows], rows)
+            _Part(self._in_memory[block].result(), positions[rows], rows)
             for block, rows in zip(needed.tolist(), np.split(order, first[1:]), strict=True)
         ]
         faults = {
-            int(records[row]): part.block.faults[place]
+            int(records[row]): part.block.faults[position]
             for part in parts
             if part.block.faults
-            for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True)
-            if place in part.block.faults
+            for row, position in zip(part.rows.tolist(), part.positions.tolist(), strict=True)
+            if position in part.block.faults
         }
         return _join(parts, len(records)), faults
 
     def name_record(self, record: int, problem: str) -> str:
-        """Return the sentence that tells where a record is, and what is wrong with it. Loads its block if necessary."""
+        """Return a sentence with the place of a record and its problem. Loads its block if necessary."""
         (block,) = self._blocks.containing(np.array([record])).tolist()
         self.read_ahead([block])
         return self._in_memory[block].result().name(record - int(self._blocks.first_record[block]), problem)
 
 
 def _join(parts: Sequence[_Part], records: int) -> Data:
-    """Return the records of all parts in one: in arrays, or one by one if some are not in arrays of the same kinds."""
+    """Join the records of all parts: in arrays, or one by one unless all parts have arrays of the same kinds."""
     first = parts[0].block.data
     kinds = _kinds(first)
     if not kinds or any(_kinds(part.block.data) != kinds for part in parts):
-        each: list[Any] = [None] * records
+        in_order: list[Any] = [None] * records
         for part in parts:
-            stored = one_by_one(part.block.data)
-            for row, place in zip(part.rows.tolist(), part.places.tolist(), strict=True):
-                each[row] = stored[place]
-        return each
+            stored = split_records(part.block.data)
+            for row, position in zip(part.rows.tolist(), part.positions.tolist(), strict=True):
+                in_order[row] = stored[position]
+        return in_order
     joined = {name: np.empty((records, *shape), dtype) for name, dtype, shape in kinds}
     for part in parts:
         arrays = _arrays(part.block.data)
         for name, array in joined.items():
-            array[part.rows] = arrays[name][part.places]
+            array[part.rows] = arrays[name][part.positions]
     return joined if isinstance(first, dict) else joined[""]
 
 
@@ -112,35 +112,35 @@ def parse_usable(
 ) -> tuple[Arrays, dict[int, str]]:
     """Parse records; one by one if they do not parse together. faults, name_record: as of Reader.
 
-    Return the arrays of the usable ones, in order, and a sentence for each of the others, by number, in order.
+    Return the arrays of the usable records, and a sentence for each other record, by its number; both in order.
     """
     arrays = None if faults else parser.parse(data)
     if arrays is not None:
         return arrays, {}
-    known = dict(faults)
+    problems = dict(faults)
     usable, unusable = [], dict[int, str]()
-    for record, one in zip(records.tolist(), one_by_one(data), strict=True):
-        problem = None if record in known else parser.problem(one)
+    for record, stored in zip(records.tolist(), split_records(data), strict=True):
+        problem = None if record in problems else parser.problem(stored)
         if problem:
-            known[record] = name_record(record, problem)
-        if record in known:
-            unusable[record] = known[record]
+            problems[record] = name_record(record, problem)
+        if record in problems:
+            unusable[record] = problems[record]
         else:
-            usable.append(one)
+            usable.append(stored)
     arrays = parser.parse(usable) if usable else {}
     assert arrays is not None, "every record was checked, and together they still do not parse"
     return arrays, unusable
 
 
 def parse_all(
-    source: RecordSource, reader: Reader, parser: Parser, what: str
+    source: RecordSource, reader: Reader, parser: Parser, description: str
 ) -> Iterator[tuple[np.ndarray, Data, Arrays, dict[int, str]]]:
-    """Read all records in their order, some thousand at a time. what: names the work on a progress bar.
+    """Read all records in their order, some thousand at a time. description: of the work, on a progress bar.
 
-    Yield the numbers of some, what was read, and what parse_usable returns for it.
+    Yield for each chunk the numbers of its records, their stored data, and the results of parse_usable.
     """
     firsts = range(0, source.blocks.num_records, _CHUNK)
-    for first in track(firsts, len(firsts), what):
+    for first in track(firsts, len(firsts), description):
         records = np.arange(first, min(first + _CHUNK, source.blocks.num_records))
         data, faults = reader.read(records)
         yield records, data, *parse_usable(parser, records, data, faults, reader.name_record)

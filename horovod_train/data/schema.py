@@ -32,8 +32,8 @@ class Schema:
     """Records per split folder, as `prepare` wrote them; empty if they were not counted."""
     where: str = ""
     """The file or config key that the schema comes from, for messages."""
-    expected: dict[str, Expected] = dataclasses.field(default_factory=dict, compare=False)
-    """By the folder of the files that the schema was found for: each dataset.json counts its own folders."""
+    expected: dict[str, ExpectedCount] = dataclasses.field(default_factory=dict, compare=False)
+    """By folder of the files that the schema describes: the count in the folder's dataset.json."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Content:
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-class Expected(NamedTuple):
+class ExpectedCount(NamedTuple):
     """How many records a folder must hold, and the dataset.json that says so."""
 
     records: int
@@ -56,23 +56,23 @@ class Expected(NamedTuple):
 def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage: Storage = DEFAULT) -> Schema:
     """Return the schema of these files: data.features if the config has them, else the dataset.json next to the files.
 
-    data.inputs and data.targets, if given, win over the file's. setting: names the files in messages. Raises UserError.
+    data.inputs and data.targets, if set, replace the file's. setting: names the files in messages. Raises UserError.
     """
     features, inputs, targets = config.features, config.inputs, config.targets
     if features and not inputs:
         raise UserError(f"data.inputs: must name the features that the model gets, of {', '.join(features)}.")
     if features:
         return parse_schema({"features": features, "inputs": list(inputs), "targets": list(targets)}, "data.features")
-    paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
-    for folder, place in paths.items():
-        if place is None:
+    json_paths = {folder: _find_json(folder, storage) for folder in {os.path.dirname(name) for name in files}}
+    for folder, json_path in json_paths.items():
+        if json_path is None:
             raise UserError(
                 f"{setting}: {folder or '.'} has no {DATASET_NAME}, in it or above it, and there is no data.features; "
                 'one of them must say what a record holds, like data.features="{label: {type: int64}}".'
             )
-    schemas = {place: load_schema(place, storage) for place in sorted({place for place in paths.values() if place})}
-    first, *others = schemas.values()
-    for other in others:
+    schemas = {path: load_schema(path, storage) for path in sorted({path for path in json_paths.values() if path})}
+    first, *further = schemas.values()
+    for other in further:
         name = _first_difference(first, other)
         if name:
             raise UserError(
@@ -80,14 +80,14 @@ def find_schema(files: Sequence[str], config: DataConfig, setting: str, storage:
                 "Name folders of one kind, or say what to read from both in data.features."
             )
     expected = {
-        folder: Expected(count, place)
-        for folder, place in paths.items()
-        if place and (count := schemas[place].counts.get(_name(folder))) is not None
+        folder: ExpectedCount(count, path)
+        for folder, path in json_paths.items()
+        if path and (count := schemas[path].counts.get(_folder_name(folder))) is not None
     }
     chosen = dataclasses.replace(
         first, inputs=tuple(inputs) or first.inputs, targets=tuple(targets) or first.targets, expected=expected
     )
-    return _checked(chosen, "data" if inputs or targets else first.where)
+    return _check_roles(chosen, "data" if inputs or targets else first.where)
 
 
 def schema_of_names(inputs: Sequence[str], targets: Sequence[str]) -> Schema:
@@ -125,13 +125,14 @@ def parse_schema(content: Any, where: str) -> Schema:
     if not parts.features:
         raise UserError(f"{where}: features must name at least one feature.")
     features = {str(name): parse_feature(value, f"{where}: {name}") for name, value in parts.features.items()}
-    return _checked(Schema(features, parts.inputs or (), parts.targets or (), parts.counts, where), where)
+    return _check_roles(Schema(features, parts.inputs or (), parts.targets or (), parts.counts, where), where)
 
 
 # --- checking ---------------------------------------------------------------------------------------------------
 
 
-def _checked(schema: Schema, where: str) -> Schema:
+def _check_roles(schema: Schema, where: str) -> Schema:
+    """Return the schema. Raise UserError unless its inputs and targets are features."""
     if not schema.inputs:
         raise UserError(f"{where}: inputs must name the features that the model gets, of {', '.join(schema.features)}.")
     for key in ("inputs", "targets"):
@@ -141,13 +142,13 @@ def _checked(schema: Schema, where: str) -> Schema:
     return schema
 
 
-def _name(folder: str) -> str:
+def _folder_name(folder: str) -> str:
     return os.path.basename(folder if is_remote(folder) else os.path.abspath(folder))
 
 
 def _find_json(folder: str, storage: Storage) -> str | None:
-    for place in (folder, parent(folder)):
-        path = None if place is None else os.path.join(place, DATASET_NAME)
+    for location in (folder, parent(folder)):
+        path = None if location is None else os.path.join(location, DATASET_NAME)
         try:
             if path and storage.exists(path):
                 return path
@@ -156,10 +157,10 @@ def _find_json(folder: str, storage: Storage) -> str | None:
     return None
 
 
-def _first_difference(one: Schema, other: Schema) -> str | None:
-    for name in {**one.features, **other.features}:
-        if one.features.get(name) != other.features.get(name):
+def _first_difference(first: Schema, other: Schema) -> str | None:
+    for name in {**first.features, **other.features}:
+        if first.features.get(name) != other.features.get(name):
             return f"feature {name}"
-    if (one.inputs, one.targets) != (other.inputs, other.targets):
+    if (first.inputs, first.targets) != (other.inputs, other.targets):
         return "inputs or targets"
     return None

@@ -1,4 +1,4 @@
-"""What the package knows of stored records, whatever stores them. Contains no format: see tfrecord and random_access.
+"""The interface to stored records, the same for all formats. The formats are in tfrecord and random_access.
 
 A source is all records of one split in a fixed order. It stores them in blocks: runs of neighbours that are read in one
 piece. The sampler permutes blocks, reader keeps them in memory while they are needed, and the source reads them.
@@ -26,8 +26,8 @@ Data = list[Any] | np.ndarray | Arrays
 """Records as a source gives them: one by one; uint8 [records, bytes] if all have one length; or arrays by name."""
 
 
-def one_by_one(data: Data) -> list[Any]:
-    """Return each record: its bytes, or its values by name."""
+def split_records(data: Data) -> list[Any]:
+    """Return a list with an item for each record: its bytes, or its values by name."""
     if isinstance(data, np.ndarray):
         return [row.tobytes() for row in data]
     if isinstance(data, dict):
@@ -36,12 +36,12 @@ def one_by_one(data: Data) -> list[Any]:
 
 
 def mark_skipped(ids: Any) -> Any:
-    """Return the ids of these records, int64 in an array or a tensor, as of skipped ones; or of those the records."""
+    """Return ids, int64 in an array or a tensor, that mark these records as skipped; for such ids, the records."""
     return -2 - ids
 
 
 class Part(NamedTuple):
-    """A file, or whatever else users can tell apart in a source: what identifies it and its records."""
+    """A file or another part of a source that has a path: what identifies it and its records."""
 
     path: str
     size: int
@@ -65,7 +65,7 @@ class Blocks:
     records: np.ndarray
     """int64 [blocks]: how many records each has."""
     bytes: np.ndarray
-    """int64 [blocks]: how many bytes it takes where it is stored."""
+    """int64 [blocks]: how many bytes each takes in storage."""
 
     @cached_property
     def first_record(self) -> np.ndarray:
@@ -78,7 +78,7 @@ class Blocks:
 
     @cached_property
     def are_single(self) -> bool:
-        """Whether each holds one record."""
+        """Whether each block holds one record."""
         return len(self.records) == self.num_records and bool((self.records == 1).all())
 
     @cached_property
@@ -113,7 +113,7 @@ class LoadedBlock:
     name: Callable[[int, str], str]
     """(a record's position in the block, what is wrong with it) → the sentence that tells where the record is."""
     faults: Mapping[int, str]
-    """Position of a record that cannot be used → that sentence. What `data` has in its place means nothing."""
+    """Position of a record that cannot be used → that sentence. `data` holds no record at that position."""
 
 
 LoadBlock = Callable[[int], LoadedBlock]

@@ -20,7 +20,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import Records, Split, check_counts, find_records
 from horovod_train.data.parsing.serialized import build_parser
 from horovod_train.data.reader import Reader, parse_all
-from horovod_train.data.source import one_by_one
+from horovod_train.data.source import split_records
 from horovod_train.data.transforms.decoding import image_problem
 from horovod_train.errors import UserError
 
@@ -61,7 +61,7 @@ class FeatureSummary:
 
 @dataclass
 class Report:
-    """What was found in one split."""
+    """What one split holds, and its problems."""
 
     where: str
     files: int = 0
@@ -78,7 +78,7 @@ def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     split_files, paths = find_records(config, split), config.paths(split)
     report = Report(", ".join(paths), files=len(split_files.files))
-    readable = [name for name in split_files.files if not split_files.are_paths or _may_be_read(name)]
+    readable = [name for name in split_files.files if not split_files.are_paths or _is_readable(name)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
         return report
@@ -95,20 +95,20 @@ def check_split(config: DataConfig, split: Split) -> Report:
     return report
 
 
-def _may_be_read(path: str) -> bool:
-    return is_remote(path) or os.access(path, os.R_OK)  # a store says it when it is asked
+def _is_readable(path: str) -> bool:
+    return is_remote(path) or os.access(path, os.R_OK)  # opening a remote file checks it
 
 
 def _check_records(records: Records, config: DataConfig, report: Report) -> None:
     """Read all records in their order, and add to the report what is in them."""
     features, reader = records.schema.features, Reader(records.source)
     parser = build_parser(records.source, features, config)
-    report.features = {name: _no_values(dtype, parser.shapes[name]) for name, dtype in parser.dtypes.items()}
+    report.features = {name: _empty_summary(dtype, parser.shapes[name]) for name, dtype in parser.dtypes.items()}
     digests = np.zeros(records.num_records, np.uint64)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for numbers, data, arrays, bad in parse_all(records.source, reader, parser, f"checking {report.where}"):
             usable = ~np.isin(numbers, list(bad))
-            stored, numbers = itertools.compress(one_by_one(data), usable), numbers[usable]
+            stored, numbers = itertools.compress(split_records(data), usable), numbers[usable]
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
                 report.features[name].add(values)
@@ -119,21 +119,21 @@ def _check_records(records: Records, config: DataConfig, report: Report) -> None
                         if problem:
                             bad[record] = reader.name_record(record, f"feature {name}: {problem}")
             report.bad += [bad[record] for record in sorted(bad)]
-    known = digests[digests != 0]
-    report.duplicates = len(known) - len(np.unique(known))
+    usable_digests = digests[digests != 0]
+    report.duplicates = len(usable_digests) - len(np.unique(usable_digests))
 
 
-def _no_values(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:
-    counted = dtype.startswith(("int", "uint")) and shape == ()
-    return FeatureSummary(dtype, shape, histogram={} if counted else None)
+def _empty_summary(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:
+    is_counted = dtype.startswith(("int", "uint")) and shape == ()
+    return FeatureSummary(dtype, shape, histogram={} if is_counted else None)
 
 
 def _digest(record: Any) -> bytes:
-    data = record if isinstance(record, bytes) else b"".join(map(_content, record.values()))
+    data = record if isinstance(record, bytes) else b"".join(map(_bytes_of_value, record.values()))
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def _content(value: Any) -> bytes:
+def _bytes_of_value(value: Any) -> bytes:
     array = np.asarray(value)  # of objects for lists of text, whose bytes would be addresses
-    own = repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
-    return f"{array.dtype} {array.shape} ".encode() + own
+    content = repr(array.tolist()).encode(errors="surrogatepass") if array.dtype.hasobject else array.tobytes()
+    return f"{array.dtype} {array.shape} ".encode() + content

@@ -23,7 +23,7 @@ from horovod_train.data.cache_paths import paths_beside
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import INDEX_NAME, list_files
 from horovod_train.data.reader import Reader
-from horovod_train.data.source import one_by_one
+from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord import index_file
 from horovod_train.data.tfrecord.index import Index, open_index
@@ -37,7 +37,7 @@ from horovod_train.tfrecord_framing import frame
 def read_all(index: Index, stage_dir: str | None = None) -> list[bytes]:
     records, faults = Reader(TFRecords(index, stage_dir)).read(np.arange(index.blocks.num_records))
     assert not faults
-    return one_by_one(records)
+    return split_records(records)
 
 
 def list_tfrecords(*paths: Path | str) -> list[str]:

@@ -19,7 +19,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.parsing.serialized import SchemaParser
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.pipeline import Pipeline
-from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, one_by_one
+from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, split_records
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -77,7 +77,7 @@ class ColumnsParser:
         self.shapes = {"words": (MOST_WORDS,), "label": ()}
 
     def parse(self, records: Data) -> Arrays | None:
-        rows = one_by_one(records)
+        rows = split_records(records)
         if any(map(self.problem, rows)):
             return None
         words = [row["words"] + [0] * (MOST_WORDS - len(row["words"])) for row in rows]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from horovod_train.data.reader import Reader
-from horovod_train.data.source import one_by_one
+from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord.index import open_index
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.data.tfrecord.staging import StagedFiles
@@ -46,7 +46,7 @@ def is_read(paths: list[str], stage: Path | None, records: int = 3) -> bool:
     index = open_index(paths)
     found, faults = Reader(TFRecords(index, str(stage) if stage else None)).read(np.arange(index.blocks.num_records))
     expected = [b"%d %d" % (number, record) * 1000 for number in range(len(paths)) for record in range(records)]
-    return not faults and one_by_one(found) == expected
+    return not faults and split_records(found) == expected
 
 
 def test_neighbours_of_the_stage_stay(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_staged_files_are_read_where_their_source_has_gone(tmp_path: Path) -> No
         for path in paths:
             Path(path).unlink()
         again, _ = readers[1].read(np.arange(6))
-        assert one_by_one(first) == one_by_one(again)
+        assert split_records(first) == split_records(again)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from horovod_train.data.features import Feature
 from horovod_train.data.parsing.fixed_layout import FixedLayout, NotPlain, is_plain
 from horovod_train.data.parsing.record_weights import WeightChecker
 from horovod_train.data.parsing.stored_values import pad_lists, raw_bytes, values_problem
-from horovod_train.data.source import Arrays, Data, Parser, RecordSource, one_by_one
+from horovod_train.data.source import Arrays, Data, Parser, RecordSource, split_records
 from horovod_train.errors import UserError
 
 _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
@@ -66,7 +66,7 @@ class SchemaParser:
         if arrays is None:
             try:
                 with tf.device("cpu:0"):
-                    tensors = self._parse_stored(np.array(one_by_one(records), object))
+                    tensors = self._parse_stored(np.array(split_records(records), object))
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
@@ -126,13 +126,13 @@ class FunctionParser:
 
     def parse(self, records: Data) -> Arrays | None:
         try:
-            arrays = {name: _array(tensor) for name, tensor in self._call(one_by_one(records)).items()}
+            arrays = {name: _array(tensor) for name, tensor in self._call(split_records(records)).items()}
         except _PARSE_ERRORS:
             return None
         wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
         if wrong is None:
             return arrays
-        if any(map(self.problem, one_by_one(records))):
+        if any(map(self.problem, split_records(records))):
             return None
         raise UserError(
             f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "

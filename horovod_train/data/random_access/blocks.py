@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.data.random_access.store import Store, UnreadableFrom, describe_error
-from horovod_train.data.source import Data, LoadedBlock, one_by_one
+from horovod_train.data.source import Data, LoadedBlock, split_records
 from horovod_train.errors import UserError
 
 
@@ -28,11 +28,11 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
         raise
     except UnreadableFrom as error:
         why, good = describe_error(error), error.record - first
-        rows = one_by_one(store.read(first, error.record)) if good else []
+        rows = split_records(store.read(first, error.record)) if good else []
         return rows + [{}] * (last - error.record), dict.fromkeys(range(good, last - first), why)
     except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
         if last - first == 1:
             return [{}], {0: describe_error(error)}
     each = [_read(store, record, record + 1) for record in range(first, last)]
     faults = {place: faulty[0] for place, (_, faulty) in enumerate(each) if faulty}
-    return [row for data, _ in each for row in one_by_one(data)], faults
+    return [row for data, _ in each for row in split_records(data)], faults
