@@ -27,7 +27,7 @@ from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord import index_file
 from horovod_train.data.tfrecord.index import Index, open_index
-from horovod_train.data.tfrecord.index_file import Entries, load_entries, one_at_a_time, save_entries
+from horovod_train.data.tfrecord.index_file import Entries, hold_lock, load_entries, save_entries
 from horovod_train.data.tfrecord.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
@@ -237,7 +237,7 @@ def test_of_several_processes_one_scans_and_the_others_wait(tmp_path: Path, scan
     folder = make_images(tmp_path / "train")
     files, where = list_tfrecords(folder), paths_beside(str(folder), INDEX_NAME, None)
     with ThreadPoolExecutor() as threads:
-        with one_at_a_time(where):
+        with hold_lock(where):
             other = threads.submit(open_index, files)
             inode = os.stat(f"{where[0]}.lock").st_ino
             while not any(

@@ -44,8 +44,8 @@ def load_arrays(path: str, names: list[str]) -> Arrays:
     """Load the arrays of these names. A folder of NAME.npy files works like an npz file. Raises UserError."""
     try:
         if os.path.isdir(path):
-            there = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))
-            check_names(names, there, "--inputs, --targets", path)
+            available = sorted(name[:-4] for name in os.listdir(path) if name.endswith(".npy"))
+            check_names(names, available, "--inputs, --targets", path)
             arrays = {name: np.load(os.path.join(path, f"{name}.npy"), allow_pickle=False) for name in names}
         else:
             with np.load(path, allow_pickle=False) as saved:
@@ -85,16 +85,16 @@ def join_splits(
     for name, array in arrays.items():
         other = eval_arrays.get(name)
         if other is None or other.shape[1:] != array.shape[1:] or other.dtype.kind != array.dtype.kind:
-            given = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
+            actual = "nothing" if other is None else f"{other.dtype}{list(other.shape[1:])}"
             expected = f"{array.dtype}{list(array.shape[1:])}"
-            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {given}.")
+            raise UserError(f"{eval_path}: {name}: expected {expected}, as for training; received {actual}.")
     splits = split_by_fraction(records, arguments, len(next(iter(eval_arrays.values()))))
     return {name: np.concatenate([array, eval_arrays[name]]) for name, array in arrays.items()}, splits
 
 
-def check_names(given: Sequence[str], columns: Sequence[str], option: str, path: str) -> None:
+def check_names(names: Sequence[str], columns: Sequence[str], option: str, path: str) -> None:
     """Raise UserError for a name that no column has."""
-    for name in given:
+    for name in names:
         if name not in columns:
             raise UserError(f"{option}: {path} has no {name}; it has {', '.join(columns)}.")
 

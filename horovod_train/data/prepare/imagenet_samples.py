@@ -53,11 +53,11 @@ def make_image(record: int, classes: int, size: int, seed: int) -> tuple[np.ndar
     """Make an image uint8 [height, width, 3], 0.9 to 1.5 times `size`, and its label from 1 to `classes`."""
     label = 1 + record % classes
     colours = counter_rng.uniforms(counter_rng.key(seed, _CLASSES), np.array([label]), 7)[0]
-    own = counter_rng.uniforms(counter_rng.key(seed, _IMAGES), np.array([record]), 4)[0]
-    height, width = (int(size * (0.9 + 0.6 * draw)) for draw in own[:2])
+    image_draws = counter_rng.uniforms(counter_rng.key(seed, _IMAGES), np.array([record]), 4)[0]
+    height, width = (int(size * (0.9 + 0.6 * draw)) for draw in image_draws[:2])
     angle = np.pi * colours[6]
     y, x = np.mgrid[:height, :width] / size
-    wave = np.sin(2 * np.pi * ((3 + 3 * own[2]) * (x * np.cos(angle) + y * np.sin(angle)) + own[3]))
+    wave = np.sin(2 * np.pi * ((3 + 3 * image_draws[2]) * (x * np.cos(angle) + y * np.sin(angle)) + image_draws[3]))
     share = (0.5 + 0.5 * wave)[..., None]
     return np.rint(255 * (share * colours[:3] + (1 - share) * colours[3:6])).astype(np.uint8), label
 

@@ -62,7 +62,7 @@ def image_folder_schema(size: int, channels: int, classes: int) -> Schema:
 
 
 def class_names(folder: str) -> list[str]:
-    """Return the names of a folder's folders but hidden ones, in order."""
+    """Return the names of a folder's subfolders, sorted, without hidden ones."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 

@@ -15,12 +15,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, records: int, eval_records
     parser.add_argument("--shards", type=int, default=4, help="files a split; default %(default)s")
 
 
-def count(arguments: argparse.Namespace, **least: int) -> int:
-    """Return the number of records to generate. Raises UserError for an argument below its least value."""
-    for name, value in {"records": 1, "eval_records": 0, **least}.items():
-        given = getattr(arguments, name)
-        if given < value:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {value}; received {given}.")
+def count(arguments: argparse.Namespace, **minimums: int) -> int:
+    """Return the number of records to generate. Raises UserError for an argument below its minimum."""
+    for name, minimum in {"records": 1, "eval_records": 0, **minimums}.items():
+        value = getattr(arguments, name)
+        if value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {minimum}; received {value}.")
     return arguments.records + arguments.eval_records
 
 

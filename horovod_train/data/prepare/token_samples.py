@@ -51,8 +51,8 @@ def make_samples(records: int, vocabulary: int, max_length: int, seed: int) -> t
     from_all = 1 + np.floor(uniforms[:, :max_length] * (vocabulary - 1)).astype(np.int64)
     # order[i] is of kind i % KINDS, so the tokens of the favoured kind are KINDS apart.
     tokens_of_a_kind = (vocabulary - 1) // KINDS
-    own = order[np.floor(uniforms[:, :max_length] * tokens_of_a_kind).astype(np.int64) * KINDS + favoured[:, None]]
-    tokens = np.where(uniforms[:, max_length:] < _BIAS, own, from_all)
+    of_kind = order[np.floor(uniforms[:, :max_length] * tokens_of_a_kind).astype(np.int64) * KINDS + favoured[:, None]]
+    tokens = np.where(uniforms[:, max_length:] < _BIAS, of_kind, from_all)
     tokens = np.where(np.arange(max_length) < lengths[:, None], tokens, 0)
-    counts = np.stack([((kind[tokens] == one) & (tokens > 0)).sum(axis=1) for one in range(KINDS)], axis=1)
+    counts = np.stack([((kind[tokens] == number) & (tokens > 0)).sum(axis=1) for number in range(KINDS)], axis=1)
     return tokens, lengths, counts.argmax(axis=1)

@@ -40,8 +40,8 @@ DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (
 _DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
 
 _SHARD_BYTES = 128 << 20
-_LEAST_SHARDS = 4
-_SAMPLED = 16
+_MIN_SHARDS = 4
+_SAMPLED_RECORDS = 16
 
 
 def write_dataset(
@@ -108,7 +108,7 @@ def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.n
 def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int | None) -> int:
     """Write one split's files and index; return its number of records."""
     os.mkdir(folder)
-    files = min(shards or _sensible_shards(records, encode), len(records))
+    files = min(shards or _choose_shards(records, encode), len(records))
     names = [f"{shard:05}-of-{files:05}.tfrecord" for shard in range(files)]
     parts = np.array_split(records, files)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -125,10 +125,10 @@ def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int |
     return write_index(folder, names)
 
 
-def _sensible_shards(records: np.ndarray, encode: Encode) -> int:
-    sample = records[:: max(len(records) // _SAMPLED, 1)][:_SAMPLED]
+def _choose_shards(records: np.ndarray, encode: Encode) -> int:
+    sample = records[:: max(len(records) // _SAMPLED_RECORDS, 1)][:_SAMPLED_RECORDS]
     size = sum(len(_example(encode(record))) for record in sample.tolist()) / len(sample) * len(records)
-    return max(math.ceil(size / _SHARD_BYTES), _LEAST_SHARDS)
+    return max(math.ceil(size / _SHARD_BYTES), _MIN_SHARDS)
 
 
 def _write_shard(path: str, records: np.ndarray, encode: Encode) -> None:

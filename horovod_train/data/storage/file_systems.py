@@ -20,17 +20,18 @@ _DRIVERS: dict[str, Callable[[str], object]] = {
 }
 """Scheme of a URL → what imports its driver, or says how to install it."""
 
-_OF_BOTOCORE = {
+_BOTOCORE_OPTIONS = {
     "max_pool_connections": 64,  # for all threads that read, not ten
-    "retries": {"total_max_attempts": 1},  # requests are repeated here; its own pauses would hold a process that ends
+    # The module retries repeats requests; pauses of botocore would delay the end of a process.
+    "retries": {"total_max_attempts": 1},
 }
 
 
 class FileSystem(NamedTuple):
-    """That of a URL."""
+    """The file system of a URL."""
 
     system: Any
-    """fsspec's."""
+    """The object of fsspec."""
     path: str
     """The URL's path in it."""
     prefix: str
@@ -43,8 +44,8 @@ def open_file_system(url: str) -> FileSystem:
     _DRIVERS[scheme](url)
     fsspec = import_extra("fsspec", "s3", url)
     try:
-        # A listing that a driver keeps would hide that files have changed.
-        options = _options(fsspec) if scheme == "s3" else {}
+        # A cached listing would hide that files have changed.
+        options = _s3_options(fsspec) if scheme == "s3" else {}
         system, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
     except (UserError, MemoryError):
         raise
@@ -53,7 +54,7 @@ def open_file_system(url: str) -> FileSystem:
     return FileSystem(system, path, url.rstrip("/").removesuffix(path))
 
 
-def _options(fsspec: Any) -> dict[str, Any]:
-    """Return what s3fs is opened with. The user's own settings win."""
-    users = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-    return {"config_kwargs": _OF_BOTOCORE | users}
+def _s3_options(fsspec: Any) -> dict[str, Any]:
+    """Return the options to open s3fs with. The user's settings take precedence."""
+    user_options = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": _BOTOCORE_OPTIONS | user_options}

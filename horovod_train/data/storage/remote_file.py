@@ -1,7 +1,7 @@
-"""A file in an object store as libraries want one: an object that seeks and reads. Does not know what the file holds.
+"""A file in an object store as a Python file object, for libraries that seek and read. Does not know the file's format.
 
-What a library reads in small pieces, such as headers, comes from pages that are kept. What its caller knows to be
-needed is loaded before, by several threads side by side, since most libraries let one thread read at a time.
+Small pieces that a library reads, such as headers, come from cached pages. Ranges that the caller knows in advance are
+loaded before, by several threads at the same time, because most libraries let only one thread read at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Range = tuple[int, int]
 
 
 class Pages:
-    """Reads pieces of a remote file, and keeps the pages that short ones are of. Several threads may use it."""
+    """Reads pieces of a remote file, and caches the pages that contain short pieces. Several threads may use it."""
 
     def __init__(self, storage: Storage, url: str, max_pages: int = 4) -> None:
-        """max_pages: to keep, of 256 KiB each. Raises UserError for a file that cannot be read."""
+        """max_pages: cached pages, of 256 KiB each. Raises UserError for a file that cannot be read."""
         self._storage, self.url, self._max_pages = storage, url, max_pages
         self._pages: OrderedDict[int, bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class Pages:
             raise UserError(f"{self.url}: cannot be read any more: {error.strerror}.") from error
 
     def read_by_page(self, offset: int, length: int) -> bytes:
-        """Do as read, but take short pieces from pages that are kept."""
+        """Do as read, but take short pieces from cached pages."""
         if length > _PAGE:
             return self.read(offset, length)
         first, last = offset // _PAGE, (offset + max(length, 1) - 1) // _PAGE
@@ -69,11 +69,11 @@ class Pages:
 class RemoteFile(io.RawIOBase):
     """A remote file that is open for reading. Methods raise UserError if it cannot be read.
 
-    Of several threads one at a time may seek and read; `loaded` is for all of them together.
+    Only one thread at a time may seek and read. All may use `loaded` at the same time.
     """
 
     def __init__(self, pages: Pages) -> None:
-        """pages: of the file; several objects may share them."""
+        """pages: of the file; several RemoteFiles may share them."""
         self._pages, self._position = pages, 0
         self._of_thread = threading.local()
 
@@ -99,7 +99,7 @@ class RemoteFile(io.RawIOBase):
 
     @contextmanager
     def loaded(self, ranges: Sequence[Range]) -> Iterator[None]:
-        """Load ranges, for what this thread reads inside the block."""
+        """Load ranges. What this thread reads of them inside the block comes from memory."""
         self._of_thread.pieces = [(offset, self._pages.read(offset, length)) for offset, length in _join(ranges)]
         try:
             yield
@@ -114,12 +114,12 @@ class RemoteFile(io.RawIOBase):
 
 
 def _join(ranges: Sequence[Range]) -> list[Range]:
-    """Return the ranges in their order, those that are near each other as one."""
+    """Return the ranges sorted, with ranges near each other joined."""
     joined: list[Range] = []
     for offset, length in sorted(ranges):
         if joined and offset <= sum(joined[-1]) + _GAP:
-            start, before = joined[-1]
-            joined[-1] = (start, max(before, offset + length - start))
+            start, joined_length = joined[-1]
+            joined[-1] = (start, max(joined_length, offset + length - start))
         else:
             joined.append((offset, length))
     return joined

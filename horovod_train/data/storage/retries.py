@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _QUIET_S = 3.0
-"""Failures that end sooner are not logged: servers fail now and then."""
+"""Shorter failures are not logged: servers fail now and then."""
 
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _PERMANENT_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG}
@@ -26,10 +26,10 @@ _PASSING_NAMES = {
     *("HTTPClientError", "ConnectionError", "ResponseParserError"),  # botocore
     *("ClientConnectionError", "ClientPayloadError", "ServerTimeoutError"),  # aiohttp
     *("HttpError", "TransportError"),  # gcsfs, google.auth
-    "TimeoutError",  # asyncio's own in Python 3.10
+    "TimeoutError",  # asyncio's class in Python 3.10
     "IncompleteReadError",
 }
-"""Classes of errors that may pass and are no OSError, by name: their packages need not be installed."""
+"""Names of error classes other than OSError that may pass. Names, because their packages need not be installed."""
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +61,13 @@ class Retries:
                 if not may_pass(error):
                     raise as_os_error(error, url) from error
                 if self._given_up.is_set() or tried_s >= self._limit_s:
-                    for each in list(self._in_use):
-                        each._given_up.set()
+                    for retries in list(self._in_use):
+                        retries._given_up.set()
                     text = f"{describe(error)}; tried for {self._limit_s:g} s (data.retry_s)"
                     raise OSError(errno.EIO, text, url) from error
                 if tried_s > _QUIET_S:
                     self._note_failure(url, error)
-                self._given_up.wait(random.uniform(0.5, 1.0) * pause)  # threads must not all come back together
+                self._given_up.wait(random.uniform(0.5, 1.0) * pause)  # threads must not all try again at the same time
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
             else:
                 self._note_success(url)
@@ -109,7 +109,7 @@ def as_os_error(error: BaseException, url: str) -> OSError:
 
 def describe(error: BaseException) -> str:
     """Return what a driver says, in one line without a full stop."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(said.split()).rstrip(".")
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = " ".join(message.split()).rstrip(".")
     name = "" if isinstance(error, OSError) and text else type(error).__name__
     return ": ".join(filter(None, (name, text)))

@@ -1,4 +1,4 @@
-"""Files by their path, on a local disk or in an object store: what is there, and pieces of it.
+"""Files by their path, on a local disk or in an object store: lists them, and reads pieces of them.
 
 Knows no format. Blocks of local files are read without this; see tfrecord.blocks.
 """
@@ -19,12 +19,12 @@ from horovod_train.data.storage.file_systems import open_file_system
 from horovod_train.data.storage.retries import Retries
 from horovod_train.errors import UserError
 
-_REMOTE_FILES = 32  # asked for at the same time
+_REMOTE_FILES = 32  # requested at the same time
 _PIECE = 1 << 20
 _REMOTE_PIECE = 4 << 20
 
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
-"""What drivers say of a file that changes when it does, best first. All of them have one of these."""
+"""Keys of a driver's file information whose values change with the file, best first. All drivers have one of them."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ ReadAt = Callable[[int, int], bytes]
 
 
 class Stamp(NamedTuple):
-    """What tells whether a file is still the same."""
+    """Identifies one version of a file: a changed file has another stamp."""
 
     size: int
     mtime_ns: int
@@ -60,8 +60,8 @@ def parent(folder: str) -> str | None:
 
 def normalized(path: str) -> str:
     """Return the same text for two spellings of a path; symbolic links are not followed."""
-    scheme, _, rest = path.partition("://")
-    return f"{scheme}://{os.path.normpath(rest)}" if is_remote(path) else os.path.normpath(path)
+    scheme, _, location = path.partition("://")
+    return f"{scheme}://{os.path.normpath(location)}" if is_remote(path) else os.path.normpath(path)
 
 
 def resolved(path: str) -> str:
@@ -79,7 +79,7 @@ def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:
 
 
 def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
-    """Return the results for all paths, in order; several remote ones are asked for together: each takes requests."""
+    """Return the results for all paths, in order; remote paths are requested at the same time."""
     if not any(map(is_remote, paths)):
         return list(map(function, paths))
     with ThreadPoolExecutor(_REMOTE_FILES) as threads:
@@ -100,18 +100,18 @@ class Storage:
     def stamp(self, path: str) -> Stamp:
         if not is_remote(path):
             return Stamp.of(os.stat(path))
-        info = self._ask(path, lambda system, place: system.info(place))
+        info = self._request(path, lambda system, place: system.info(place))
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
         return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
 
     def is_folder(self, path: str) -> bool:
         if is_remote(path):
-            return bool(self._ask(path, lambda system, place: system.isdir(place)))
+            return bool(self._request(path, lambda system, place: system.isdir(place)))
         return os.path.isdir(path)
 
     def exists(self, path: str) -> bool:
         if is_remote(path):
-            return bool(self._ask(path, lambda system, place: system.exists(place)))
+            return bool(self._request(path, lambda system, place: system.exists(place)))
         return os.path.exists(path)
 
     def names(self, folder: str) -> list[str]:
@@ -119,10 +119,11 @@ class Storage:
         if not is_remote(folder):
             return sorted(os.listdir(folder))
         if folder not in self._names:
-            paths = self._ask(folder, lambda system, place: system.ls(place, detail=False))
-            own = open_file_system(folder).path.rstrip("/")
-            inside = {str(path).rstrip("/") for path in paths} - {own}  # some stores list an object for the folder
-            self._names[folder] = sorted(path.rpartition("/")[2] for path in inside)
+            paths = self._request(folder, lambda system, place: system.ls(place, detail=False))
+            folder_path = open_file_system(folder).path.rstrip("/")
+            # Some stores list an object for the folder.
+            entries = {str(path).rstrip("/") for path in paths} - {folder_path}
+            self._names[folder] = sorted(path.rpartition("/")[2] for path in entries)
         return self._names[folder]
 
     def glob(self, pattern: str) -> list[str]:
@@ -130,11 +131,11 @@ class Storage:
         if not is_remote(pattern):
             return sorted(glob.glob(pattern, recursive=True))
         prefix = open_file_system(pattern).prefix
-        return sorted(f"{prefix}{path}" for path in self._ask(pattern, lambda system, place: system.glob(place)))
+        return sorted(f"{prefix}{path}" for path in self._request(pattern, lambda system, place: system.glob(place)))
 
     def read_all(self, path: str) -> bytes:
         if is_remote(path):
-            return bytes(self._ask(path, lambda system, place: system.cat_file(place)))
+            return bytes(self._request(path, lambda system, place: system.cat_file(place)))
         with open(path, "rb") as file:
             return file.read()
 
@@ -144,7 +145,7 @@ class Storage:
             if not length:
                 return b""
             return bytes(
-                self._ask(path, lambda system, place: system.cat_file(place, start=offset, end=offset + length))
+                self._request(path, lambda system, place: system.cat_file(place, start=offset, end=offset + length))
             )
         # Opened again each time, because there may be more files than a process may have open.
         with open(path, "rb", buffering=0) as file:
@@ -152,17 +153,17 @@ class Storage:
 
     @contextmanager
     def opened(self, path: str) -> Iterator[tuple[Stamp, ReadAt]]:
-        """Open a file that is to be read mostly from its start to its end."""
+        """Open a file to read it mostly from start to end."""
         if is_remote(path):
             stamp = self.stamp(path)
-            with ThreadPoolExecutor(1, thread_name_prefix="read-on") as thread:
-                yield stamp, _ReadOn(self, path, stamp.size, thread)
+            with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+                yield stamp, _ReadAhead(self, path, stamp.size, thread)
         else:
             with open(path, "rb", buffering=0) as file:
                 fd = file.fileno()
                 yield Stamp.of(os.fstat(fd)), lambda length, offset: os.pread(fd, length, offset)
 
-    def pieces(self, path: str) -> Iterator[bytes]:
+    def read_pieces(self, path: str) -> Iterator[bytes]:
         """Yield the content of a file from its start to its end."""
         with self.opened(path) as (_, read):
             offset = 0
@@ -170,17 +171,17 @@ class Storage:
                 yield piece
                 offset += len(piece)
 
-    def _ask(self, url: str, question: Callable[[Any, str], Any]) -> Any:
+    def _request(self, url: str, request: Callable[[Any, str], Any]) -> Any:
         """Return the answer of a remote file system: (file system, path in it) → answer."""
         system = open_file_system(url)
-        return self._retries.call(url, lambda: question(system.system, system.path))
+        return self._retries.call(url, lambda: request(system.system, system.path))
 
 
 DEFAULT = Storage()
 
 
-class _ReadOn:
-    """Reads a remote file piece by piece, each while the one before it is used."""
+class _ReadAhead:
+    """Reads a remote file piece by piece, and loads the next piece while one is used."""
 
     def __init__(self, storage: Storage, url: str, size: int, thread: ThreadPoolExecutor) -> None:
         self._storage, self._url, self._size, self._thread = storage, url, size, thread

@@ -1,4 +1,4 @@
-"""Cuts one rank's part of a stream into as many steps as all ranks take, and fills those after its end.
+"""Cuts one rank's part of a stream into as many steps as all ranks take, and pads the steps after its end.
 
 Knows `rank` and `size` as numbers. How many steps there are is decided by the ranks together; see training.streams.
 """
@@ -26,7 +26,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class StreamPipeline(BatchSource):
-    """One rank's batches of a stream. Rows after its end repeat the epoch's first record; an empty one's are zeros."""
+    """One rank's batches of a stream. Rows after its end repeat the epoch's first record, or are zeros without one."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class StreamPipeline(BatchSource):
         return 0
 
     def _load(self, ranges: Iterator[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
-        for epoch, of_epoch in itertools.groupby(ranges, lambda steps: steps.epoch):
-            yield from self._load_epoch(epoch, list(of_epoch))
+        for epoch, epoch_ranges in itertools.groupby(ranges, lambda steps: steps.epoch):
+            yield from self._load_epoch(epoch, list(epoch_ranges))
 
     def _load_epoch(self, epoch: int, ranges: Sequence[StepRange]) -> Iterator[list[np.ndarray | tf.Tensor]]:
         """Yield the chunks of an epoch: leaves, weights, ids, counts, each [steps, …]."""
@@ -87,12 +87,12 @@ class StreamPipeline(BatchSource):
                 leaves = None if block is None else tf.nest.flatten(block)
                 if filler is None:
                     filler = self._zeros() if leaves is None else [leaf[:1] for leaf in leaves]
-                there = 0 if leaves is None else int(leaves[-1].shape[0])
+                num_rows = 0 if leaves is None else int(leaves[-1].shape[0])
                 if leaves is not None:
                     self._check_weights(leaves[-1], epoch)
                 if self._lengths is not None and last == self.steps_per_epoch:
-                    self._check_is_last(there <= (last - first) * rows and next(blocks, None) is None, epoch)
-                yield self._padded(leaves, filler, first, last - first)
+                    self._check_is_last(num_rows <= (last - first) * rows and next(blocks, None) is None, epoch)
+                yield self._pad(leaves, filler, first, last - first)
 
     def _check_weights(self, weights: tf.Tensor, epoch: int) -> None:
         bad = tf.boolean_mask(weights, ~(tf.math.is_finite(weights) & (weights >= 0)))
@@ -108,20 +108,20 @@ class StreamPipeline(BatchSource):
                 f"{self.steps_per_epoch} steps, as the ranks gave in epoch 0. Give data.steps_per_epoch."
             )
 
-    def _padded(
+    def _pad(
         self, leaves: list[tf.Tensor] | None, filler: list[tf.Tensor], first_step: int, steps: int
     ) -> list[np.ndarray | tf.Tensor]:
         ranks, rows = self._stream.ranks, self.batch_size_per_rank
         room = steps * rows
         leaves = [leaf[:0] for leaf in filler] if leaves is None else [leaf[:room] for leaf in leaves]
-        there = int(leaves[-1].shape[0])
+        num_rows = int(leaves[-1].shape[0])
         full = [
-            tf.concat([leaf, tf.repeat(fill, room - there, axis=0)], 0) if there < room else leaf
+            tf.concat([leaf, tf.repeat(fill, room - num_rows, axis=0)], 0) if num_rows < room else leaf
             for leaf, fill in zip(leaves, filler, strict=True)
         ]
-        real = tf.range(room) < there
-        own = tf.range(room, dtype=tf.int64) + first_step * rows
-        ids = tf.where(real, own * ranks.size + ranks.rank, -1)
+        real = tf.range(room) < num_rows
+        positions = tf.range(room, dtype=tf.int64) + first_step * rows
+        ids = tf.where(real, positions * ranks.size + ranks.rank, -1)
         full[-1] = tf.where(real, full[-1], 0.0)
         counts = tf.constant([self.count(step) for step in range(first_step, first_step + steps)], tf.int64)
         return [*(tf.reshape(values, [steps, rows, *values.shape[1:]]) for values in (*full, ids)), counts]

@@ -1,6 +1,6 @@
 """Calls the user's function of a stream, (rank, size, epoch, seed, training) → tf.data.Dataset of single records.
 
-Which record is where is the function's own affair. Checks the form of the records, and names the call in errors.
+The function alone decides which rank gets which record. Checks the form of the records, and names the call in errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_train.data.random_access.store import describe_error
 from horovod_train.errors import UserError
 
 WHERE = "data.dataset"
-_COUNTED_TOGETHER = 1024
+_COUNT_BATCH = 1024
 
 
 def open_stream(config: DataConfig, ranks: Ranks, *, seed: int, training: bool) -> Stream | None:
@@ -33,22 +33,22 @@ class Stream:
     """One rank's part of the user's stream, epoch by epoch."""
 
     def __init__(self, spec: Spec, ranks: Ranks, seed: int, training: bool) -> None:
-        """Call the function for epoch 0. Raises UserError if its records have not the form that is needed."""
+        """Call the function for epoch 0. Raises UserError if its records have another form than is required."""
         self.spec, self.ranks, self.seed, self._training = spec, ranks, seed, training
         self._function = load_function(spec.name, WHERE)
         self._first = self._call(0)
         if self._first is None and training:
             raise UserError(f"{WHERE}: {self.name(0)} must return a tf.data.Dataset; received None.")
-        self.elements = () if self._first is None else _checked_elements(self._first, spec.name)
+        self.elements = () if self._first is None else _check_elements(self._first, spec.name)
         """The specs of a record: (inputs, targets), and its weight if it has one; () if there are no records."""
 
     def dataset(self, epoch: int) -> tf.data.Dataset:
         """Return the records of an epoch: (inputs, targets, weight). Raises UserError."""
         data, self._first = (self._first if epoch == 0 else None), None
         data = self._call(epoch) if data is None else data
-        if data is None or _checked_elements(data, self.spec.name) != self.elements:
-            given = None if data is None else data.element_spec
-            raise UserError(f"{WHERE}: {self.name(epoch)} gives {given}; epoch 0 gave {self.elements}.")
+        if data is None or _check_elements(data, self.spec.name) != self.elements:
+            elements = None if data is None else data.element_spec
+            raise UserError(f"{WHERE}: {self.name(epoch)} gives {elements}; epoch 0 gave {self.elements}.")
         return data.map(_with_weight, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
     def count(self) -> int:
@@ -57,20 +57,20 @@ class Stream:
         Raises UserError for a stream that never ends.
         """
         data = self.dataset(0)
-        known = int(data.cardinality())
-        if known == tf.data.INFINITE_CARDINALITY:
+        cardinality = int(data.cardinality())
+        if cardinality == tf.data.INFINITE_CARDINALITY:
             raise UserError(
                 f"{WHERE}: {self.name(0)} never ends. Give data.steps_per_epoch: how many steps an epoch has."
             )
-        if known >= 0:
-            return known
+        if cardinality >= 0:
+            return cardinality
         with self.explaining(0):
-            return int(data.batch(_COUNTED_TOGETHER).reduce(tf.constant(0, tf.int64), _add_rows))
+            return int(data.batch(_COUNT_BATCH).reduce(tf.constant(0, tf.int64), _add_rows))
 
     def name(self, epoch: int) -> str:
         """Return the call as users would write it."""
-        words = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self._training}"
-        return f"{self.spec.name.partition(':')[2]}({words})"
+        arguments = f"rank={self.ranks.rank}, size={self.ranks.size}, epoch={epoch}, training={self._training}"
+        return f"{self.spec.name.partition(':')[2]}({arguments})"
 
     @contextmanager
     def explaining(self, epoch: int) -> Iterator[None]:
@@ -83,9 +83,9 @@ class Stream:
             raise UserError(f"{WHERE}: {self.name(epoch)}: {_describe(error)}.") from error
 
     def _call(self, epoch: int) -> tf.data.Dataset | None:
-        given = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}
+        arguments = {"rank": self.ranks.rank, "size": self.ranks.size, "seed": self.seed, "training": self._training}
         with self.explaining(epoch), tf.device("cpu:0"):
-            result = call(self._function, self.spec, WHERE, epoch=epoch, **given)
+            result = call(self._function, self.spec, WHERE, epoch=epoch, **arguments)
         if not isinstance(result, tf.data.Dataset | None):
             raise UserError(
                 f"{WHERE}: {self.name(epoch)} must return a tf.data.Dataset; received {type(result).__name__}."
@@ -113,7 +113,7 @@ def _add_rows(count: tf.Tensor, element: tuple[Any, ...]) -> tf.Tensor:
     return count + tf.shape(element[-1], tf.int64)[0]
 
 
-def _checked_elements(data: tf.data.Dataset, name: str) -> tuple[Any, ...]:
+def _check_elements(data: tf.data.Dataset, name: str) -> tuple[Any, ...]:
     """Return the specs of a record. Raises UserError unless it is (inputs, targets) or (inputs, targets, weight)."""
     spec = data.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):

@@ -26,8 +26,8 @@ class TFRecordBlocks:
         self._index, self._storage = index, storage
         self._staged = StagedFiles(stage_dir, index.files, _unpacked_bytes(index), storage)
         self._header, self._files = tfrecord_framing.Header(), OpenFiles()
-        self._checked: set[str] = set()
-        """Remote files that were unchanged when this process first read them."""
+        self._unchanged: set[str] = set()
+        """Remote files that had not changed when this process first read them."""
 
     def load(self, block: int) -> LoadedBlock:
         """Read a block, as source.LoadBlock says."""
@@ -35,23 +35,23 @@ class TFRecordBlocks:
         table = tfrecord_framing.even_table(data, self._header)
         frames = tfrecord_framing.split(data, self._header) if table is None else tfrecord_framing.table_frames(table)
         records = [data[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
-        name = partial(self._name, block, frames)
+        name = partial(self._name_record, block, frames)
         bad = tfrecord_framing.bad_checksums(records, frames.checksums).tolist()
-        faults = {place: name(place, "its data does not match its checksum") for place in bad}
-        if frames.problem:  # those after it in the block are lost too
+        faults = {position: name(position, "its data does not match its checksum") for position in bad}
+        if frames.problem:  # the records after it in the block are lost too
             faults |= dict.fromkeys(range(len(records), count), name(len(records), frames.problem))
             records += [b""] * (count - len(records))
         header, footer = tfrecord_framing.HEADER_BYTES, tfrecord_framing.FOOTER_BYTES
         return LoadedBlock(records if table is None else table[:, header:-footer], name, faults)
 
-    def _name(self, block: int, frames: tfrecord_framing.Frames, place: int, problem: str) -> str:
-        """Name a record of a block by its position there; one that broke the framing follows the last one."""
+    def _name_record(self, block: int, frames: tfrecord_framing.Frames, position: int, problem: str) -> str:
+        """Return where a record is, and its problem. position: in the block; after its last, of broken framing."""
         path = self._index.files[self._index.file[block]].path
-        if place < len(frames.starts):
-            offset = frames.starts[place] - tfrecord_framing.HEADER_BYTES
+        if position < len(frames.starts):
+            offset = frames.starts[position] - tfrecord_framing.HEADER_BYTES
         else:
             offset = frames.ends[-1] + tfrecord_framing.FOOTER_BYTES if frames.ends else 0
-        record = self._index.number_in_file(int(self._index.blocks.first_record[block]) + place)
+        record = self._index.number_in_file(int(self._index.blocks.first_record[block]) + position)
         return f"{path}: {at_record(record, int(self._index.offset[block]) + offset, problem)}"
 
     def _read_bytes(self, block: int) -> bytes:
@@ -74,19 +74,18 @@ class TFRecordBlocks:
         return data
 
     def _read_local(self, file: ScannedFile, offset: int, length: int) -> bytes:
-        if file.packing:  # its copy is read, so that it need not stay open
+        if file.packing:  # its copy is read, so the file need not stay open
             check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.stat(file.path)))
             return self._staged.read_unpacked(file, offset, length)
         with self._files.opened(file.path) as fd:
-            check_unchanged(
-                file.path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd))
-            )  # one that was replaced is read as it was
+            # If the file was replaced, this descriptor still reads the old one.
+            check_unchanged(file.path, file.size, file.mtime_ns, Stamp.of(os.fstat(fd)))
             return os.pread(fd, length, offset)
 
     def _read_remote(self, file: ScannedFile, offset: int, length: int) -> bytes:
-        if file.path not in self._checked:  # once, because it takes a request
+        if file.path not in self._unchanged:  # once, because it takes a request
             check_unchanged(file.path, file.size, file.mtime_ns, self._storage.stamp(file.path))
-            self._checked.add(file.path)
+            self._unchanged.add(file.path)
         if file.packing:
             return self._staged.read_unpacked(file, offset, length)
         return self._storage.read(file.path, offset, length)

@@ -22,12 +22,12 @@ def detect(head: bytes) -> str:
     return ""
 
 
-def pieces(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[bytes]:
-    """Yield the file's content in pieces. Raises UserError if the file is broken or cut, OSError if it is not read."""
+def unpack(path: str, packing: str, storage: Storage = DEFAULT) -> Iterator[bytes]:
+    """Yield the file's unpacked content in pieces. Raises UserError for a broken file, OSError if it is not read."""
     written = 0
     decoder = zlib.decompressobj(zlib.MAX_WBITS | (16 if packing == "GZIP" else 0))
     try:
-        for piece in storage.pieces(path):
+        for piece in storage.read_pieces(path):
             packed = piece
             while packed:
                 unpacked = decoder.decompress(packed)

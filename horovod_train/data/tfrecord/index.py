@@ -1,4 +1,4 @@
-"""Finds where the records of TFRecord files start, block by block, and caches this. Does not parse records.
+"""Finds the blocks of records in TFRecord files, and caches where they start. Does not parse records.
 
 A block is up to 256 neighbouring records of one file, fewer if they reach 1 MiB; it is read in one piece. Scanning
 checks the framing and each length's checksum, not the data. The result is stored in `index.npz` in the records' folder,
@@ -27,9 +27,9 @@ from horovod_train.data.tfrecord.index_file import (
     Entries,
     Extents,
     ScannedFile,
+    hold_lock,
     is_current,
     load_entries,
-    one_at_a_time,
     save_entries,
 )
 from horovod_train.data.tfrecord.scan import scan
@@ -65,20 +65,20 @@ def open_index(files: Sequence[str], index_dir: str | None = None, storage: Stor
     by_folder: dict[str, list[str]] = {}
     for name in files:
         by_folder.setdefault(os.path.dirname(name), []).append(name)
-    known: Entries = {}
+    entry_by_name: Entries = {}
     for folder, names in by_folder.items():
-        known.update(_open_folder(names, stamps, paths_beside(folder, INDEX_NAME, index_dir), storage))
-    entries = [known[name] for name in files]
+        entry_by_name.update(_open_folder(names, stamps, paths_beside(folder, INDEX_NAME, index_dir), storage))
+    entries = [entry_by_name[name] for name in files]
     counts = [len(extents.records) for _, extents in entries]
     joined = Extents(*(np.concatenate(column) for column in zip(*(extents for _, extents in entries), strict=True)))
     file = np.repeat(np.arange(len(files), dtype=np.int32), counts)
-    return Index(tuple(one for one, _ in entries), file, joined.offset, Blocks(joined.records, joined.length))
+    return Index(tuple(scanned for scanned, _ in entries), file, joined.offset, Blocks(joined.records, joined.length))
 
 
 def write_index(folder: str, names: Iterable[str]) -> int:
     """Scan the files of a folder that was just written and store the index there; return the number of records."""
     entries = {name: scan(os.path.join(folder, name)) for name in names}
-    assert not any(file.problem for file, _ in entries.values()), "a file that was just written is not whole"
+    assert not any(file.problem for file, _ in entries.values()), "a file that was just written is not complete"
     save_entries(Path(folder, INDEX_NAME), entries)
     return int(sum(extents.records.sum() for _, extents in entries.values()))
 
@@ -96,44 +96,44 @@ def _stamp(name: str, storage: Storage) -> Stamp | None:
         return None  # scanning it says why
 
 
-# --- keeping ----------------------------------------------------------------------------------------------------
+# --- caching ----------------------------------------------------------------------------------------------------
 
 
-def _open_folder(names: list[str], stamps: Stamps, where: list[Path], storage: Storage) -> Entries:
-    """Return the entries of the files of one folder. where: its index may be there."""
+def _open_folder(names: list[str], stamps: Stamps, places: list[Path], storage: Storage) -> Entries:
+    """Return the entries of the files of one folder. places: the paths at which its index may be."""
     folder = os.path.dirname(names[0])
-    known, fresh = _load(where, names, stamps)
-    if len(fresh) == len(names):
-        return fresh
-    with one_at_a_time(where):
-        known, fresh = _load(where, names, stamps)  # another process may have scanned meanwhile
-        stale = [name for name in names if name not in fresh]
+    stored, current = _load(places, names, stamps)
+    if len(current) == len(names):
+        return current
+    with hold_lock(places):
+        stored, current = _load(places, names, stamps)  # another process may have scanned meanwhile
+        stale = [name for name in names if name not in current]
         if stale:
-            fresh.update(_scan_all(stale, stamps, storage))
-            there = set(storage.names(folder)) if is_remote(folder) else None
-            kept = {base: entry for base, entry in known.items() if _exists(folder, base, there)}
-            kept.update({os.path.basename(name): entry for name, entry in fresh.items()})
-            save_to_first(where, partial(save_entries, entries=kept))
-    return fresh
+            current.update(_scan_all(stale, stamps, storage))
+            listed = set(storage.names(folder)) if is_remote(folder) else None
+            entries = {base: entry for base, entry in stored.items() if _exists(folder, base, listed)}
+            entries.update({os.path.basename(name): entry for name, entry in current.items()})
+            save_to_first(places, partial(save_entries, entries=entries))
+    return current
 
 
-def _exists(folder: str, base: str, there: set[str] | None) -> bool:
-    """Return whether a folder has a file. there: all that it has, if that is known."""
-    return os.path.exists(os.path.join(folder, base)) if there is None else base in there
+def _exists(folder: str, base: str, listed: set[str] | None) -> bool:
+    """Return whether a folder has a file. listed: the names in a remote folder."""
+    return os.path.exists(os.path.join(folder, base)) if listed is None else base in listed
 
 
-def _load(where: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
-    """Return all that is stored for a folder and, of `names`, what is still valid, by the full name."""
-    known: Entries = {}
-    fresh: Entries = {}
-    for place in reversed(where):  # one that cannot be written may be stale
+def _load(places: Sequence[Path], names: Sequence[str], stamps: Stamps) -> tuple[Entries, Entries]:
+    """Return all stored entries of a folder by base name, and the current ones of `names` by full name."""
+    stored: Entries = {}
+    current: Entries = {}
+    for place in reversed(places):  # one that cannot be written may be stale
         entries = load_entries(place)
-        known.update(entries)
+        stored.update(entries)
         for name in names:
             entry = entries.get(os.path.basename(name))
             if entry and name in stamps and is_current(entry[0], stamps[name]):
-                fresh[name] = entry[0]._replace(path=name), entry[1]
-    return known, fresh
+                current[name] = entry[0]._replace(path=name), entry[1]
+    return stored, current
 
 
 def _scan_all(names: Sequence[str], stamps: Stamps, storage: Storage) -> Entries:

@@ -29,7 +29,7 @@ _NUMBERS = ("size", "mtime_ns")
 
 
 def _is_index(path: Path) -> bool:
-    """Check the content: other programs also call a file index.npz. A broken file may not be ours, so it stays."""
+    """Check the content, because other programs also write files named index.npz. A broken file is not removed."""
     if path.name != INDEX_NAME or not path.stat().st_size:
         return True
     try:
@@ -56,7 +56,7 @@ class ScannedFile(NamedTuple):
     digest: str
     """128 bits in hex, of the length and the stored checksum of every record in its `Extents`."""
     problem: str
-    """Why nothing is read after those blocks: which record, at which byte; "" for a complete file."""
+    """Why nothing after those blocks is read: which record, at which byte; "" for a complete file."""
 
 
 class Extents(NamedTuple):
@@ -89,7 +89,7 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
         return {}
     edges = np.cumsum(arrays["blocks"])[:-1]
     columns = zip(*(np.split(arrays[key], edges) for key in Extents._fields), strict=True)
-    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _texts(arrays[key]) for key in _TEXTS}
+    facts = {key: arrays[key].tolist() for key in _NUMBERS} | {key: _split_texts(arrays[key]) for key in _TEXTS}
     names = facts.pop("name")
     rows = zip(*facts.values(), strict=True)
     return {
@@ -101,9 +101,9 @@ def _unpack(arrays: Mapping[str, np.ndarray]) -> Entries:
 def save_entries(place: Path, entries: Entries) -> None:
     names = sorted(entries)
     files, extents = [entries[name][0] for name in names], [entries[name][1] for name in names]
-    arrays: dict[str, Any] = {key: np.concatenate([getattr(one, key) for one in extents]) for key in Extents._fields}
-    arrays |= {"format": np.array(_FORMAT), "name": _bytes(names), "blocks": [len(one.records) for one in extents]}
-    arrays |= {key: _bytes(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
+    arrays: dict[str, Any] = {key: np.concatenate([getattr(e, key) for e in extents]) for key in Extents._fields}
+    arrays |= {"format": np.array(_FORMAT), "name": _join_texts(names), "blocks": [len(e.records) for e in extents]}
+    arrays |= {key: _join_texts(getattr(file, key) for file in files) for key in _TEXTS if key != "name"}
     arrays |= {key: np.array([getattr(file, key) for file in files], np.int64) for key in _NUMBERS}
     with open_atomically(place, _INDEX, sync=False) as file:
         np.savez(file, **arrays)
@@ -112,19 +112,19 @@ def save_entries(place: Path, entries: Entries) -> None:
 # An array of strings would give each string the size of the longest.
 
 
-def _bytes(texts: Iterable[str]) -> np.ndarray:
+def _join_texts(texts: Iterable[str]) -> np.ndarray:
     return np.frombuffer("\0".join(texts).encode(errors="surrogateescape"), np.uint8)
 
 
-def _texts(array: np.ndarray) -> list[str]:
+def _split_texts(array: np.ndarray) -> list[str]:
     return array.tobytes().decode(errors="surrogateescape").split("\0")
 
 
 @contextlib.contextmanager
-def one_at_a_time(places: Sequence[Path]) -> Iterator[None]:
-    """Lock a file by another one next to it, so that of all processes that need it only one makes it.
+def hold_lock(places: Sequence[Path]) -> Iterator[None]:
+    """Lock a file by a second file next to it, so that only one of the processes that need the file writes it.
 
-    places: where the file may be. Best effort: without a lock several may make the file, and the last one stays.
+    places: where the file may be. Best effort: without a lock several processes may write it, and the last write stays.
     """
     locks = (_open_lock(place.with_name(f"{place.name}.lock")) for place in places)
     path, fd = next(filter(None, locks), (Path(), -1))

@@ -28,7 +28,7 @@ _CUT = tfrecord_framing.MAX_RECORD_BYTES + 1  # replaces a length that is cut of
 
 
 _Blocks = tuple[Extents, str, str]
-"""What a file holds: its blocks, their digest, and why nothing is read after them."""
+"""The blocks of a file, their digest, and why nothing after them is read."""
 
 
 def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
@@ -44,14 +44,14 @@ def scan(path: str, storage: Storage = DEFAULT) -> tuple[ScannedFile, Extents]:
 
 
 def at_record(record: int, offset: int, problem: str) -> str:
-    """Return the one form in which a bad record is named, after its file. `record` counts from 0 within the file."""
+    """Return the part of a message that follows the file. `record` counts from 0 within the file."""
     return f"record {record} at byte {offset}: {problem}."
 
 
 def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
     with tempfile.TemporaryFile() as unpacked:
         try:
-            size = sum(unpacked.write(piece) for piece in compression.pieces(path, packing, storage))
+            size = sum(unpacked.write(piece) for piece in compression.unpack(path, packing, storage))
         except UserError as error:  # then nothing can be read: blocks are read from the complete, unpacked file
             return Extents(*np.zeros((3, 0), np.int64)), "", str(error).removeprefix(f"{path}: ")
         unpacked.flush()
@@ -61,31 +61,31 @@ def _scan_packed(path: str, packing: str, storage: Storage) -> _Blocks:
 
 def _scan_blocks(read: ReadAt, size: int) -> _Blocks:
     header, content = tfrecord_framing.Header(), hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    chunk, base, seen = b"", 0, list[bytes]()
+    chunk, chunk_start, headers = b"", 0, list[bytes]()
     offset, record, length = 0, 0, 0
     edges, counts = [0], [0]
     problem = "" if size else "the file is empty; expected TFRecords. Remove it or write it again."
     while offset < size:
-        at = offset - base
+        at = offset - chunk_start
         if at + tfrecord_framing.HEADER_BYTES > len(chunk):
-            content.update(b"".join(seen))
-            seen.clear()
+            content.update(b"".join(headers))
+            headers.clear()
             # Starts at the checksum that ends the previous record.
-            base = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
-            chunk, at = read(1 << 20 if length < _SHORT else 4096, base), offset - base
+            chunk_start = max(offset - tfrecord_framing.FOOTER_BYTES, 0)
+            chunk, at = read(1 << 20 if length < _SHORT else 4096, chunk_start), offset - chunk_start
         next_length = header.length(chunk, at) if len(chunk) >= at + tfrecord_framing.HEADER_BYTES else _CUT
         end = offset + tfrecord_framing.HEADER_BYTES + (next_length or 0) + tfrecord_framing.FOOTER_BYTES
         if next_length is None or end > size:
-            problem = _problem(record, offset, next_length, end - size)
+            problem = _describe_damage(record, offset, next_length, end - size)
             break
-        seen.append(chunk[at - tfrecord_framing.FOOTER_BYTES if at else 0 : at + tfrecord_framing.HEADER_BYTES])
+        headers.append(chunk[at - tfrecord_framing.FOOTER_BYTES if at else 0 : at + tfrecord_framing.HEADER_BYTES])
         if counts[-1] == BLOCK_RECORDS or (counts[-1] and end - edges[-1] > BLOCK_BYTES):
             edges.append(offset)
             counts.append(0)
         counts[-1] += 1
         offset, record, length = end, record + 1, next_length
     last = read(tfrecord_framing.FOOTER_BYTES, offset - tfrecord_framing.FOOTER_BYTES) if record else b""
-    content.update(b"".join([*seen, last]))
+    content.update(b"".join([*headers, last]))
     if not record:
         edges, counts = [], []
     starts = np.array(edges, np.int64)
@@ -93,8 +93,8 @@ def _scan_blocks(read: ReadAt, size: int) -> _Blocks:
     return extents, content.hexdigest(), problem
 
 
-def _problem(record: int, offset: int, length: int | None, over: int) -> str:
-    """Return what is wrong with a record that ends `over` bytes beyond the file; length None: with its header."""
+def _describe_damage(record: int, offset: int, length: int | None, over: int) -> str:
+    """Return the problem of a record that ends `over` bytes beyond the file. length None: its header is damaged."""
     if length is None and record == 0:
         return "is not a TFRecord file: its first 12 bytes are not a length and its checksum."
     if length is None:

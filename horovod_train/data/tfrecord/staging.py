@@ -1,7 +1,7 @@
 """Copies on a node-local disk, made block by block as the ranks of the node read; also copies of unpacked files.
 
 The rank that first reads a block copies it; all ranks of the node then read the copy. The source is a file that the
-index describes; when that changes, the name of the copy changes too. Copies from before the last boot are not trusted,
+index describes; when the file changes, the name of the copy changes too. Copies from before the last boot are not used,
 because their last writes may be lost. Without a folder, only unpacked files are stored; see unpacked.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from horovod_train.data.storage.storage import DEFAULT, Storage, resolved
 from horovod_train.data.tfrecord import compression
-from horovod_train.data.tfrecord.index_file import ScannedFile, one_at_a_time
+from horovod_train.data.tfrecord.index_file import ScannedFile, hold_lock
 from horovod_train.data.tfrecord.unpacked import UnpackedFiles
 from horovod_train.errors import UserError
 from horovod_train.output.logs import ANY_RANK
@@ -57,30 +57,30 @@ class StagedFiles:
                 self._folder = _open_folder(folder)
                 # One byte for each block says whether it is there. Not mapped into memory, because writing to a mapped
                 # page on a full disk ends the process.
-                self._flags = os.open(self._folder / f"{_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
+                self._flags = os.open(self._folder / f"{_copy_name(*files)}.there", os.O_RDWR | os.O_CREAT, 0o600)
             except OSError as error:
                 raise UserError(f"data.stage_dir: {folder} cannot be used: {error.strerror}.") from error
         self._unpacked.log_room_needed(folder, "once for all ranks of a node" if folder else "on each rank")
 
     def load(self, file: ScannedFile, block: int, offset: int, length: int) -> bytes | None:
-        """Return a block's bytes if this node has them."""
+        """Return a block's bytes; None if this node has no copy."""
         if self._folder is None:
             return None
         try:
             if not file.packing and os.pread(self._flags, 1, block) != b"\1":
                 return None
-            copy = self._folder / f"{_name(file)}.{'unpacked' if file.packing else 'blocks'}"
+            copy = self._folder / f"{_copy_name(file)}.{'unpacked' if file.packing else 'blocks'}"
             data = self._storage.read(str(copy), offset, length)
-        except OSError:  # removed by a clean-up, or not unpacked yet: the source still serves
+        except OSError:  # removed by a clean-up, or not unpacked yet: the source is read instead
             return None
         return data if len(data) == length else None
 
     def save(self, file: ScannedFile, block: int, offset: int, data: bytes) -> None:
-        """Store a block for the next rank that asks. A full disk ends the copying, not the run."""
+        """Store a block for the next rank that reads it. A full disk ends the copying, not the run."""
         if self._folder is None or self._is_full or file.packing:
             return
         try:
-            fd = os.open(self._folder / f"{_name(file)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
+            fd = os.open(self._folder / f"{_copy_name(file)}.blocks", os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 if os.pwrite(fd, data, offset) == len(data):
                     os.pwrite(self._flags, b"\1", block)  # last, because another rank may look at any moment
@@ -95,7 +95,7 @@ class StagedFiles:
         Raises UserError if the file is broken, or if no disk has space for it.
         """
         if self._folder is not None and not self._is_full:
-            path = self._folder / f"{_name(file)}.unpacked"
+            path = self._folder / f"{_copy_name(file)}.unpacked"
             if self._unpack(file, path):
                 with contextlib.suppress(FileNotFoundError):  # removed by a clean-up
                     return self._storage.read(str(path), offset, length)
@@ -105,7 +105,7 @@ class StagedFiles:
         """Make the file if it is missing. Only ranks that need the same file wait for the one that unpacks it."""
         if path.exists():
             return True
-        with one_at_a_time([path]):
+        with hold_lock([path]):
             try:
                 if not path.exists():
                     self._write(file, path)
@@ -118,14 +118,14 @@ class StagedFiles:
         remove(partial, _PARTIAL)  # left by a rank that was killed
         try:
             with partial.open("xb") as out:
-                for piece in compression.pieces(file.path, file.packing, self._storage):
+                for piece in compression.unpack(file.path, file.packing, self._storage):
                     out.write(piece)
             rename(partial, path)
         finally:
             remove(partial, _PARTIAL)
 
     def _stop_copying(self, error: OSError) -> None:
-        """Stop copying for good only if there is no space."""
+        """Stop copying if the disk is full; after other errors the next block is tried again."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT) and not self._is_full:
             self._is_full = True
             what = f"What is not there yet of {self._source_folder} is not copied."
@@ -133,28 +133,28 @@ class StagedFiles:
 
 
 def _open_folder(folder: str) -> Path:
-    """Return this user's and this boot's part of the folder; remove what this user's earlier boots left."""
-    own = Path(folder) / f".horovod_train-stage-{os.geteuid()}"
-    here = own / boot_id()
-    own.parent.mkdir(parents=True, exist_ok=True)
-    own.mkdir(mode=0o700, exist_ok=True)
-    status = own.lstat()
+    """Return the subfolder of this user and this boot; remove those of this user's earlier boots."""
+    user_folder = Path(folder) / f".horovod_train-stage-{os.geteuid()}"
+    boot_folder = user_folder / boot_id()
+    user_folder.parent.mkdir(parents=True, exist_ok=True)
+    user_folder.mkdir(mode=0o700, exist_ok=True)
+    status = user_folder.lstat()
     # Its name is predictable, so another user may have made it and could put false records there.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UserError(
-            f"data.stage_dir: expected {own} to be a folder that belongs to user {os.geteuid()} alone (mode 700); it "
-            f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}. Remove it, or choose "
-            "another stage_dir."
+            f"data.stage_dir: expected {user_folder} to be a folder that belongs to user {os.geteuid()} alone (mode "
+            f"700); it belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}. Remove it, or "
+            "choose another stage_dir."
         )
-    here.mkdir(mode=0o700, exist_ok=True)
-    for other in own.iterdir():
-        if other != here:
+    boot_folder.mkdir(mode=0o700, exist_ok=True)
+    for entry in user_folder.iterdir():
+        if entry != boot_folder:
             with contextlib.suppress(OSError):
-                remove(other, _OTHER_BOOT)
-    return here
+                remove(entry, _OTHER_BOOT)
+    return boot_folder
 
 
-def _name(*files: ScannedFile) -> str:
+def _copy_name(*files: ScannedFile) -> str:
     """Return the copy's name: a hash of path, size and mtime of the files."""
     facts = [(resolved(file.path), file.size, file.mtime_ns) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]

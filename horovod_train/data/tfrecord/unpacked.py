@@ -39,21 +39,21 @@ class UnpackedFiles:
 
     def read(self, file: ScannedFile, offset: int, length: int) -> bytes:
         """Return bytes of a file's content. The first call unpacks it. Raises UserError if that cannot be done."""
-        with self._locks[file]:  # threads that need another file do not wait
+        with self._locks[file]:  # per file, so that threads that need another file do not wait
             if not self._is_unpacked[file]:
                 self._unpack(file)
                 self._is_unpacked[file] = True
         length = min(length, self._sizes[file] - offset)
         return os.pread(self._descriptor(), length, self._starts[file] + offset)
 
-    def log_room_needed(self, folder: str | None, each: str) -> None:
-        """Log the space that unpacking needs, if a file is packed. `each` says how often."""
+    def log_room_needed(self, folder: str | None, how_often: str) -> None:
+        """Log the space that unpacking needs, if a file is packed. how_often: in words, for the log."""
         if not self._sizes:
             return
         place = folder or tempfile.gettempdir()
         free = shutil.disk_usage(place).free
         text = (
-            f"{len(self._sizes)} packed files take up to {_gb(self._total)} in {place} once unpacked, {each}; "
+            f"{len(self._sizes)} packed files take up to {_gb(self._total)} in {place} once unpacked, {how_often}; "
             f"{_gb(free)} are free"
         )
         if free < self._total:
@@ -62,21 +62,21 @@ class UnpackedFiles:
             log.info(text)
 
     def _unpack(self, file: ScannedFile) -> None:
-        at, end = self._starts[file], self._starts[file] + self._sizes[file]
-        for piece in compression.pieces(file.path, file.packing, self._storage):
-            if file.problem and at + len(piece) >= end:  # nothing is read after the damage
-                self._write(file, piece[: end - at], at)
+        position, end = self._starts[file], self._starts[file] + self._sizes[file]
+        for piece in compression.unpack(file.path, file.packing, self._storage):
+            if file.problem and position + len(piece) >= end:  # nothing is read after the damage
+                self._write(file, piece[: end - position], position)
                 return
-            if at + len(piece) > end:
+            if position + len(piece) > end:
                 raise UserError(f"{file.path}: holds more than when it was indexed. Put it back as it was.")
-            self._write(file, piece, at)
-            at += len(piece)
+            self._write(file, piece, position)
+            position += len(piece)
 
-    def _write(self, file: ScannedFile, piece: bytes, at: int) -> None:
+    def _write(self, file: ScannedFile, piece: bytes, position: int) -> None:
         try:
             while piece:
-                written = os.pwrite(self._descriptor(), piece, at)
-                piece, at = piece[written:], at + written
+                written = os.pwrite(self._descriptor(), piece, position)
+                piece, position = piece[written:], position + written
         except OSError as error:
             raise UserError(
                 f"{file.path}: cannot be unpacked into {tempfile.gettempdir()}: {error.strerror}. All packed files "
