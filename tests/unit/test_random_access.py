@@ -326,7 +326,7 @@ def test_check_data_names_all_bad_records() -> None:
 
 def test_a_rank_reads_only_its_own_records_of_a_class_that_gives_them_singly() -> None:
     made = pipeline(of_class("Items"), 1, 4)
-    own = made._records.source._stores[0]._made  # type: ignore[attr-defined]
+    own = made._records.source._stores[0]._records  # type: ignore[attr-defined]
     own.read_records.clear()
     assert {*ids(read(made))} <= {*own.read_records}
     assert len(own.read_records) <= -(-RECORDS // 4) + 8  # as many more as a step has rows of padding
@@ -335,7 +335,7 @@ def test_a_rank_reads_only_its_own_records_of_a_class_that_gives_them_singly() -
 def test_what_is_kept_in_memory_is_not_read_again() -> None:
     made = pipeline(dataclasses.replace(of_class("Items"), cache="memory"))
     first = ids(read(made))
-    own = made._records.source._stores[0]._made  # type: ignore[attr-defined]
+    own = made._records.source._stores[0]._records  # type: ignore[attr-defined]
     own.read_records.clear()
     assert sorted(ids(read(made, epoch=1))) == sorted(first)
     assert own.read_records == []

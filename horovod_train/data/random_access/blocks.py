@@ -1,4 +1,4 @@
-"""Reads the blocks of stores. A record that cannot be read is found and named; the others of its block are used."""
+"""Reads the blocks of stores. Names a record that cannot be read, and uses the other records of its block."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ def read_block(store: Store, first: int, last: int) -> LoadedBlock:
     """Read the records [first, last), as source.LoadBlock says."""
     data, faults = _read(store, first, last)
 
-    def name(place: int, problem: str) -> str:
-        return f"{store.path}: record {first + place}: {problem}."
+    def name(position: int, problem: str) -> str:
+        return f"{store.path}: record {first + position}: {problem}."
 
-    return LoadedBlock(data, name, {place: name(place, why) for place, why in faults.items()})
+    return LoadedBlock(data, name, {position: name(position, why) for position, why in faults.items()})
 
 
 def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
-    """Return the records [first, last), one by one if they cannot be read together; and why some cannot, by position.
+    """Return the records [first, last), and by position why some cannot be read; those are empty.
 
-    Those are empty.
+    Reads one by one if the records cannot be read together.
     """
     try:
         return store.read(first, last), {}
@@ -33,6 +33,6 @@ def _read(store: Store, first: int, last: int) -> tuple[Data, dict[int, str]]:
     except (Exception, SystemExit) as error:  # a library, or the user's class, may raise anything
         if last - first == 1:
             return [{}], {0: describe_error(error)}
-    each = [_read(store, record, record + 1) for record in range(first, last)]
-    faults = {place: faulty[0] for place, (_, faulty) in enumerate(each) if faulty}
-    return [row for data, _ in each for row in split_records(data)], faults
+    results = [_read(store, record, record + 1) for record in range(first, last)]
+    faults = {position: fault[0] for position, (_, fault) in enumerate(results) if fault}
+    return [row for data, _ in results for row in split_records(data)], faults

@@ -1,4 +1,4 @@
-"""Finds out what records hold from the first one, where `data.features` does not say it."""
+"""Describes what records hold, from the first record, where `data.features` does not say it."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
 _STORED_AS = {"bool": "uint8", "uint32": "int64"}
-"""The dtypes that records do not have as tensors → the smallest that has their values."""
+"""Dtypes that no feature can have → the smallest dtype that holds their values."""
 _RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
 
 _IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
 """numpy's kind of the values in lists → the type as which they are read."""
 
 
-def wanted_names(config: DataConfig) -> tuple[str, ...]:
+def names_in_config(config: DataConfig) -> tuple[str, ...]:
     """Return the features that the config names; () if it leaves the choice to the records."""
-    given = (*config.inputs, *config.targets, *_weight(config), *config.features)
-    return tuple(dict.fromkeys(given)) if config.inputs else ()
+    names = (*config.inputs, *config.targets, *_weight(config), *config.features)
+    return tuple(dict.fromkeys(names)) if config.inputs else ()
 
 
-def wanted_images(config: DataConfig) -> frozenset[str]:
+def images_in_config(config: DataConfig) -> frozenset[str]:
     """Return the features that the config declares as image files."""
-    given = config.features.items()
-    return frozenset(name for name, value in given if isinstance(value, Mapping) and value.get("decode") == "image")
+    features = config.features.items()
+    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
 
 
-def describe(first: Arrays, known: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
-    """Return the schema of records. first: one of them, each array with one row. known: what their store adds.
+def describe(first: Arrays, defaults: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
+    """Return the schema of records. first: one of them, each array with one row. defaults: as of Store.
 
-    What data.features says wins. Without data.inputs, all features but the targets and the weight are inputs. Raises
-    UserError.
+    data.features takes precedence over defaults. Without data.inputs, all features but the targets and the weight are
+    inputs. Raises UserError.
     """
-    there = ", ".join(first) or "nothing"
+    available = ", ".join(first) or "nothing"
     weight = _weight(config)
     named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
     for setting, names in named.items():
         for name in names:
             if name not in first:
-                raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {there}.")
+                raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {available}.")
     inputs = config.inputs or tuple(name for name in first if name not in (*config.targets, *weight))
     if not inputs:
-        raise UserError(f"data.inputs: nothing is left for the model of {there}; name what it gets.")
-    wanted = dict.fromkeys([*inputs, *config.targets, *weight, *config.features])
+        raise UserError(f"data.inputs: nothing is left for the model of {available}; name what it gets.")
+    names = dict.fromkeys([*inputs, *config.targets, *weight, *config.features])
     features = {
-        name: _feature(name, first[name], known.get(name, {}), config.features.get(name, {})) for name in wanted
+        name: _build_feature(name, first[name], defaults.get(name, {}), config.features.get(name, {})) for name in names
     }
     return Schema(features, inputs, config.targets, where=path)
 
@@ -60,26 +60,26 @@ def _weight(config: DataConfig) -> tuple[str, ...]:
     return () if config.weight is None else (config.weight,)
 
 
-def _feature(name: str, values: np.ndarray, known: Mapping[str, Any], given: Any) -> Feature:
+def _build_feature(name: str, values: np.ndarray, defaults: Mapping[str, Any], settings: Any) -> Feature:
     where = f"data.features: {name}"
-    if isinstance(given, str):
-        given = {"type": given}
-    if not isinstance(given, Mapping) or "type" in given:
-        return parse_feature(given, where)
-    given = {**known, **given}
-    if given.get("decode") == "image":
-        return parse_feature({"type": "bytes", **given}, where)
-    if "max_length" in given:
-        return parse_feature({"type": _type_in_lists(where, values), **given}, where)
-    return parse_feature({**_stored(where, values, given), **given}, where)
+    if isinstance(settings, str):
+        settings = {"type": settings}
+    if not isinstance(settings, Mapping) or "type" in settings:
+        return parse_feature(settings, where)
+    settings = {**defaults, **settings}
+    if settings.get("decode") == "image":
+        return parse_feature({"type": "bytes", **settings}, where)
+    if "max_length" in settings:
+        return parse_feature({"type": _type_in_lists(where, values), **settings}, where)
+    return parse_feature({**_stored_form(where, values, settings), **settings}, where)
 
 
-def _stored(where: str, values: np.ndarray, given: Mapping[str, Any]) -> dict[str, Any]:
+def _stored_form(where: str, values: np.ndarray, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return type and shape of what the records hold."""
     value = values[0]
     shape = list(values.shape[1:])
     if isinstance(value, np.ndarray) and values.dtype == object:
-        if "shape" not in given:
+        if "shape" not in settings:
             raise UserError(
                 f"{where}: holds lists of any length. Give the most values that one has, like max_length: "
                 f"{max(len(value), 1)}, or shape: [{len(value)}] if all have as many."

@@ -1,10 +1,10 @@
-"""Tells whether files hold the same bytes: a digest of each, computed once and kept as long as size and time are equal.
+"""Computes digests of files, which tell whether files hold the same bytes. Saves them for files that do not change.
 
-The digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it finds what has
-changed by accident, not what somebody has forged.
+A digest is over the CRC32C of each piece of 4 MiB, as that of TFRecords is over their checksums: it detects accidental
+changes, not forgery.
 
-Kept in `digests.json`; see cache_paths. Modification times only say whether a digest is still valid, so copies are
-equal whatever their dates.
+Digests are saved in `digests.json`; see cache_paths. A saved digest is valid while the file's size and modification
+time are the same. The time is not part of the digest, so copies are equal whatever their dates.
 """
 
 from __future__ import annotations
@@ -47,59 +47,60 @@ _DIGESTS = Artifact("digests of records", r"digests\.json|[0-9a-f]{16}\.json", c
 
 
 def content_digests(entries: Mapping[str, Stamps], index_dir: str | None, storage: Storage = DEFAULT) -> dict[str, str]:
-    """Return a digest of what the files of each entry hold, in their order. Reads them unless that was done before.
+    """Return a digest of what the files of each entry hold, in their order. Reads only files whose digest is not saved.
 
     entries: for each file, or folder with files, the files. Raises UserError if a file cannot be read.
     """
     by_folder: dict[str, list[str]] = {}
     for path in entries:
-        by_folder.setdefault(_split(path, entries[path])[0], []).append(path)
+        by_folder.setdefault(_locate(path, entries[path])[0], []).append(path)
     digests: dict[str, str] = {}
     for folder, paths in by_folder.items():
         places = paths_beside(folder, NAME, index_dir)
         stamps = {path: _stamp(path, entries[path]) for path in paths}
         for place in places:
-            kept = _load(place)
+            saved = _load(place)
             for path, stamp in stamps.items():
-                entry = kept.get(_split(path, entries[path])[1])
+                entry = saved.get(_locate(path, entries[path])[1])
                 if isinstance(entry, dict) and entry.get("stamp") == stamp and isinstance(entry.get("digest"), str):
                     digests[path] = entry["digest"]
         missing = [path for path in paths if path not in digests]
         if missing:
             digests |= _read_all({path: entries[path] for path in missing}, storage)
-            made = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
-            by_name = {_split(path, entries[path])[1]: entry for path, entry in made.items()}
-            save_to_first(places, partial(_add, by_name))
+            entries_to_save = {path: {"stamp": stamps[path], "digest": digests[path]} for path in missing}
+            entry_by_name = {_locate(path, entries[path])[1]: entry for path, entry in entries_to_save.items()}
+            save_to_first(places, partial(_save, entry_by_name))
     return digests
 
 
-def _split(path: str, files: Stamps) -> tuple[str, str]:
-    """Return the folder where the digest of an entry is kept, and the entry's name in it."""
+def _locate(path: str, files: Stamps) -> tuple[str, str]:
+    """Return the folder in whose file the digest of an entry is saved, and the entry's name there."""
     return (os.path.dirname(path), os.path.basename(path)) if path in files else (path, ".")
 
 
 def _stamp(path: str, files: Stamps) -> str:
-    facts = [(_name(path, file, files), stamp.size, stamp.mtime_ns) for file, stamp in files.items()]
+    facts = [(_name_in_entry(path, file, files), stamp.size, stamp.mtime_ns) for file, stamp in files.items()]
     return hashlib.sha256(repr(facts).encode(errors="surrogateescape")).hexdigest()
 
 
-def _name(path: str, file: str, files: Stamps) -> str:
+def _name_in_entry(path: str, file: str, files: Stamps) -> str:
     """Return the name of a file of an entry; "" of a file that is an entry itself, since its part has the name."""
-    return "" if file == path else os.path.relpath(file, _split(path, files)[0] or ".")
+    return "" if file == path else os.path.relpath(file, _locate(path, files)[0] or ".")
 
 
 def _read_all(entries: Mapping[str, Stamps], storage: Storage) -> dict[str, str]:
     files = [file for stamps in entries.values() for file in stamps]
-    most = _REMOTE_FILES if any(map(is_remote, files)) else len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(min(len(files), most)) as threads:
-        digests_of_files = threads.map(lambda file: _digest_file(file, storage), files)
-        read = track(digests_of_files, len(files), "reading files once, to identify them")
-        of_file = dict(zip(files, read, strict=True))
+    max_threads = _REMOTE_FILES if any(map(is_remote, files)) else len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(min(len(files), max_threads)) as threads:
+        results = threads.map(lambda file: _digest_file(file, storage), files)
+        results = track(results, len(files), "reading files once, to identify them")
+        digest_of_file = dict(zip(files, results, strict=True))
     digests = {}
     for path, stamps in entries.items():
         total = hashlib.sha256()
         for file in stamps:
-            total.update(_name(path, file, stamps).encode(errors="surrogateescape") + b"\0" + of_file[file])
+            name = _name_in_entry(path, file, stamps).encode(errors="surrogateescape")
+            total.update(name + b"\0" + digest_of_file[file])
         digests[path] = total.hexdigest()
     return digests
 
@@ -125,6 +126,6 @@ def _load(place: Path) -> dict[str, Any]:
     return saved if isinstance(saved, dict) else {}
 
 
-def _add(entries: Mapping[str, Any], place: Path) -> None:
+def _save(entries: Mapping[str, Any], place: Path) -> None:
     content = {"format": _FORMAT, "digests": {**_load(place), **entries}}
     write_atomically(place, json.dumps(content, indent=1) + "\n", _DIGESTS, sync=False)

@@ -39,7 +39,7 @@ class ArraysParser:
             values = stack([record[name]])
             array = _convert(feature, values)
             if array is None:
-                return f"feature {name}: expected {_expected(feature)}; the record holds {_kind_of(values)}"
+                return f"feature {name}: expected {_expected_form(feature)}; the record holds {_actual_form(values)}"
             if problem := feature.value_problem(array):
                 return f"feature {name}: {problem}"
         return None
@@ -62,7 +62,7 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         return texts if texts is not None and texts.shape[1:] == shape else None
     if values.dtype == object:
         values = _stack_lists(values, feature.shape)
-    if values.shape[1:] != feature.shape or not _goes_into(values.dtype, feature.stored_dtype):
+    if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
         return None
     return values.astype(feature.stored_dtype, copy=False)
 
@@ -84,7 +84,7 @@ def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         flat, dtype, padding = texts, np.dtype(object), b""
     else:
         dtype, padding = np.dtype(feature.stored_dtype), feature.padding  # type: ignore[assignment]
-        if not _goes_into(flat.dtype, feature.stored_dtype):
+        if not _fits_dtype(flat.dtype, feature.stored_dtype):
             return None
     rows = np.full((len(lists), *feature.tensor_shape), padding, dtype)
     rows[np.arange(feature.max_length) < lengths[:, None]] = flat
@@ -104,19 +104,19 @@ def _as_bytes(values: np.ndarray) -> np.ndarray | None:
 
 
 def _stack_lists(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return objects as rows of one array if all have this shape; else as they are."""
+    """Return objects as rows of one array if all are arrays of this shape; otherwise unchanged."""
     fits = all(isinstance(value, np.ndarray) and value.shape == shape and value.dtype != object for value in values)
     return np.stack(list(values)) if fits and len({value.dtype for value in values}) == 1 else values
 
 
-def _goes_into(dtype: np.dtype, stored: str) -> bool:
+def _fits_dtype(dtype: np.dtype, stored: str) -> bool:
     """Return whether the conversion keeps every value; also True between floats, where it rounds."""
     return dtype.kind != "O" and (
         np.can_cast(dtype, stored, "safe") or (dtype.kind, np.dtype(stored).kind) == ("f", "f")
     )
 
 
-def _expected(feature: Feature) -> str:
+def _expected_form(feature: Feature) -> str:
     if feature.decode == "image":
         return "the bytes of an image's file"
     if feature.max_length:
@@ -126,18 +126,18 @@ def _expected(feature: Feature) -> str:
 
 
 def _stored_form(feature: Feature) -> str:
-    return _named("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
+    return _describe_type("text" if feature.stored_dtype == "string" else feature.stored_dtype, feature.shape)
 
 
-def _kind_of(values: np.ndarray) -> str:
+def _actual_form(values: np.ndarray) -> str:
     (value,) = values
     if value is None:
         return "nothing"
     if isinstance(value, bytes | str) or values.dtype.kind in "SU":
-        return _named("text", values.shape[1:])
+        return _describe_type("text", values.shape[1:])
     array = np.asarray(value)
-    return _named("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
+    return _describe_type("text" if array.dtype.kind in "SUO" else array.dtype.name, array.shape)
 
 
-def _named(dtype: str, shape: tuple[int, ...]) -> str:
+def _describe_type(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(shape)}"

@@ -10,10 +10,10 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.files import check_different
 from horovod_train.data.random_access.blocks import read_block
-from horovod_train.data.random_access.describe import describe, wanted_images, wanted_names
+from horovod_train.data.random_access.describe import describe, images_in_config, names_in_config
 from horovod_train.data.random_access.digests import content_digests
 from horovod_train.data.random_access.parser import ArraysParser
-from horovod_train.data.random_access.store import Request, Store, describe_error
+from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error
 from horovod_train.data.schema import Schema
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
 from horovod_train.data.storage.storage import DEFAULT, Storage, map_paths, normalized
@@ -39,10 +39,10 @@ class RandomAccessRecords:
         self.blocks = Blocks(*columns)
         self._first_block = np.cumsum([0, *(len(store.blocks.records) for store in stores)])
         identities = {store.path: store.identity() for store in stores}
-        self._stamps = [one for one in identities.values() if not isinstance(one, str)]
-        files = {path: one.stamps for path, one in identities.items() if not isinstance(one, str)}
-        digests = {path: one for path, one in identities.items() if isinstance(one, str)}
-        # Of a table that names files only the table: records may share an image.
+        self._stamps = [identity for identity in identities.values() if isinstance(identity, FileStamps)]
+        files = {path: stamps.stamps for path, stamps in identities.items() if isinstance(stamps, FileStamps)}
+        digests = {path: digest for path, digest in identities.items() if isinstance(digest, str)}
+        # Of a table that names image files, only the table: records may share an image.
         check_different({path: stamps[path]} if path in stamps else stamps for path, stamps in files.items())
         digests |= content_digests(files, index_dir, storage)
         self.parts = [
@@ -56,7 +56,7 @@ class RandomAccessRecords:
 
     def open(self) -> LoadBlock:
         for stamps in self._stamps:
-            stamps.look_again()  # what was read of the files until now was read to describe them
+            stamps.forget_checks()  # remote files may have changed since they were described
         return self._load
 
     def parser(self, features: dict[str, Feature]) -> Parser:
@@ -64,27 +64,27 @@ class RandomAccessRecords:
 
     def _load(self, block: int) -> LoadedBlock:
         number = int(np.searchsorted(self._first_block, block, side="right")) - 1
-        store, inside = self._stores[number], block - int(self._first_block[number])
-        return read_block(store, *store.blocks.first_record[inside : inside + 2].tolist())
+        store, block_in_store = self._stores[number], block - int(self._first_block[number])
+        return read_block(store, *store.blocks.first_record[block_in_store : block_in_store + 2].tolist())
 
 
 def open_described(
     paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str
 ) -> tuple[RandomAccessRecords, Schema]:
-    """Open records that say themselves what they hold; also return that. setting: names them in messages.
+    """Open stores, and return their records and the schema that describes them. setting: names them in messages.
 
     Raises UserError for a store that cannot be read, or whose records differ from those of the first one.
     """
     storage = Storage(config.retry_s)
     folders = (*config.paths("train"), *config.paths("eval"))
-    request = Request(wanted_names(config), wanted_images(config), setting, storage, folders)
+    request = Request(names_in_config(config), images_in_config(config), setting, storage, folders)
     stores = map_paths(lambda path: open_store(path, request), paths)
-    filled = [store for store in stores if store.blocks.num_records]
-    if not filled:
+    nonempty = [store for store in stores if store.blocks.num_records]
+    if not nonempty:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
-    schema = describe(_first_record(filled[0])[1], filled[0].known, config, filled[0].path)
+    schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path)
     if config.on_bad_record == "error":
-        for store in filled:
+        for store in nonempty:
             _check_first(store, ArraysParser(schema.features))
     return RandomAccessRecords(stores, ArraysParser, config.index_dir, storage), schema
 
@@ -110,5 +110,5 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
         assert isinstance(arrays, dict), "serialized records do not describe themselves"
         return record, arrays
     assert failure is not None
-    said = describe_error(failure)
-    raise UserError(f"{store.path}: none of its first records can be read; record 0: {said}.") from failure
+    reason = describe_error(failure)
+    raise UserError(f"{store.path}: none of its first records can be read; record 0: {reason}.") from failure

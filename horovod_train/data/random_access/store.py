@@ -1,4 +1,4 @@
-"""What this package asks of each kind of storage, and what all kinds share. Contains no format; see formats."""
+"""The interface of each kind of storage, and what all kinds share. Contains no format; see formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, check_un
 from horovod_train.errors import UserError
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
-_MOST_BLOCKS = 4_000_000
+_MAX_BLOCKS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Request:
     entries: tuple[str, ...] = ()
     """All of data.train and data.eval."""
 
-    def choose(self, there: Sequence[str], path: str) -> list[str]:
-        """Return the names to read of those that are there. Raises UserError for one that is not."""
+    def choose(self, stored: Sequence[str], path: str) -> list[str]:
+        """Return the names to read. stored: those that the store has. Raises UserError for a missing one."""
         for name in self.names:
-            if name not in there:
-                raise UserError(f"{self.setting}: {path} has no feature {name}; it has {', '.join(there) or 'none'}.")
-        return list(self.names or there)
+            if name not in stored:
+                raise UserError(f"{self.setting}: {path} has no feature {name}; it has {', '.join(stored) or 'none'}.")
+        return list(self.names or stored)
 
 
 class Store(Protocol):
@@ -47,8 +47,8 @@ class Store(Protocol):
     size: int
     """In bytes."""
     blocks: Blocks
-    known: dict[str, dict[str, Any]]
-    """What it knows about features beyond their values, as in data.features."""
+    defaults: dict[str, dict[str, Any]]
+    """Settings of features that the store knows, as in data.features, which takes precedence."""
 
     @property
     def note(self) -> str:
@@ -92,7 +92,7 @@ class FileStamps:
         return sum(stamp.size for stamp in self.stamps.values())
 
     def check(self, path: str) -> None:
-        """Raise UserError if the file has disappeared or has changed. Looks at a remote file once; see look_again."""
+        """Raise UserError if the file has disappeared or has changed. Checks a remote file once; see forget_checks."""
         if path in self._checked:
             return
         before = self.stamps[path]
@@ -104,8 +104,8 @@ class FileStamps:
         if is_remote(path):  # looking takes a request
             self._checked.add(path)
 
-    def look_again(self) -> None:
-        """Let `check` look at remote files once more."""
+    def forget_checks(self) -> None:
+        """Let `check` look at remote files again."""
         self._checked.clear()
 
 
@@ -116,7 +116,7 @@ class FileStore:
 
     def __init__(self, path: str, files: Iterable[str], storage: Storage = DEFAULT) -> None:
         """files: those that hold the records. Raises UserError for one that does not exist."""
-        self.path, self.known = path, dict[str, dict[str, Any]]()
+        self.path, self.defaults = path, dict[str, dict[str, Any]]()
         self._stamps = FileStamps(files, storage)
         self.size = self._stamps.size
 
@@ -125,7 +125,7 @@ class FileStore:
 
 
 def check_local(path: str, setting: str, what: str) -> None:
-    """Raise UserError for a remote path to what a library only reads from a local disk."""
+    """Raise UserError for a remote path, for a library that reads only from a local disk."""
     if is_remote(path):
         raise UserError(
             f"{setting}: {path}: {what} are only read from a local disk. Copy them there, mount them, or convert them: "
@@ -135,19 +135,19 @@ def check_local(path: str, setting: str, what: str) -> None:
 
 def even_blocks(records: int, total_bytes: int, multiple: int = 1) -> Blocks:
     """Return blocks of up to 256 records or 1 MiB, which begin at multiples of `multiple` records."""
-    each = total_bytes / max(records, 1)
-    rows = int(min(_BLOCK_RECORDS, max(_BLOCK_BYTES // max(each, 1), 1)))
+    record_bytes = total_bytes / max(records, 1)
+    rows = int(min(_BLOCK_RECORDS, max(_BLOCK_BYTES // max(record_bytes, 1), 1)))
     rows = max(rows // multiple, 1) * multiple
     return blocks_of(np.diff(np.append(np.arange(0, records, rows), records)), total_bytes)
 
 
 def single_blocks(records: int, sizes: np.ndarray | float) -> Blocks:
-    """Return a block for each record, to read nothing but what is needed; of millions of records, for several.
+    """Return a block for each record, so that only records that are needed are read; of millions, for several.
 
     sizes: bytes of each record, or of all alike.
     """
-    together = -(-records // _MOST_BLOCKS)
-    starts = np.arange(0, records, max(together, 1))
+    block_records = -(-records // _MAX_BLOCKS)
+    starts = np.arange(0, records, max(block_records, 1))
     counts = np.diff(np.append(starts, records))
     if isinstance(sizes, float):
         return Blocks(counts, (counts * sizes).astype(np.int64))
@@ -164,8 +164,8 @@ def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
     """Return the number of records. Raises UserError if the features have different numbers of rows, or none."""
     if not lengths:
         raise UserError(f"{setting}: {path} holds no features.")
-    first, *others = lengths
-    for other in others:
+    first, *further = lengths
+    for other in further:
         if lengths[other] != lengths[first]:
             raise UserError(
                 f"{setting}: {path}: {first} has {lengths[first]} rows, {other} has {lengths[other]}. If only some "

@@ -17,7 +17,7 @@ from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
 SAMPLED_RECORDS = 64
-"""By how many records a source without `fingerprint` is identified."""
+"""The number of records that identify a source without `fingerprint`."""
 
 
 class UsersStore:
@@ -25,10 +25,10 @@ class UsersStore:
 
     def __init__(self, path: str, request: Request, spec: Spec) -> None:
         """Build the object. Raises UserError for anything that is wrong with its class."""
-        self.path, self.known, self._spec, self._request = path, dict[str, dict[str, Any]](), spec, request
-        self._made = _make(path, spec)
+        self.path, self.defaults, self._spec, self._request = path, dict[str, dict[str, Any]](), spec, request
+        self._records = _build_records(path, spec)
         count = self._length()
-        self._reads_many = callable(getattr(self._made, "read", None))
+        self._reads_many = callable(getattr(self._records, "read", None))
         record_bytes = self._first_bytes(count) if count else 0.0
         if self._reads_many:
             self.blocks = even_blocks(count, int(record_bytes * count))
@@ -38,7 +38,7 @@ class UsersStore:
 
     @property
     def note(self) -> str:
-        if hasattr(self._made, "fingerprint"):
+        if hasattr(self._records, "fingerprint"):
             return ""
         return (
             f"data.source: {self._spec.name} has no fingerprint(): {self.path} is identified by its number of records "
@@ -52,10 +52,10 @@ class UsersStore:
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]
-        own = getattr(self._made, "fingerprint", None)
+        fingerprint = getattr(self._records, "fingerprint", None)
         total = hashlib.sha256()
-        if own is not None:
-            facts.append(self._fingerprint(own))
+        if fingerprint is not None:
+            facts.append(self._call_fingerprint(fingerprint))
         else:
             self._add_sample(total)
         total.update(repr(facts).encode())
@@ -63,7 +63,7 @@ class UsersStore:
 
     def _length(self) -> int:
         try:
-            return len(self._made)
+            return len(self._records)
         except Exception as error:
             raise UserError(f"{self._where}: its __len__ raises {describe_error(error)}.") from error
 
@@ -88,16 +88,16 @@ class UsersStore:
         return max(sizes)
 
     def _read_singly(self, first: int, last: int) -> Arrays:
-        rows = [self._checked(self._made[record]) for record in range(first, last)]
+        rows = [self._check_features(self._records[record]) for record in range(first, last)]
         if any(row.keys() != rows[0].keys() for row in rows):
             raise ValueError("records have other features than their neighbours")  # they are then read one by one
         return {name: stack([row[name] for row in rows]) for name in rows[0]}
 
     def _read_many(self, first: int, last: int) -> Arrays:
-        given = self._checked(self._made.read(np.arange(first, last)))
+        features = self._check_features(self._records.read(np.arange(first, last)))
         arrays = {
             name: values if isinstance(values, np.ndarray) and values.ndim else stack(list(values))
-            for name, values in given.items()
+            for name, values in features.items()
         }
         for name, array in arrays.items():
             if len(array) != last - first:
@@ -107,15 +107,15 @@ class UsersStore:
                 )
         return arrays
 
-    def _checked(self, given: Any) -> Mapping[str, Any]:
-        if not isinstance(given, Mapping) or not given or not all(isinstance(name, str) for name in given):
-            method, kind = "read" if self._reads_many else "__getitem__", type(given).__name__
+    def _check_features(self, features: Any) -> Mapping[str, Any]:
+        if not isinstance(features, Mapping) or not features or not all(isinstance(name, str) for name in features):
+            method, kind = "read" if self._reads_many else "__getitem__", type(features).__name__
             raise UserError(f"{self._where}: its {method} must return a dict of features by name; received a {kind}.")
-        return given
+        return features
 
-    def _fingerprint(self, own: Any) -> str:
+    def _call_fingerprint(self, fingerprint: Any) -> str:
         try:
-            value = own()
+            value = fingerprint()
         except Exception as error:
             raise UserError(f"{self._where}: its fingerprint raises {describe_error(error)}.") from error
         if not isinstance(value, str) or not value:
@@ -144,29 +144,29 @@ class UsersStore:
         return f"data.source: {self._spec.name}"
 
 
-def _make(path: str, spec: Spec) -> Any:
-    own = load_function(spec.name, "data.source")
-    if not callable(own):
+def _build_records(path: str, spec: Spec) -> Any:
+    factory = load_function(spec.name, "data.source")
+    if not callable(factory):
         raise UserError(f"data.source: {spec.name} is no class, nor a function that returns records.")
     try:
-        made = call(functools.partial(own, path), spec, "data.source")
+        records = call(functools.partial(factory, path), spec, "data.source")
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"data.source: {spec.name} for {path} raises {describe_error(error)}.") from error
-    missing = [] if hasattr(made, "__len__") else ["__len__"]
-    if not hasattr(made, "__getitem__") and not callable(getattr(made, "read", None)):
+    missing = [] if hasattr(records, "__len__") else ["__len__"]
+    if not hasattr(records, "__getitem__") and not callable(getattr(records, "read", None)):
         missing.append("__getitem__ or read")
     if missing:
         raise UserError(f"data.source: {spec.name} needs {' and '.join(missing)}; see docs/data.md.")
-    return made
+    return records
 
 
 def _bytes_of(values: np.ndarray) -> int:
-    return sum(map(_bytes_of_one, values.ravel())) if values.dtype == object else values.nbytes
+    return sum(map(_bytes_of_value, values.ravel())) if values.dtype == object else values.nbytes
 
 
-def _bytes_of_one(value: Any) -> int:
+def _bytes_of_value(value: Any) -> int:
     return (
         len(value.encode())
         if isinstance(value, str)

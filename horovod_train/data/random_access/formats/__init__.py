@@ -30,4 +30,4 @@ FOLDERS: list[tuple[Callable[[str, Storage], bool], OpenStore]] = [
     (is_numpy_folder, NumpyArrays),
     (is_image_folder, ImageFolder),
 ]
-"""For folders that are one entry as a whole: how to know one → what opens it."""
+"""Kinds of folders that are one entry: (whether a folder is of the kind, what opens it)."""

@@ -17,7 +17,7 @@ from horovod_train.errors import UserError
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
-    """Return the library, which opening a file has found installed."""
+    """Return the library; opening a file has checked that it is installed."""
     return importlib.import_module(module)
 
 
@@ -100,7 +100,7 @@ class ParquetFile(_Batches):
         # Opened again for each row group, because an open file is not for several threads.
         with parquet.ParquetFile(self._source, metadata=self._metadata) as file:
             if count < self._metadata.row_group(number).num_rows:
-                # Reads little more than these: the first record of many files is wanted at the start.
+                # Reads little more than these: the first record of many files is read at the start.
                 batches = file.iter_batches(count, row_groups=[number], columns=self._names, use_threads=False)
                 table = arrow.Table.from_batches([next(batches)])
                 if table.num_rows == count:

@@ -27,7 +27,7 @@ class CSVTable(FileStore):
         if self._images:
             check_local(path, request.setting, f"the image files of column {self._images[0]}")
         for name in self._images:
-            self._columns[name] = _find(path, name, self._columns[name])
+            self._columns[name] = _find_images(path, name, self._columns[name])
         files = [file for name in self._images for file in self._columns[name]]
         super().__init__(path, [path, *files], request.storage)
         records = len(next(iter(table.values())))
@@ -44,7 +44,7 @@ class CSVTable(FileStore):
         return objects([read_file(file, self._stamps) for file in values]) if name in self._images else values
 
 
-def _find(path: str, name: str, column: np.ndarray) -> np.ndarray:
+def _find_images(path: str, name: str, column: np.ndarray) -> np.ndarray:
     """Return the paths that a column names."""
     if column.dtype.kind != "U":
         raise UserError(f"{path}: column {name} must hold names of image files; it holds {column.dtype}.")

@@ -13,7 +13,7 @@ from horovod_train.data.storage.remote_file import Pages, Range, RemoteFile
 from horovod_train.errors import UserError
 
 _PAGES = 64
-"""Of a remote file: for what HDF5 keeps of its structure, and for text and lists of any length."""
+"""To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
 
 
 class _Rows:
@@ -25,16 +25,16 @@ class _Rows:
         self._rows = dataset.chunks[0] if dataset.chunks else 1
         self._chunks: dict[int, list[Range]] = {}
         if dataset.chunks:
-            dataset.id.chunk_iter(self._add)
+            dataset.id.chunk_iter(self._add_chunk)
 
     def ranges(self, first: int, last: int) -> list[Range]:
         """Return the bytes that hold the rows [first, last)."""
         if self._start is not None:
             return [(self._start + first * self._row_bytes, (last - first) * self._row_bytes)]
         chunks = range(first // self._rows, -(-last // self._rows))
-        return [one for chunk in chunks for one in self._chunks.get(chunk, ())]
+        return [byte_range for chunk in chunks for byte_range in self._chunks.get(chunk, ())]
 
-    def _add(self, chunk: Any) -> None:
+    def _add_chunk(self, chunk: Any) -> None:
         self._chunks.setdefault(chunk.chunk_offset[0] // self._rows, []).append((chunk.byte_offset, chunk.size))
 
 
@@ -54,9 +54,9 @@ class HDF5File(FileStore):
             raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}.") from error
         # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
         weakref.finalize(self, self._file.close)
-        there: dict[str, Any] = {}
-        self._file.visititems(lambda name, item: there.update({name: item}) if isinstance(item, h5py.Dataset) else None)
-        self._datasets = {name: there[name] for name in request.choose(list(there), path)}
+        items: dict[str, Any] = {}
+        self._file.visititems(lambda name, item: items.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+        self._datasets = {name: items[name] for name in request.choose(list(items), path)}
         for name, dataset in self._datasets.items():
             kind = h5py.check_vlen_dtype(dataset.dtype) or dataset.dtype
             if not dataset.shape or not (h5py.check_string_dtype(dataset.dtype) or kind.kind in "biuf"):
@@ -64,7 +64,7 @@ class HDF5File(FileStore):
                 raise UserError(f"{path}: {name} is {dataset.dtype}{shape}; expected rows of numbers, text, or lists.")
         lengths = {name: dataset.shape[0] for name, dataset in self._datasets.items()}
         records = check_lengths(lengths, path, request.setting)
-        # A chunk is unpacked whole, so a block has whole ones.
+        # HDF5 unpacks complete chunks, so a block has complete chunks.
         chunks = [dataset.chunks[0] for dataset in self._datasets.values() if dataset.chunks]
         self.blocks = even_blocks(records, self._bytes(records), max(chunks, default=1))
         self._rows = [] if self._remote is None else [_Rows(dataset) for dataset in self._datasets.values()]
@@ -73,7 +73,7 @@ class HDF5File(FileStore):
         self._stamps.check(self.path)
         if self._remote is None:
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
-        ranges = [one for rows in self._rows for one in rows.ranges(first, last)]
+        ranges = [byte_range for rows in self._rows for byte_range in rows.ranges(first, last)]
         with self._remote.loaded(ranges):
             return {name: dataset[first:last] for name, dataset in self._datasets.items()}
 

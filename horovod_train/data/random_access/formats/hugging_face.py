@@ -35,7 +35,7 @@ class HuggingFaceFolder(FileStore):
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)
         super().__init__(path, sorted(file["filename"] for file in dataset.cache_files))
-        self.known = {name: _known(dataset.features[name], datasets) for name in self._names}
+        self.defaults = {name: _defaults(dataset.features[name], datasets) for name in self._names}
         self.blocks = even_blocks(len(dataset), self.size)
 
     def read(self, first: int, last: int) -> Arrays:
@@ -48,7 +48,7 @@ def is_hugging_face_folder(path: str, storage: Storage) -> bool:
     return not {_STATE, _SPLITS}.isdisjoint(storage.names(path))
 
 
-def _known(feature: Any, datasets: Any) -> dict[str, Any]:
+def _defaults(feature: Any, datasets: Any) -> dict[str, Any]:
     if isinstance(feature, datasets.ClassLabel):
         return {"classes": feature.num_classes}
     return {"decode": "image"} if isinstance(feature, datasets.Image) else {}

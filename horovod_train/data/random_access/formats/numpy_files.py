@@ -90,8 +90,8 @@ def _row_bytes(array: _Rows | np.ndarray) -> int:
 
 
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
-    there = [name.removesuffix(".npy") for name in request.storage.names(path) if name.endswith(".npy")]
-    files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(there, path)}
+    names = [name.removesuffix(".npy") for name in request.storage.names(path) if name.endswith(".npy")]
+    files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(names, path)}
     return {name: _find_rows(file, 0, request.storage) for name, file in files.items()}, list(files.values())
 
 
@@ -118,7 +118,7 @@ def _opened(path: str, storage: Storage) -> BinaryIO:
 
 
 def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
-    """Return where the rows of an array are that begins at a byte of a file. Raises ValueError."""
+    """Return where the rows of an array are. start: the byte at which the array begins. Raises ValueError."""
     with _opened(path, storage) as file:
         file.seek(start)
         version = np.lib.format.read_magic(file)
@@ -132,7 +132,7 @@ def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
         if is_remote(path):
             read_at = Pages(storage, path).read
         rows = _Rows(path, read_at, file.tell(), shape, dtype)
-        expected, there = rows.offset + shape[0] * _row_bytes(rows) if shape else 0, file.seek(0, os.SEEK_END)
-        if there < expected:
-            raise UserError(f"{path}: is not complete: {expected} bytes expected, {there} there. Copy it again.")
+        expected, size = rows.offset + shape[0] * _row_bytes(rows) if shape else 0, file.seek(0, os.SEEK_END)
+        if size < expected:
+            raise UserError(f"{path}: is not complete: {expected} bytes expected, {size} there. Copy it again.")
         return rows
