@@ -64,7 +64,7 @@ def decoder(wanted: Feature, *, drawn: bool = False) -> Decode:
         if drawn:
             return decode_image(wanted, file, tf.zeros(0), ImageChanges(lambda size, draws: box))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding, "_centre", lambda feature, size: box)
+            patch.setattr(decoding, "_centre_box", lambda feature, size: box)
             return decode_image(wanted, file, tf.zeros(0), ImageChanges())
 
     return lambda file, box: decode(file, box).numpy()

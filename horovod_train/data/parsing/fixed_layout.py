@@ -1,4 +1,4 @@
-"""Parses records that differ only in their values as one table: many times faster for small records.
+"""Parses records that differ only in their values as one table, which is many times faster for small records.
 
 Records of plain arrays, as `prepare` writes them, have the same bytes in the same places except for the values. One
 record is analysed, the others are compared with it, and the values of all are cut out together. Records that differ in
@@ -43,7 +43,7 @@ class FixedLayout:
     def __init__(self, record: np.ndarray, features: dict[str, Feature]) -> None:
         """Analyse `record` uint8 [length]. Raises NotPlain if it is not of the plain kind, or lacks a feature."""
         self._record, self._features = record, features
-        self._values = _take_apart(record.tobytes())
+        self._values = _parse_example(record.tobytes())
         fixed = np.ones(len(record), bool)
         for value in self._values.values():
             fixed[value.start : value.end] = False
@@ -73,7 +73,7 @@ class FixedLayout:
         part = np.ascontiguousarray(table[:, start:end])
         if kind == "bytes":
             return part.view(np.dtype(feature.raw_dtype).newbyteorder("<"))
-        return part.view("<f4") if kind == "float" else _integers(part, self._record[start:end])
+        return part.view("<f4") if kind == "float" else _decode_integers(part, self._record[start:end])
 
     def _size(self, name: str) -> tuple[str, int]:
         kind, start, end = self._values[name]
@@ -93,33 +93,33 @@ def is_plain(feature: Feature) -> bool:
     return not feature.max_length and (feature.type != "bytes" or feature.decode == "raw")
 
 
-def _integers(part: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """Decode int64 [records, integers] from bytes with seven bits each, lowest first; they end as those of `like`."""
-    ends = np.flatnonzero(like < 0x80) + 1
+def _decode_integers(part: np.ndarray, example: np.ndarray) -> np.ndarray:
+    """Decode int64 [records, integers] from bytes with seven bits each, lowest first; ends as in `example`."""
+    ends = np.flatnonzero(example < 0x80) + 1
     columns = []
     for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
         value = np.zeros(len(part), np.uint64)
-        for place in range(start, end):
-            value |= (part[:, place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * (place - start))
+        for index in range(start, end):
+            value |= (part[:, index] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * (index - start))
         columns.append(value.view(np.int64))
     return np.stack(columns, axis=1)
 
 
-# --- taking apart -----------------------------------------------------------------------------------------------
+# --- the layout of one record -----------------------------------------------------------------------------------
 
 
-def _take_apart(data: bytes) -> dict[str, _Value]:
+def _parse_example(data: bytes) -> dict[str, _Value]:
     """Return the value of each feature of a tf.train.Example. Raises NotPlain for anything unusual."""
     values: dict[str, _Value] = {}
     (features,) = _fields(data, 0, len(data), (1,))
     for entry in _fields(data, features.start, features.end):
         key, feature = _fields(data, entry.start, entry.end, (1, 2))
-        listed, *more = _fields(data, feature.start, feature.end) or [_Field(0, 0, 0)]
-        (value,) = _fields(data, listed.start, listed.end, (1,))
+        value_list, *extra = _fields(data, feature.start, feature.end) or [_Field(0, 0, 0)]
+        (value,) = _fields(data, value_list.start, value_list.end, (1,))
         name = data[key.start : key.end].decode(errors="replace")
-        if entry.number != 1 or listed.number not in _KINDS or more or name in values:
+        if entry.number != 1 or value_list.number not in _KINDS or extra or name in values:
             raise NotPlain(name)
-        values[name] = _Value(_KINDS[listed.number], value.start, value.end)
+        values[name] = _Value(_KINDS[value_list.number], value.start, value.end)
     return values
 
 

@@ -44,19 +44,19 @@ class WeightChecker:
 
     def parse(self, records: Data) -> Arrays | None:
         arrays = self._parser.parse(records)
-        return arrays if arrays is None or self._wrong(arrays) is None else None
+        return arrays if arrays is None or self._find_invalid(arrays) is None else None
 
     def problem(self, record: Any) -> str | None:
         if problem := self._parser.problem(record):
             return problem
         arrays = self._parser.parse([record])
-        wrong = None if arrays is None else self._wrong(arrays)
-        return None if wrong is None else f"feature {self._name}: expected a weight of 0 or more; it is {wrong:g}"
+        invalid = None if arrays is None else self._find_invalid(arrays)
+        return None if invalid is None else f"feature {self._name}: expected a weight of 0 or more; it is {invalid:g}"
 
-    def _wrong(self, arrays: Arrays) -> float | None:
-        """Return a value that is no weight; None if there is none."""
+    def _find_invalid(self, arrays: Arrays) -> float | None:
+        """Return the first value that is no weight; None if all are weights."""
         values = np.asarray(arrays[self._name], np.float64)
         if self._feature is not None:
             values = values * (1 if self._feature.scale is None else self._feature.scale) + (self._feature.offset or 0)
-        wrong = values[~(np.isfinite(values) & (values >= 0))]
-        return float(wrong[0]) if wrong.size else None
+        invalid = values[~(np.isfinite(values) & (values >= 0))]
+        return float(invalid[0]) if invalid.size else None

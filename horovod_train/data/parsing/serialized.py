@@ -1,7 +1,7 @@
 """Parses serialized records to arrays, many in one call, and says what is wrong with a record if that fails.
 
 Follows a Schema as far as the stored values: bytes are unpacked, lists padded, ranges checked. Casting, scaling and
-image decoding follow later; see transforms. Alternatively calls a user's function, which does it all.
+image decoding follow later; see transforms. Alternatively calls a user's function, which does all of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from horovod_train.data.source import Arrays, Data, Parser, RecordSource, split_
 from horovod_train.errors import UserError
 
 _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
-"""Those that a record causes; decode_compressed, for one, raises the second, and py_function the third."""
+"""Errors that a record causes; decode_compressed, for example, raises the second, and py_function the third."""
 _PARSE_ERRORS = (*_OP_ERRORS, UnicodeDecodeError)
 """TensorFlow quotes the record in its message, which Python cannot always decode."""
 
@@ -32,12 +32,12 @@ def build_parser(source: RecordSource, features: dict[str, Feature], config: Dat
 
     Records whose `data.weight` is negative or not finite are bad records. Raises UserError.
     """
-    own, weight = config.parse, config.weight
-    parser = source.parser(features) if own is None else FunctionParser(load_function(own, "data.parse"), own)
+    name, weight = config.parse, config.weight
+    parser = source.parser(features) if name is None else FunctionParser(load_function(name, "data.parse"), name)
     return parser if weight is None else WeightChecker(parser, weight, features.get(weight))
 
 
-def blank(parser: Parser, rows: int) -> Arrays:
+def zero_rows(parser: Parser, rows: int) -> Arrays:
     """Return zeros, to replace records that cannot be read."""
     shapes = {name: (rows, *shape) for name, shape in parser.shapes.items()}
     return {
@@ -49,8 +49,8 @@ def blank(parser: Parser, rows: int) -> Arrays:
 class SchemaParser:
     """Parses tf.train.Example or SequenceExample records as a schema says. A Parser.
 
-    They are SequenceExamples if a feature has `sequence`. The others are in the context then, which an Example's parser
-    finds where an Example has its features.
+    They are SequenceExamples if a feature has `sequence`. The other features are then in the context, which is encoded
+    as the features of an Example, so the parser of Examples reads them.
     """
 
     def __init__(self, features: dict[str, Feature]) -> None:
@@ -62,7 +62,7 @@ class SchemaParser:
         self._specs = {name: example_spec(feature) for name, feature in features.items()}
 
     def parse(self, records: Data) -> Arrays | None:
-        arrays = self._parse_alike(records) if isinstance(records, np.ndarray) and self._is_plain else None
+        arrays = self._parse_fixed_layout(records) if isinstance(records, np.ndarray) and self._is_plain else None
         if arrays is None:
             try:
                 with tf.device("cpu:0"):
@@ -70,16 +70,16 @@ class SchemaParser:
                     arrays = {name: _unpack(feature, tensors[name]) for name, feature in self._features.items()}
             except _PARSE_ERRORS:
                 return None
-        wrong = any(self._features[name].value_problem(array) for name, array in arrays.items())
-        return None if wrong else arrays
+        has_problem = any(self._features[name].value_problem(array) for name, array in arrays.items())
+        return None if has_problem else arrays
 
     def _parse_stored(self, records: np.ndarray) -> dict[str, tf.Tensor | tf.RaggedTensor]:
         lists = {name: spec for name, spec in self._specs.items() if self._features[name].sequence}
-        others = {name: spec for name, spec in self._specs.items() if name not in lists}
-        parsed = dict(tf.io.parse_example(records, others)) if others else {}
+        context = {name: spec for name, spec in self._specs.items() if name not in lists}
+        parsed = dict(tf.io.parse_example(records, context)) if context else {}
         return parsed | tf.io.parse_sequence_example(records, sequence_features=lists)[1] if lists else parsed
 
-    def _parse_alike(self, records: np.ndarray) -> Arrays | None:
+    def _parse_fixed_layout(self, records: np.ndarray) -> Arrays | None:
         """Return the arrays of records that differ only in their values; None if they differ in more."""
         if self._layout is not None:
             arrays = self._layout.parse(records)
@@ -98,9 +98,9 @@ class SchemaParser:
         except Exception:  # protobuf's DecodeError has no public name that all its versions share
             return "it is not a tf.train.Example"
         for name, feature in self._features.items():
-            of_record = lists[name].feature if feature.sequence else [stored[name]] if name in stored else []
-            if wrong := values_problem(feature, of_record):
-                return f"feature {name}: {wrong}"
+            stored_features = lists[name].feature if feature.sequence else [stored[name]] if name in stored else []
+            if problem := values_problem(feature, stored_features):
+                return f"feature {name}: {problem}"
         return None
 
 
@@ -116,7 +116,7 @@ class FunctionParser:
             raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
         self._name = name
         outputs = self._function.structured_outputs
-        if not isinstance(outputs, dict) or not all(_is_rows(output) for output in outputs.values()):
+        if not isinstance(outputs, dict) or not all(_is_batch(output) for output in outputs.values()):
             raise UserError(
                 f"data.parse: {name} must return a dict of tensors [n, ...] whose shapes are known but for n; "
                 f"it returns {outputs}."
@@ -129,14 +129,14 @@ class FunctionParser:
             arrays = {name: _array(tensor) for name, tensor in self._call(split_records(records)).items()}
         except _PARSE_ERRORS:
             return None
-        wrong = next((name for name, array in arrays.items() if len(array) != len(records)), None)
-        if wrong is None:
+        mismatch = next((name for name, array in arrays.items() if len(array) != len(records)), None)
+        if mismatch is None:
             return arrays
         if any(map(self.problem, split_records(records))):
             return None
         raise UserError(
-            f"data.parse: {self._name} gives {len(arrays[wrong])} rows of {wrong} for {len(records)} records, and one "
-            "for each record alone. It must give as many rows as it gets records, in their order."
+            f"data.parse: {self._name} gives {len(arrays[mismatch])} rows of {mismatch} for {len(records)} records, "
+            "and one for each record alone. It must give as many rows as it gets records, in their order."
         )
 
     def problem(self, record: bytes) -> str | None:
@@ -155,13 +155,13 @@ class FunctionParser:
             return self._function(tf.constant(np.array(records, object)))
 
 
-def _is_rows(output: Any) -> bool:
+def _is_batch(output: Any) -> bool:
     """Return whether it is a tensor [n, ...] with known sizes after n."""
     return isinstance(output, tf.Tensor) and bool(output.shape.rank) and None not in output.shape[1:]
 
 
 def example_spec(feature: Feature) -> tf.io.FixedLenFeature | tf.io.RaggedFeature:
-    """Return how tf.io.parse_example finds a feature."""
+    """Return the spec with which tf.io.parse_example reads a feature."""
     dtype = {"int64": tf.int64, "float": tf.float32, "bytes": tf.string}[feature.type]
     if feature.max_length:
         return tf.io.RaggedFeature(dtype)

@@ -18,13 +18,13 @@ def pad_lists(feature: Feature, stored: tf.RaggedTensor) -> tf.Tensor:
 
     stored: the values of each record, [records, (values)]; of a SequenceExample [records, (items), (values)].
     """
-    each = values_per_item(feature)
+    item_values = values_per_item(feature)
     if feature.sequence:
-        tf.debugging.assert_equal(stored.values.row_lengths(), tf.cast(each, stored.values.row_splits.dtype))
+        tf.debugging.assert_equal(stored.values.row_lengths(), tf.cast(item_values, stored.values.row_splits.dtype))
         splits, flat = stored.row_splits, stored.flat_values
     else:
-        tf.debugging.assert_equal(stored.row_lengths() % each, tf.zeros([], stored.row_splits.dtype))
-        splits, flat = stored.row_splits // each, stored.flat_values
+        tf.debugging.assert_equal(stored.row_lengths() % item_values, tf.zeros([], stored.row_splits.dtype))
+        splits, flat = stored.row_splits // item_values, stored.flat_values
     if feature.decode == "raw":
         tf.debugging.assert_equal(tf.strings.length(flat), raw_bytes(feature))
         flat = tf.io.decode_raw(flat, feature.raw_dtype)
@@ -51,28 +51,30 @@ def values_problem(feature: Feature, stored: Sequence[tf.train.Feature]) -> str 
     """
     if not stored:
         return None if feature.max_length else f"expected {feature.type}; the record does not have it"
-    kinds = [each.WhichOneof("kind") for each in stored]
+    kinds = [value.WhichOneof("kind") for value in stored]
     if kinds == [None] and feature.max_length and not feature.sequence:
         return None
-    other = next((_KINDS[kind] for kind in kinds if _KINDS[kind] != feature.type), None)
-    if other:
-        return f"expected {feature.type}; the record holds {other}"
-    items = [getattr(each, kind).value for each, kind in zip(stored, kinds, strict=True)]
+    wrong_kind = next((_KINDS[kind] for kind in kinds if _KINDS[kind] != feature.type), None)
+    if wrong_kind:
+        return f"expected {feature.type}; the record holds {wrong_kind}"
+    items = [getattr(value, kind).value for value, kind in zip(stored, kinds, strict=True)]
     size, is_raw = values_per_item(feature), feature.decode == "raw"
     if feature.max_length and not feature.sequence:
         items = [items[0][first : first + size] for first in range(0, len(items[0]), size)]
     if problem := _size_problem(feature, items, size):
         return problem
     values = [value for item in items for value in item]
-    wrong = next((value for value in values if is_raw and len(value) != raw_bytes(feature)), None)
-    if wrong is not None:
+    wrong_value = next((value for value in values if is_raw and len(value) != raw_bytes(feature)), None)
+    if wrong_value is not None:
         expected = f"{raw_bytes(feature)} bytes for {feature.raw_dtype}{list(feature.shape)}"
-        return f"expected {expected}{' in each item' if feature.max_length else ''}; the record holds {len(wrong)}"
+        return (
+            f"expected {expected}{' in each item' if feature.max_length else ''}; the record holds {len(wrong_value)}"
+        )
     return feature.value_problem(np.frombuffer(b"".join(values), feature.raw_dtype) if is_raw else np.array(values))
 
 
 def _size_problem(feature: Feature, items: Sequence[Sequence[Any]], size: int) -> str | None:
-    """size: how many values each item should have."""
+    """Return the problem of too many items, or of one that has not `size` values; None if there is none."""
     if feature.max_length and len(items) > feature.max_length:
         what = "items" if feature.sequence else "values" if size == 1 else f"items of {size} values"
         return f"expected at most {feature.max_length} {what}; the record holds {len(items)}"

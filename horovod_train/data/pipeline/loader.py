@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.order.sampler import EpochSequence, Plan, Rows
-from horovod_train.data.parsing.serialized import blank
+from horovod_train.data.parsing.serialized import zero_rows
 from horovod_train.data.pipeline.batch_source import StepRange
 from horovod_train.data.pipeline.cache import ParsedCache
 from horovod_train.data.pipeline.feed import HOST
@@ -151,7 +151,7 @@ class Loader:
     def _fill_rows(self, usable: Arrays, bad: np.ndarray) -> Arrays:
         """Return arrays with a row for each record, from those of the usable ones."""
         if bad.all():
-            return blank(self._parser, len(bad))
+            return zero_rows(self._parser, len(bad))
         rows = np.where(bad, 0, np.cumsum(~bad) - 1)
         return {name: np.asarray(array)[rows] for name, array in usable.items()}
 

@@ -28,7 +28,7 @@ from horovod_train.data.pipeline.feed import prefetch_to
 from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, Unparsed
 from horovod_train.data.source import mark_skipped
 from horovod_train.data.transforms.decoding import image_problem
-from horovod_train.data.transforms.preprocess import load_preprocess, preprocessed
+from horovod_train.data.transforms.preprocess import apply_preprocess, load_preprocess
 from horovod_train.data.transforms.transforms import Transforms
 from horovod_train.errors import UserError
 
@@ -190,7 +190,7 @@ class Pipeline(BatchSource):
         if self._preprocess is None:
             return pick(tensors, names)
         scaled = pick(self._transforms.scale({name: tensors[name] for name in names}), names)
-        return preprocessed(self._preprocess, str(self._config.preprocess), scaled, self.batch_size_per_rank)
+        return apply_preprocess(self._preprocess, str(self._config.preprocess), scaled, self.batch_size_per_rank)
 
     def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))

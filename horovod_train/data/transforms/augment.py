@@ -87,10 +87,10 @@ def random_resized_crop(
         areas, aspects, place = tf.split(draws, [_TRIES, _TRIES, 2], -1)
         part = (area[0] + areas * (area[1] - area[0])) * size[0] * size[1]
         aspect = tf.exp(math.log(ratio[0]) + aspects * (math.log(ratio[1]) - math.log(ratio[0])))
-        tried = tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], -1)
-        fits = tf.reduce_all(tf.round(tried) <= size, -1)
+        candidates = tf.stack([tf.sqrt(part / aspect), tf.sqrt(part * aspect)], -1)
+        fits = tf.reduce_all(tf.round(candidates) <= size, -1)
         first = tf.argmax(tf.cast(fits, tf.int32), -1)
-        extent = tf.minimum(tf.gather(tried, first, axis=-2, batch_dims=first.shape.rank), size)
+        extent = tf.minimum(tf.gather(candidates, first, axis=-2, batch_dims=first.shape.rank), size)
         any_fits = tf.reduce_any(fits, -1, keepdims=True)
         largest = tf.minimum(size, tf.stack([size[1] / ratio[0], size[0] * ratio[1]]))
         return tf.maximum(tf.where(any_fits, extent, largest), 1.0), tf.where(any_fits, place, 0.5)
@@ -110,7 +110,7 @@ def random_resized_crop(
             start = place * (size - extent)
             boxes = tf.concat([start, start + extent - 1], 1) / tf.tile(tf.maximum(size - 1, 1), [2])
             cut = tf.image.crop_and_resize(images, boxes, tf.range(count), shape[:2], interpolation)
-            return _like(cut, images.dtype)
+            return _round_to(cut, images.dtype)
 
         return Augmentation(_CROP_DRAWS, apply, box=box)
 
@@ -129,19 +129,20 @@ def build_augmentations(specs: Sequence[Spec], shape: tuple[int, ...], interpola
 
     `interpolation`: bilinear or nearest, for images that change size.
     """
-    built = []
+    augmentations: list[Augmentation] = []
     for number, spec in enumerate(specs):
         where = f"data.augment[{number}]"
         make = choose(AUGMENTATIONS, spec.name, f"{where}.name")
         if ":" in spec.name:
-            built.append(_wrap_function(make, spec.options))
+            augmentations.append(_wrap_function(make, spec.options))
             continue
-        made = call(make, spec, where)
-        augmentation: Augmentation = made if isinstance(made, Augmentation) else made(shape, interpolation)
+        augmentation = call(make, spec, where)
+        if not isinstance(augmentation, Augmentation):
+            augmentation = augmentation(shape, interpolation)
         if augmentation.box and number:
             raise UserError(f"{where}: {spec.name} must come first: it decides the size of the image.")
-        built.append(augmentation)
-    return built
+        augmentations.append(augmentation)
+    return augmentations
 
 
 def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) -> Augmentation:
@@ -158,7 +159,7 @@ def _wrap_function(function: Callable[..., tf.Tensor], options: dict[str, Any]) 
     return Augmentation(2, apply, is_users=True)
 
 
-def _like(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+def _round_to(images: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     if dtype.is_floating:
         return tf.cast(images, dtype)
     return tf.cast(tf.clip_by_value(tf.round(images), dtype.min, dtype.max), dtype)

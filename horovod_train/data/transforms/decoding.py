@@ -1,7 +1,7 @@
 """Decodes JPEG and PNG files to image tensors of one size, one step per call; a bad file does not fail its step.
 
 Follows a Feature with `decode: image`. Of a JPEG only the part that is used is decoded: the box is chosen first, from
-the size in the file's header. Does not draw random numbers; a random box and other changes of single images are passed.
+the size in the file's header. Does not draw random numbers; the caller passes random boxes and other changes of images.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ def decode_images(
         return tf.ensure_shape(images, (count, *feature.shape)), tf.ones(count, tf.bool)
 
     def decode_or_blank(file: tf.Tensor, draw: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        one = tf.data.Dataset.from_tensors((file, draw)).map(lambda *row: (decode(*row), tf.constant(True)))
-        return one.ignore_errors().concatenate(blank).take(1).get_single_element()
+        single = tf.data.Dataset.from_tensors((file, draw)).map(lambda *row: (decode(*row), tf.constant(True)))
+        return single.ignore_errors().concatenate(blank).take(1).get_single_element()
 
-    # Checking each record for errors costs as much as decoding a small image. So the step is first decoded as a whole.
-    # If that fails and gives no element, it is decoded record by record.
-    whole = tf.data.Dataset.from_tensors((files, draws)).map(decode_all).ignore_errors()
+    # Checking each record for errors costs as much as decoding a small image. So all rows of the step are first decoded
+    # together. If that fails and gives no element, they are decoded one by one.
+    together = tf.data.Dataset.from_tensors((files, draws)).map(decode_all).ignore_errors()
     rows = tf.data.Dataset.from_tensor_slices((files, draws))
-    singly = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
-    images, decoded = whole.concatenate(singly).take(1).get_single_element()
+    row_by_row = rows.map(decode_or_blank, num_parallel_calls=tf.data.AUTOTUNE).batch(count, drop_remainder=True)
+    images, decoded = together.concatenate(row_by_row).take(1).get_single_element()
     if feature.classes:
         decoded &= tf.reduce_max(tf.cast(images, tf.int32), [1, 2, 3]) < feature.classes
     return images, decoded
@@ -113,11 +113,11 @@ _Choose = Callable[[tf.Tensor], tf.Tensor]
 def _box_of_resize(feature: Feature) -> _Choose | None:
     """Return what chooses the part that `resize` keeps; None if the image is not resized."""
     if feature.resize == "crop":
-        return partial(_centre, feature)
+        return partial(_centre_box, feature)
     return (lambda size: tf.concat([[0, 0], size], 0)) if feature.resize == "stretch" else None
 
 
-def _centre(feature: Feature, size: tf.Tensor) -> tf.Tensor:
+def _centre_box(feature: Feature, size: tf.Tensor) -> tf.Tensor:
     """Return the largest centred box with the aspect of the feature's shape, times `crop_fraction`."""
     height, width = tf.unstack(tf.cast(size, tf.float32))
     aspect = feature.shape[1] / feature.shape[0]
@@ -133,32 +133,29 @@ def _decode(feature: Feature, file: tf.Tensor, choose: _Choose | None, side: int
 
     is_jpeg = tf.io.is_jpeg(file)
     # A header in any case, because a branch for each record costs more than copying the file.
-    size = tf.image.extract_jpeg_shape(tf.where(is_jpeg, file, _any_jpeg()))[:2]
+    size = tf.image.extract_jpeg_shape(tf.where(is_jpeg, file, _tiny_jpeg()))[:2]
     box = tf.concat([[0, 0], size], 0) if choose is None else choose(size)
     decode = partial(_decode_with_sides, width=size[1], side=side) if side else _decode_part
 
-    def of_other() -> tf.Tensor:
+    def decode_other() -> tf.Tensor:
         image = _decode_whole(feature, file)
         return image if choose is None else _cut(image, choose(tf.shape(image)[:2]))
 
     mixes_pixels = choose is None or feature.interpolation == "nearest"
     ratios = _RATIOS[:1] if mixes_pixels else _RATIOS
-    branches = [*(partial(decode, feature, file, box, ratio) for ratio in ratios), of_other]
+    branches = [*(partial(decode, feature, file, box, ratio) for ratio in ratios), decode_other]
     branch = 0 if mixes_pixels else _reduction(feature, box)
     return tf.switch_case(tf.where(is_jpeg, branch, len(ratios)), branches)
 
 
-def _any_jpeg() -> tf.Tensor:
+def _tiny_jpeg() -> tf.Tensor:
     with tf.init_scope():  # once, when the function is traced
         file = tf.io.encode_jpeg(tf.zeros((1, 1, 3), tf.uint8)).numpy()
     return tf.constant(file)
 
 
 def _reduction(feature: Feature, box: tf.Tensor) -> tf.Tensor:
-    """Return the place in _RATIOS of the largest with which the box remains at least as large as the feature's shape.
-
-    int32.
-    """
+    """Return the index in _RATIOS, int32, of the largest ratio that leaves the box at least the feature's shape."""
     times = tf.reduce_min(box[2:] // tf.constant(feature.shape[:2]))
     return tf.reduce_sum(tf.cast(times >= tf.constant(_RATIOS[1:]), tf.int32))
 

@@ -1,4 +1,4 @@
-"""Makes of a batch's inputs what the model gets, by a function of the user's or a preset's: `data.preprocess`.
+"""Applies `data.preprocess` to the inputs of a batch: a user's function, or a preset's preprocessor.
 
 Runs in tf.data, on the host, in training, evaluation and prediction.
 """
@@ -28,9 +28,9 @@ def load_preprocess(name: str | None) -> Preprocess | None:
     return load_preprocessor(name)
 
 
-def preprocessed(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) -> Tensors:
-    """Return what it makes of inputs, with a known number of rows. Raises UserError if it does not give that many."""
-    shown = tf.nest.map_structure(lambda tensor: f"{tensor.dtype.name}{tensor.shape}", inputs)
+def apply_preprocess(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) -> Tensors:
+    """Return the results for these inputs, with a known number of rows. Raises UserError if the number differs."""
+    input_types = tf.nest.map_structure(lambda tensor: f"{tensor.dtype.name}{tensor.shape}", inputs)
     try:
         results = preprocess(inputs)
         leaves = list(results.values()) if isinstance(results, dict) else [results]
@@ -39,4 +39,4 @@ def preprocessed(preprocess: Preprocess, name: str, inputs: Tensors, rows: int) 
         return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), results)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
         text = " ".join(str(error).split())[:300]
-        raise UserError(f"data.preprocess: {name}, for inputs of {shown}: {text}{raised_at(error)}") from error
+        raise UserError(f"data.preprocess: {name}, for inputs of {input_types}: {text}{raised_at(error)}") from error

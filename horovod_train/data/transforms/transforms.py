@@ -37,9 +37,9 @@ class Transforms:
             name: build_augmentations(augment if name in images else (), feature.shape, feature.interpolation)
             for name, feature in features.items()
         }
-        _check_in_step(images, self._augmentations, [name for name in schema.targets if name not in schema.inputs])
+        _check_aligned(images, self._augmentations, [name for name in schema.targets if name not in schema.inputs])
         # At least one: unbatch() of TensorFlow 2.21 crashes on tensors without elements.
-        self.draws = max([1, *(sum(one.draws for one in several) for several in self._augmentations.values())])
+        self.draws = max([1, *(sum(change.draws for change in changes) for changes in self._augmentations.values())])
         """Random numbers that a row needs."""
         self.by_step = bool(augment) or any(feature.decode == "image" for feature in features.values())
         """Whether it takes rows of one step per call, [rows, ...]; otherwise any number of leading axes."""
@@ -51,16 +51,16 @@ class Transforms:
         tensors, decoded = {}, {}
         for name, values in stored.items():
             if name not in self._features:
-                tensors[name] = values  # a user's parse function has done it all
+                tensors[name] = values  # from a user's parse function, which also decodes and scales
                 continue
-            feature, augmentations, at = self._features[name], self._augmentations[name], 0
+            feature, augmentations, offset = self._features[name], self._augmentations[name], 0
             if feature.decode == "image":
-                changes, singly = _on_decoding(augmentations)
+                changes, count = _changes_on_decoding(augmentations)
                 values, decoded[name] = decode_images(feature, values, draws, changes)
-                at, augmentations = sum(a.draws for a in augmentations[:singly]), augmentations[singly:]
+                offset, augmentations = sum(a.draws for a in augmentations[:count]), augmentations[count:]
             for augmentation in augmentations:
-                values = augmentation.apply(values, draws[:, at : at + augmentation.draws])
-                at += augmentation.draws
+                values = augmentation.apply(values, draws[:, offset : offset + augmentation.draws])
+                offset += augmentation.draws
             tensors[name] = values
         return tensors, decoded
 
@@ -73,31 +73,31 @@ class Transforms:
 
 
 def _images(features: dict[str, Feature], names: Sequence[str]) -> dict[str, Feature]:
-    there = {name: features[name] for name in names if name in features}
-    return {name: feature for name, feature in there.items() if len(feature.shape) == 3 and not feature.max_length}
+    named = {name: features[name] for name in names if name in features}
+    return {name: feature for name, feature in named.items() if len(feature.shape) == 3 and not feature.max_length}
 
 
-def _check_in_step(
+def _check_aligned(
     images: dict[str, Feature], augmentations: dict[str, list[Augmentation]], targets: Sequence[str]
 ) -> None:
     """Raise UserError if images differ in a way that makes the same draws change them differently."""
     for name in filter(images.__contains__, targets):
         first = next(iter(images))  # an input
-        one, other = images[first], images[name]
+        image, target = images[first], images[name]
         if any(augmentation.is_users for augmentation in augmentations[name]):
             raise UserError(
                 f"data.augment: target {name} is an image and would have to change with the inputs; "
                 "a function of your own is for inputs only. Use ours, or make the target no image."
             )
-        if augmentations[name] and one.shape[:2] != other.shape[:2]:
+        if augmentations[name] and image.shape[:2] != target.shape[:2]:
             raise UserError(
                 f"data.augment: target {name} changes with input {first} and must have its height and width, "
-                f"{list(one.shape[:2])}; received {list(other.shape[:2])}."
+                f"{list(image.shape[:2])}; received {list(target.shape[:2])}."
             )
-        if augmentations[name] and augmentations[name][0].box and one.decode != other.decode:
+        if augmentations[name] and augmentations[name][0].box and image.decode != target.decode:
             raise UserError(
                 f"data.augment: the first in the list cuts target {name} as it cuts input {first}; "
-                f"both must be decode: image, or neither. Received {other.decode} and {one.decode}."
+                f"both must be decode: image, or neither. Received {target.decode} and {image.decode}."
             )
 
 
@@ -113,18 +113,18 @@ def cast_and_scale(feature: Feature, values: tf.Tensor) -> tf.Tensor:
     return values if values.dtype == feature.tensor_dtype else tf.cast(values, feature.tensor_dtype)
 
 
-def _on_decoding(augmentations: Sequence[Augmentation]) -> tuple[ImageChanges, int]:
-    """Return the first augmentations, as far as single images can have them while they are decoded; and how many."""
+def _changes_on_decoding(augmentations: Sequence[Augmentation]) -> tuple[ImageChanges, int]:
+    """Return the first augmentations that can be applied to single images while they are decoded, and their number."""
     box = augmentations[0].box if augmentations else None
-    after, number, at = list[ChangeImage](), 0, 0
+    after, number, offset = list[ChangeImage](), 0, 0
     for augmentation in augmentations:
         if augmentation.of_one is not None:
-            after.append(_with_own_draws(augmentation.of_one, at, at + augmentation.draws))
+            after.append(_slice_draws(augmentation.of_one, offset, offset + augmentation.draws))
         elif number or box is None:
             break
-        number, at = number + 1, at + augmentation.draws
+        number, offset = number + 1, offset + augmentation.draws
     return ImageChanges(box, after), number
 
 
-def _with_own_draws(change: ChangeImage, first: int, last: int) -> ChangeImage:
+def _slice_draws(change: ChangeImage, first: int, last: int) -> ChangeImage:
     return lambda image, draws: change(image, draws[first:last])
