@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Place, each
+from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.artifacts import PREDICTIONS, PREDICTIONS_DRAFT
@@ -70,7 +70,7 @@ class Outputs:
         ids, outputs = batches.call(self._run, tf.constant(steps, tf.int32))
         return ids.numpy(), {name: values.numpy() for name, values in outputs.items()}
 
-    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[tf.Tensor, dict[str, tf.Tensor]]]:
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[tf.Tensor, dict[str, tf.Tensor]]]:
         def write_step(
             batch: Batch, index: tf.Tensor, ids: tf.TensorArray, arrays: dict[str, tf.TensorArray]
         ) -> tuple[Any, ...]:
@@ -80,8 +80,8 @@ class Outputs:
 
         ids = tf.TensorArray(tf.int64, size=steps)
         arrays = {name: tf.TensorArray(tf.as_dtype(dtype), size=steps) for name, (_, dtype) in self.specs.items()}
-        place, (ids, arrays) = each(place, steps, write_step, (ids, arrays))
-        return place, (ids.concat(), {name: array.concat() for name, array in arrays.items()})
+        cursor, (ids, arrays) = for_each_batch(cursor, steps, write_step, (ids, arrays))
+        return cursor, (ids.concat(), {name: array.concat() for name, array in arrays.items()})
 
     def _forward(self, batch: Batch) -> dict[str, tf.Tensor]:
         outputs = self._model(batch.inputs, training=False)

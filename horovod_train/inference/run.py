@@ -118,6 +118,6 @@ def _with_batch(config: Config, size: int) -> Config:
 def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Batches, int], None]) -> None:
     """Call act(batches, steps), with at most `most` steps each time, until every record has been used once."""
     with pipeline.explaining():
-        for batches, steps in pipeline.one_pass(most):
+        for batches, steps in pipeline.one_epoch(most):
             group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
             act(batches, steps)

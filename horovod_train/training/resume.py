@@ -96,7 +96,7 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
     if facts.records and facts.data != train.fingerprint:
         raise UserError(
             f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
-            f"Resume with {train.what_orders.format(seed=seed, batch=batch)}; or from the end of an epoch."
+            f"Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
         )
     if changed:
         log.warning(f"the training data are not those of {checkpoint.folder}: data.train now {changed}")

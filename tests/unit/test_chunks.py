@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Place, each
+from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
 
 ROWS = 2
 
@@ -43,7 +43,7 @@ class Taker:
         taken: list[int] = ids[:, 0].numpy().tolist()
         return taken
 
-    def _take(self, place: Place, steps: tf.Tensor) -> tuple[Place, Any]:
+    def _take(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, Any]:
         self.traces += 1
 
         def act(batch: Batch, number: tf.Tensor, _: tf.Tensor, *arrays: tf.TensorArray) -> tuple[Any, ...]:
@@ -53,8 +53,10 @@ class Taker:
 
         arrays = [tf.TensorArray(dtype, 0, dynamic_size=True) for dtype in (tf.int64, tf.string, tf.int32)]
         state = (tf.constant(True), *arrays)
-        place, (_, *arrays) = each(place, steps, act, state, continues=lambda more, *_: more, waiting=self._waiting)
-        return place, [array.stack() for array in arrays]
+        cursor, (_, *arrays) = for_each_batch(
+            cursor, steps, act, state, continues=lambda more, *_: more, waiting=self._waiting
+        )
+        return cursor, [array.stack() for array in arrays]
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

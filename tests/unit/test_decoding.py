@@ -335,7 +335,7 @@ sys.path.insert(0, "tests/unit")
 from made_records import config
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.chunks import each
+from horovod_train.data.pipeline.chunks import for_each_batch
 from horovod_train.data.pipeline.pipeline import build_pipeline
 from horovod_train.errors import UserError
 
@@ -351,10 +351,10 @@ def build(device, inputs):
 
 def steps(made):
     @tf.function(autograph=False)
-    def run(place):
+    def run(cursor):
         def act(batch, _, *before):
             return batch.ids, made.scaled(batch).inputs
-        return each(place, tf.constant(1), act, (tf.zeros(4, tf.int64), tf.zeros((4, 8, 10, 3))))
+        return for_each_batch(cursor, tf.constant(1), act, (tf.zeros(4, tf.int64), tf.zeros((4, 8, 10, 3))))
     batches = made.batches(0)
     return [batches.call(run) for _ in range(6)]
 

@@ -103,9 +103,9 @@ def test_evaluation_keeps_the_order_and_leaves_nothing_out(images: Path) -> None
     assert [sorted(part) for part in found] == [list(range(35)), list(range(35, 70))]
 
 
-def test_one_pass_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> None:
+def test_one_epoch_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> None:
     made = pipeline(config(images), batch=16, training=False)
-    calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps in made.one_pass(2)]
+    calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps in made.one_epoch(2)]
     assert [len(call) for call in calls] == [2, 2, 1]
     numbers = np.concatenate([number for call in calls for number in call])
     assert sorted(numbers[numbers >= 0].tolist()) == list(range(RECORDS))

@@ -1,4 +1,4 @@
-"""What each step gets: one rank's part of it. Does not know where it comes from; see batch_source."""
+"""The batch that each step gets: one rank's part of it. Does not know where it comes from; see batch_source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Tensors: TypeAlias = "tf.Tensor | dict[str, tf.Tensor]"
 class Batch(NamedTuple):
     """One rank's part of a step. Shapes are static; rows without a record have weight 0 and repeat another record.
 
-    A pipeline gives inputs and targets as they are stored, such as uint8; Pipeline.scaled makes of them what the model
-    gets.
+    A pipeline gives inputs and targets as they are stored, such as uint8; Pipeline.scaled converts them for the model.
     """
 
     inputs: Tensors
@@ -42,6 +41,6 @@ def pick(tensors: dict[str, tf.Tensor], names: tuple[str, ...]) -> Tensors:
     return tensors[names[0]] if len(names) == 1 else {name: tensors[name] for name in names}
 
 
-def by_name(tensors: Tensors, names: tuple[str, ...]) -> dict[str, tf.Tensor]:
-    """Return what pick has made as a dict again."""
+def tensors_by_name(tensors: Tensors, names: tuple[str, ...]) -> dict[str, tf.Tensor]:
+    """Return a result of pick as a dict."""
     return {names[0]: tensors} if len(names) == 1 else tensors

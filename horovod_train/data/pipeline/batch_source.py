@@ -27,7 +27,7 @@ class StepRange(NamedTuple):
 
 
 class BatchSource(ABC):
-    """Gives one rank its batches, epoch by epoch, in steps that all ranks take together."""
+    """One rank's batches, epoch by epoch, in steps that all ranks take together."""
 
     num_records: int
     """Over all ranks in an epoch; of a stream, as many as its steps have room for."""
@@ -39,26 +39,26 @@ class BatchSource(ABC):
     scaled_spec: Batch
     """Specs of what `scaled` returns."""
     fingerprint: str
-    """Equal for two of them if a position in an epoch means the same records, whatever their rank and size."""
+    """Equal for two sources, of any rank and size, if a position in an epoch means the same records."""
     content: str
     """A digest of what the records hold; "" if it is not known."""
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from."""
     files: str
     """The parts as identity.pack packs them; "" if there are none."""
-    what_orders: str
-    """The settings on which the order of the records depends, in words."""
+    order_settings: str
+    """The settings on which the order of the records depends, for messages."""
     _failure: Exception | None = None
     """What ended a Feed early."""
 
     def chunks(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> tf.data.Dataset:
-        """Return what `batches` gives as a dataset of one or several steps each, with one more axis in front: steps.
+        """Return the batches as a dataset of chunks: one or several steps each, with one more axis in front, steps.
 
         Reading starts immediately. The dataset can be iterated once; call this again for another pass.
         """
-        steps, each = self.steps_per_epoch, self.steps_per_chunk
-        count = -1 if epochs is None else -(-(steps - first_step) // each) + (epochs - 1) * -(-steps // each)
-        feed = Feed(self._load(self.step_ranges(epoch, first_step, epochs)), self._specs, self._remember)
+        steps, chunk = self.steps_per_epoch, self.steps_per_chunk
+        count = -1 if epochs is None else -(-(steps - first_step) // chunk) + (epochs - 1) * -(-steps // chunk)
+        feed = Feed(self._load(self.step_ranges(epoch, first_step, epochs)), self._specs, self._set_failure)
         data = self._dataset(feed.dataset(count))
         feed.start()
         return data
@@ -71,7 +71,7 @@ class BatchSource(ABC):
 
     @cached_property
     def element_spec(self) -> Batch:
-        return spec_of_batch(self._dataset(Feed(iter(()), self._specs, self._remember).dataset(0)))
+        return spec_of_batch(self._dataset(Feed(iter(()), self._specs, self._set_failure).dataset(0)))
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def _dataset(self, data: tf.data.Dataset) -> tf.data.Dataset:
-        """Make of a dataset of such chunks what `chunks` returns."""
+        """Turn a dataset of such chunks into the dataset that `chunks` returns."""
 
     def batches(self, epoch: int, first_step: int = 0, epochs: int | None = None) -> Batches:
         """Return batches from a step of an epoch on, through `epochs` epochs (including that one) or without end.
@@ -113,14 +113,14 @@ class BatchSource(ABC):
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
         return self._failure if isinstance(error, tf.errors.OpError) else None
 
-    def _remember(self, failure: Exception) -> None:
+    def _set_failure(self, failure: Exception) -> None:
         self._failure = failure
 
-    def one_pass(self, most: int) -> Iterator[tuple[Batches, int]]:
-        """Yield (batches, steps) until an epoch is over: each time the caller takes `steps` batches, at most `most`."""
+    def one_epoch(self, max_steps: int) -> Iterator[tuple[Batches, int]]:
+        """Yield (batches, steps) for one epoch; the caller takes `steps` batches each time, at most `max_steps`."""
         batches = self.batches(epoch=0, epochs=1)
-        for first in range(0, self.steps_per_epoch, most):
-            yield batches, min(most, self.steps_per_epoch - first)
+        for first in range(0, self.steps_per_epoch, max_steps):
+            yield batches, min(max_steps, self.steps_per_epoch - first)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Keeps parsed records in memory, so that nothing is read from the second pass on. Bounded by the whole data set."""
+"""Keeps parsed records in memory, so that later epochs read nothing. Needs memory for the whole data set at most."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ParsedCache:
     def load(self, records: np.ndarray) -> Arrays:
         return {name: array[records] for name, array in self._arrays.items()}
 
-    def keep(self, records: np.ndarray, arrays: Arrays) -> None:
+    def save(self, records: np.ndarray, arrays: Arrays) -> None:
         for name, array in arrays.items():
             self._arrays[name][records] = array
         self._is_filled[records] = True
@@ -45,10 +45,10 @@ def bytes_to_cache(blocks: Blocks, parser: Parser) -> int:
 
 
 def check_room_to_cache(bytes_each: int, ranks_on_host: int) -> None:
-    """Raise UserError if this host lacks the memory for what all of its ranks cache in the end."""
-    needed, there = ranks_on_host * bytes_each, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > there:
+    """Raise UserError if this host lacks the memory for the full caches of all its ranks."""
+    needed, memory = ranks_on_host * bytes_each, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
         raise UserError(
             f"data.cache: memory needs {needed / 1e9:.1f} GB for {ranks_on_host} rank(s) of this host, which has "
-            f"{there / 1e9:.1f} GB. Use none: the operating system keeps what fits."
+            f"{memory / 1e9:.1f} GB. Use none: the operating system keeps what fits."
         )

@@ -17,11 +17,11 @@ import tensorflow as tf
 HOST = "CPU:0"
 """The device on which data are read and decoded."""
 _BATCHES_ON_DEVICE = 1
-"""Batches that wait on the device of the steps, if it is not the host: device memory is dear."""
+"""Batches that wait on the device of the steps, if it is not the host: device memory is scarce."""
 
 
 def prefetch_to(data: tf.data.Dataset, device: str) -> tf.data.Dataset:
-    """Return the batches as the steps of a device find them: the next one is copied there while a step runs."""
+    """Return the batches on a device: the next batch is copied there while a step runs."""
     is_text = any(spec.dtype == tf.string for spec in tf.nest.flatten(data.element_spec))
     if device == HOST or is_text:  # other devices cannot hold strings
         return data
@@ -35,13 +35,13 @@ class Feed:
         self,
         items: Iterator[Sequence[np.ndarray | tf.Tensor]],
         specs: Sequence[tf.TensorSpec],
-        failed: Callable[[Exception], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        """Call `failed` with the error if the items end early; the reader of the queue only sees that it is closed.
+        """Call `on_failure` with the error if the items end early; the reader of the queue only sees that it is closed.
 
         specs: of what each item holds.
         """
-        self._items, self._specs, self._failed = items, specs, failed
+        self._items, self._specs, self._on_failure = items, specs, on_failure
         with tf.device("cpu:0"):
             self.queue = tf.queue.FIFOQueue(1, [spec.dtype for spec in specs])
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
@@ -70,7 +70,7 @@ class Feed:
             except tf.errors.CancelledError:
                 raise
             except Exception as error:
-                self._failed(error)
+                self._on_failure(error)
             finally:
                 self.queue.close()
 

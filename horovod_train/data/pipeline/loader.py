@@ -24,7 +24,7 @@ from horovod_train.data.source import Arrays, Data, Parser, RecordSource, mark_s
 from horovod_train.errors import UserError
 
 _CHUNK_RECORDS = 4096
-_CHUNK_SINGLE_RECORDS = 256  # those may take long, and the first step waits for a whole chunk
+_CHUNK_SINGLE_RECORDS = 256  # single records may take long to read, and the first step waits for a whole chunk
 _CHUNK_BYTES = 16 << 20
 
 
@@ -56,19 +56,19 @@ class Chunk:
 
 
 class Unparsed(NamedTuple):
-    """A chunk as it was read."""
+    """A chunk that is read, but not parsed."""
 
     steps: StepRange
     rows: Rows
     widths: np.ndarray
-    """As of a chunk."""
+    """As in Chunk."""
     data: Data | None
     """None if the cache has all of it."""
     faults: dict[int, str]
-    """As Reader.read gives them."""
+    """As Reader.read returns them."""
 
 
-class _Need(NamedTuple):
+class _ChunkReads(NamedTuple):
     rows: Rows
     blocks: np.ndarray
     """Blocks to keep while the chunk is loaded."""
@@ -85,35 +85,36 @@ class Loader:
         uses_cache = config.cache == "memory"
         self._cache = ParsedCache(plan.num_records, parser.shapes, parser.dtypes) if uses_cache else None
         self._sequences: dict[tuple[int, str], EpochSequence] = {}
-        self._needs: dict[StepRange, _Need] = {}
+        self._chunk_reads: dict[StepRange, _ChunkReads] = {}
         self._lock = threading.Lock()
         self.skipped: set[int] = set()
         """Records skipped so far on this rank."""
         record_bytes = source.blocks.total_bytes / max(source.blocks.num_records, 1)
-        most = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
-        records = min(most, _CHUNK_BYTES / max(record_bytes, 1))
+        max_records = _CHUNK_SINGLE_RECORDS if source.blocks.are_single else _CHUNK_RECORDS
+        records = min(max_records, _CHUNK_BYTES / max(record_bytes, 1))
         self.steps_per_chunk = max(1, int(records / plan.rows_per_rank(ranks.size)))
-        """How many are to be loaded together."""
+        """How many steps are loaded together."""
 
     def read(self, steps: StepRange, following: Sequence[StepRange]) -> Unparsed:
         """Read a chunk, and start reading the following ones. Call it in the order of steps. Raises UserError."""
         with self._lock:
-            need = self._need(steps)
-            near = [need.blocks, *(self._need(later).blocks for later in following)]
-            records = need.rows.records.ravel()
+            reads = self._start_reading(steps)
+            blocks = [reads.blocks, *(self._start_reading(later).blocks for later in following)]
+            records = reads.rows.records.ravel()
             data, faults = (None, {}) if self._is_cached(records) else self._reader.read(records)
-            self._reader.keep_only(np.concatenate(near).tolist())
-            self._needs = {s: n for s, n in self._needs.items() if s in following}
+            self._reader.keep_only(np.concatenate(blocks).tolist())
+            self._chunk_reads = {s: r for s, r in self._chunk_reads.items() if s in following}
             self._sequences = {key: order for key, order in self._sequences.items() if key[0] >= steps.epoch}
-        return Unparsed(steps, need.rows, need.widths, data, faults)
+        return Unparsed(steps, reads.rows, reads.widths, data, faults)
 
-    def parse(self, read: Unparsed) -> Chunk:
+    def parse(self, unparsed: Unparsed) -> Chunk:
         """Parse what was read; several threads may do so, in any order. Raises UserError that names a bad record."""
-        records, real = (values.ravel() for values in read.rows)
-        arrays, bad = self._parse(records, read.data, read.faults)
-        count = np.array([self._plan.count(step) for step in range(read.steps.first, read.steps.last)], np.int64)
+        records, real = (values.ravel() for values in unparsed.rows)
+        arrays, bad = self._parse(records, unparsed.data, unparsed.faults)
+        _, first, last = unparsed.steps
+        count = np.array([self._plan.count(step) for step in range(first, last)], np.int64)
         ids = np.where(real, np.where(bad, mark_skipped(records), records), -1)
-        return Chunk(arrays, records, ids, count, read.widths)
+        return Chunk(arrays, records, ids, count, unparsed.widths)
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
@@ -145,7 +146,7 @@ class Loader:
         self.skipped.update(unusable)
         bad = np.isin(records, list(unusable)) if unusable else np.zeros(len(records), bool)
         if self._cache:
-            self._cache.keep(records[~bad], arrays)
+            self._cache.save(records[~bad], arrays)
         return self._fill_rows(arrays, bad) if unusable else arrays, bad
 
     def _fill_rows(self, usable: Arrays, bad: np.ndarray) -> Arrays:
@@ -155,25 +156,25 @@ class Loader:
         rows = np.where(bad, 0, np.cumsum(~bad) - 1)
         return {name: np.asarray(array)[rows] for name, array in usable.items()}
 
-    def _need(self, steps: StepRange) -> _Need:
-        """Return the records and blocks of a chunk, after starting to read them."""
-        if steps not in self._needs:
-            sequence, (epoch, first, last) = self._sequence(steps.epoch, "own"), steps
-            here = (sequence, self._ranks.rank, self._ranks.size, first, last)
-            rows = self._plan.rows(*here)
+    def _start_reading(self, steps: StepRange) -> _ChunkReads:
+        """Start reading the blocks of a chunk, unless that was done before. Return what the chunk needs."""
+        if steps not in self._chunk_reads:
+            sequence, (epoch, first, last) = self._sequence(steps.epoch, "rank"), steps
+            arguments = (sequence, self._ranks.rank, self._ranks.size, first, last)
+            rows = self._plan.rows(*arguments)
             cached = self._is_cached(rows.records.ravel())
-            near = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*here)
-            # Another sequence for all ranks' records: each remembers the windows that it was last asked for.
+            blocks = np.zeros(0, np.int64) if cached else self._plan.blocks_near(*arguments)
+            # A separate sequence for all ranks' records, because a sequence caches only the windows last used.
             widths = self._plan.widths(self._sequence(epoch, "all"), first, last)
-            self._needs[steps] = _Need(rows, near, widths)
+            self._chunk_reads[steps] = _ChunkReads(rows, blocks, widths)
             if not cached:
                 self._reader.read_ahead(np.unique(self._blocks.containing(rows.records.ravel())).tolist())
-        return self._needs[steps]
+        return self._chunk_reads[steps]
 
     def _is_cached(self, records: np.ndarray) -> bool:
         return self._cache is not None and self._cache.holds(records)
 
-    def _sequence(self, epoch: int, whose: str) -> EpochSequence:
-        if (epoch, whose) not in self._sequences:
-            self._sequences[epoch, whose] = self._plan.sequence(epoch)
-        return self._sequences[epoch, whose]
+    def _sequence(self, epoch: int, ranks: str) -> EpochSequence:
+        if (epoch, ranks) not in self._sequences:
+            self._sequences[epoch, ranks] = self._plan.sequence(epoch)
+        return self._sequences[epoch, ranks]

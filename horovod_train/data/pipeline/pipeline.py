@@ -21,7 +21,7 @@ from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffl
 from horovod_train.data.order import counter_rng
 from horovod_train.data.order.sampler import Plan
 from horovod_train.data.parsing.serialized import build_parser
-from horovod_train.data.pipeline.batch import Batch, Tensors, by_name, pick
+from horovod_train.data.pipeline.batch import Batch, Tensors, pick, tensors_by_name
 from horovod_train.data.pipeline.batch_source import BatchSource, StepRange
 from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.pipeline.feed import prefetch_to
@@ -53,13 +53,13 @@ class Pipeline(BatchSource):
         self._device = ranks.device
         self._preprocess = load_preprocess(config.preprocess)
         # Traced once, not for every pass.
-        self._transform = tf.function(self._batch, autograph=False)
-        self._cut = tf.function(self._cut_lists, autograph=False)
+        self._transform = tf.function(self._make_batch, autograph=False)
+        self._trim = tf.function(self._trim_lists, autograph=False)
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
         self.files = identity.pack(identity.names_of(records.source.parts))
-        self.what_orders = (
+        self.order_settings = (
             "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "
             "data.shuffle… settings"
         )
@@ -88,11 +88,11 @@ class Pipeline(BatchSource):
 
     def scaled(self, batch: Batch) -> Batch:
         schema = self._records.schema
-        targets = self._transforms.scale(by_name(batch.targets, schema.targets))
+        targets = self._transforms.scale(tensors_by_name(batch.targets, schema.targets))
         batch = batch._replace(targets=pick(targets, schema.targets))
         if self._preprocess is not None:
             return batch
-        inputs = self._transforms.scale(by_name(batch.inputs, schema.inputs))
+        inputs = self._transforms.scale(tensors_by_name(batch.inputs, schema.inputs))
         return batch._replace(inputs=pick(inputs, schema.inputs))
 
     def explain(self, error: BaseException) -> Exception | None:
@@ -127,20 +127,20 @@ class Pipeline(BatchSource):
 
     def _chunks(self, ranges: Iterator[StepRange]) -> Iterator[tuple[StepRange, Chunk]]:
         """Yield the chunks in order: they are read one after the other, and several are parsed at the same time."""
-        most, ahead = self._config.parallel_parse_calls, self._config.read_ahead_chunks
-        begun: deque[tuple[StepRange, Future[Chunk]]] = deque()
+        max_parses, ahead = self._config.parallel_parse_calls, self._config.read_ahead_chunks
+        pending: deque[tuple[StepRange, Future[Chunk]]] = deque()
         upcoming = deque(itertools.islice(ranges, 1 + ahead))
         with (
             ThreadPoolExecutor(1, thread_name_prefix="read-chunks") as reading,
-            ThreadPoolExecutor(most, thread_name_prefix="parse-chunks") as parsing,
+            ThreadPoolExecutor(max_parses, thread_name_prefix="parse-chunks") as parsing,
         ):
-            while upcoming or begun:
-                while upcoming and len(begun) < most:
+            while upcoming or pending:
+                while upcoming and len(pending) < max_parses:
                     steps = upcoming.popleft()
                     read = reading.submit(self._loader.read, steps, tuple(upcoming))
-                    begun.append((steps, parsing.submit(self._parse, read)))
+                    pending.append((steps, parsing.submit(self._parse, read)))
                     upcoming.extend(itertools.islice(ranges, 1))
-                first, parsed = begun.popleft()
+                first, parsed = pending.popleft()
                 yield first, parsed.result()
 
     def _parse(self, read: Future[Unparsed]) -> Chunk:
@@ -159,26 +159,26 @@ class Pipeline(BatchSource):
     def _transform_step(self, *values: tf.Tensor) -> Batch:
         """Return a chunk of one step."""
         if self._lists:
-            batch = self._cut(self._transform(*values[:-1]), values[-1])
+            batch = self._trim(self._transform(*values[:-1]), values[-1])
         else:
             batch = self._transform(*values)
         return tf.nest.map_structure(lambda values: values[tf.newaxis], batch)
 
-    def _cut_lists(self, batch: Batch, widths: tf.Tensor) -> Batch:
+    def _trim_lists(self, batch: Batch, widths: tf.Tensor) -> Batch:
         """Leave out the padding that no rank needs in this step."""
         schema, width = self._records.schema, dict(zip(self._lists, tf.unstack(widths, len(self._lists)), strict=True))
 
         def cut(tensors: Tensors, names: tuple[str, ...]) -> Tensors:
-            named = by_name(tensors, names)
+            named = tensors_by_name(tensors, names)
             return pick({name: t[:, : width[name]] if name in width else t for name, t in named.items()}, names)
 
         return batch._replace(inputs=cut(batch.inputs, schema.inputs), targets=cut(batch.targets, schema.targets))
 
-    def _batch(self, *values: tf.Tensor) -> Batch:
-        *stored, numbers, weights, ids, count = values
-        tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), numbers)
+    def _make_batch(self, *values: tf.Tensor) -> Batch:
+        *stored, draws, weights, ids, count = values
+        tensors, decoded = self._transforms.apply(dict(zip(self._parser.dtypes, stored, strict=True)), draws)
         for is_decoded in decoded.values():
-            weights, ids = self._leave_out(is_decoded, weights, ids)
+            weights, ids = self._mask_undecoded(is_decoded, weights, ids)
         schema = self._records.schema
         if name := self._config.weight:
             # Padding repeats another record, whose weight it must not have.
@@ -192,7 +192,7 @@ class Pipeline(BatchSource):
         scaled = pick(self._transforms.scale({name: tensors[name] for name in names}), names)
         return apply_preprocess(self._preprocess, str(self._config.preprocess), scaled, self.batch_size_per_rank)
 
-    def _leave_out(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _mask_undecoded(self, decoded: tf.Tensor, weights: tf.Tensor, ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         bad = tf.boolean_mask(ids, ~decoded & (ids >= 0))
         if self._config.on_bad_record == "skip":
             with tf.control_dependencies([self._not_images.insert(bad, bad)]):
@@ -225,9 +225,9 @@ def build_pipeline(
     return pipeline
 
 
-def _check_names(used: set[str], given: Iterable[str], parse: str | None) -> None:
-    for name in sorted(used.difference(given)):
-        raise UserError(f"data.parse: {parse} gives {', '.join(given)}; inputs and targets want {name}.")
+def _check_names(used: set[str], names: Iterable[str], parse: str | None) -> None:
+    for name in sorted(used.difference(names)):
+        raise UserError(f"data.parse: {parse} gives {', '.join(names)}; inputs and targets want {name}.")
 
 
 def _reshape(values: np.ndarray | tf.Tensor, shape: tuple[int, ...]) -> np.ndarray | tf.Tensor:

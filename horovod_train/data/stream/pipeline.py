@@ -43,7 +43,7 @@ class StreamPipeline(BatchSource):
         self.steps_per_epoch = steps_per_epoch
         self.num_records = steps_per_epoch * self.global_batch_size
         self.content = self.files = ""
-        self.what_orders = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
+        self.order_settings = "as many ranks, the same data.dataset, seed {seed} and data.global_batch_size {batch}"
         facts = [
             stream.spec.name,
             stream.spec.options,

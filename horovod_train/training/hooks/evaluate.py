@@ -47,7 +47,7 @@ def is_evaluated(run: Run, step: int) -> bool:
 
 def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep | OwnEvalStep) -> StopReason | None:
     step.counter.step = int(run.state.step)
-    for batches, steps in pipeline.one_pass(run.config.train.steps_per_call):
+    for batches, steps in pipeline.one_epoch(run.config.train.steps_per_call):
         # By default errors are explained from the training data, and progress is that of training.
         with run.group.heartbeat.probing(step.counter), pipeline.explaining():
             step.run(batches, steps)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from horovod_train.data.order.counter_rng import mix
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Place, each
+from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, restored_if_nonfinite
 from horovod_train.training.parts.losses import Loss
@@ -96,7 +96,7 @@ class Steps:
         continues, ids = batches.call(self._run, tf.constant(steps, tf.int32))
         return len(ids), bool(continues), ids.numpy()
 
-    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[tf.Tensor, tf.Tensor]]:
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[tf.Tensor, tf.Tensor]]:
         def one_step(
             batch: Batch, number: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray
         ) -> tuple[tf.Tensor, tf.TensorArray]:
@@ -107,15 +107,15 @@ class Steps:
             return continues, ids.write(number, batch.ids)
 
         ids = tf.TensorArray(tf.int64, size=0, dynamic_size=True, element_shape=[None])
-        place, (continues, ids) = each(
-            place,
+        cursor, (continues, ids) = for_each_batch(
+            cursor,
             steps,
             one_step,
             (tf.constant(True), ids),
             continues=lambda continues, _: continues,
             waiting=self._waiting,
         )
-        return place, (continues, ids.stack())
+        return cursor, (continues, ids.stack())
 
     def _waiting(self) -> AbstractContextManager[Any]:
         return tf.control_dependencies([self.phase_variable.enter("input")])
@@ -236,7 +236,7 @@ class EvalStep:
         """Evaluate the next `steps` batches in one compiled call."""
         batches.call(self._run, tf.constant(steps, tf.int32))
 
-    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[()]]:
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[()]]:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
             batch = self.scaled(batch)
             outputs = self.model(batch.inputs, training=False)
@@ -245,4 +245,4 @@ class EvalStep:
             self.counter.count()
             return ()
 
-        return each(place, steps, one_step, ())
+        return for_each_batch(cursor, steps, one_step, ())

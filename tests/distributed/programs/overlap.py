@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from uneven import LOSS, batches, rank
 
-from horovod_train.data.pipeline.chunks import Place
+from horovod_train.data.pipeline.chunks import Cursor
 from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer
 from horovod_train.training.parts.losses import build_loss
 from horovod_train.training.parts.metrics import Accumulator
@@ -77,9 +77,9 @@ def _nodes_around_exchanges(step: TrainStep) -> Sequence[Any]:
     """Return the nodes of the function in which the step exchanges gradients; of any other, if it does not."""
     graphs: list[Any] = []
 
-    def run(place: Place) -> tuple[Place, Any]:
+    def run(cursor: Cursor) -> tuple[Cursor, Any]:
         graphs.append(tf.compat.v1.get_default_graph())
-        return step._run_steps(place, tf.constant(1))
+        return step._run_steps(cursor, tf.constant(1))
 
     batches().call(tf.function(run, autograph=False))
     bodies = [body.node_def for body in graphs[0].as_graph_def().library.function]

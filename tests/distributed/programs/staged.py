@@ -17,7 +17,7 @@ from keras import layers
 
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Place
+from horovod_train.data.pipeline.chunks import Batches, Cursor
 from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
@@ -87,9 +87,9 @@ def traced(placement: Callable[[], Any]) -> dict[str, list[str]]:
     step = build_step(state, placement)
     graphs: list[Any] = []
 
-    def run(place: Place) -> tuple[Place, Any]:
+    def run(cursor: Cursor) -> tuple[Cursor, Any]:
         graphs.append(tf.compat.v1.get_default_graph())
-        return step._run_steps(place, tf.constant(1))
+        return step._run_steps(cursor, tf.constant(1))
 
     batches().call(tf.function(run, autograph=False))
     found: dict[str, list[str]] = collections.defaultdict(list)

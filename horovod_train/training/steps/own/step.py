@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Place, each
+from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter
 from horovod_train.training.steps.own.logs import Logs
@@ -86,11 +86,11 @@ class OwnEvalStep:
             self._begin()
         batches.call(self._run, tf.constant(steps, tf.int32))
 
-    def _run_steps(self, place: Place, steps: tf.Tensor) -> tuple[Place, tuple[()]]:
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[()]]:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
             batch = self.scaled(batch)
             self.metrics.add(self.model.test_step(data_of(batch, tf.constant(self._scale, tf.float32))))
             self.counter.count()
             return ()
 
-        return each(place, steps, one_step, ())
+        return for_each_batch(cursor, steps, one_step, ())
