@@ -148,7 +148,7 @@ def _root_speaks_first() -> Iterator[None]:
         rank = _rank()
         if rank == 0:
             raise
-        time.sleep(launcher.ROOT_SPEAKS_FIRST_S)
+        time.sleep(launcher.ROOT_REPORTS_FIRST_S)
         raise UserError(f"rank {rank} ({socket.gethostname()}): {error}") from error
 
 

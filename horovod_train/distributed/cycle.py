@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.launch.initialize import start_again
+from horovod_train.distributed.launch.initialize import restart_horovod
 from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.distributed.timeline import VARIABLE as TIMELINE
@@ -29,5 +29,5 @@ def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
     votes = group.gather(may_change and gradient_bytes <= SMALL_BYTES)
     if not all(votes):
         return None
-    start_again({_NAME: SMALL_MODEL_CYCLE_MS})
+    restart_horovod({_NAME: SMALL_MODEL_CYCLE_MS})
     return f"{_NAME}={SMALL_MODEL_CYCLE_MS} (ms; a step's gradients have only {gradient_bytes} bytes)"

@@ -188,7 +188,7 @@ def test_nothing_is_unpickled(path: Path) -> None:
         if isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             assert not (owner.startswith("hvd") and re.search(r"_object(_fn)?$", node.attr)), ast.unparse(node)
-            is_communicator = imports_mpi and owner in ("MPI.COMM_WORLD", "neighbours")
+            is_communicator = imports_mpi and owner in ("MPI.COMM_WORLD", "host_ranks")
             assert not (is_communicator and node.attr in LOWERCASE_MPI), ast.unparse(node)
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             assert ast.unparse(node.value) == "False"

@@ -201,7 +201,7 @@ def test_ranks_of_mpi_are_refused_by_a_horovod_without_mpi(
     monkeypatch: pytest.MonkeyPatch, how: Launcher, instead: str
 ) -> None:
     monkeypatch.setattr(initialize.hvd, "mpi_built", lambda: False)
-    monkeypatch.setattr(initialize.launcher, "ROOT_SPEAKS_FIRST_S", 0.0)
+    monkeypatch.setattr(initialize.launcher, "ROOT_REPORTS_FIRST_S", 0.0)
     with pytest.raises(UserError, match=f"{how} started 2 ranks, but Horovod was built without MPI.*{instead}, or"):
         initialize.initialise(Launch(how, 0, 2))
     with pytest.raises(FailedElsewhere):

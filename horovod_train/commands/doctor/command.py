@@ -80,7 +80,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         return [fail("start", "another rank could not start; it says why", "")], False
     except RunError as error:
         # Usually the same on all ranks: root reports it, and its end ends the others before they report.
-        time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_SPEAKS_FIRST_S)
+        time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
         return [fail("start", str(error), "")], True
     except Exception as error:
         # Libraries may raise anything here; doctor reports it as a result.

@@ -1,6 +1,6 @@
 """Detect the launcher and this process's rank and size from the environment, before anything is imported.
 
-Does not import horovod or TensorFlow, so it answers immediately; group checks later what is true.
+Does not import horovod or TensorFlow, so it answers immediately; group checks the answer later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod_train.errors import UserError
 Launcher = Literal["horovodrun", "mpirun", "srun-pmix", "srun", "none"]
 """horovodrun: over gloo; `horovodrun --mpi` calls mpirun. srun-pmix: `srun --mpi=pmix`. srun: without any MPI."""
 
-ROOT_SPEAKS_FIRST_S = 2.0
+ROOT_REPORTS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
 
 _SRUN = "start it with srun: srun python -m horovod_train.main …"
@@ -53,7 +53,7 @@ class Launch:
         return self.launcher in ("mpirun", "srun-pmix")
 
     def check(self, *, may_be_elastic: bool = False) -> None:
-        """Raise UserError if the processes would not find each other, or if a program that is not elastic would be."""
+        """Raise UserError if the processes would not find each other, or are elastic where the program is not."""
         if self.is_elastic and not may_be_elastic:
             raise UserError(
                 "horovodrun --min-np starts elastic ranks, and the trainer keeps its number of ranks. Start it with "
@@ -83,27 +83,30 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
     Raises UserError if the variables of one launcher contradict each other.
     """
-    end = _number(environment, "SLURM_JOB_END_TIME")
+    end_time = _read_number(environment, "SLURM_JOB_END_TIME")
     job = environment.get("SLURM_JOB_ID", "")
-    for launcher, prefix in _NUMBERED:
+    for launcher, prefix in _RANK_PREFIXES:
         if f"{prefix}RANK" in environment:
-            rank, size, local_size = _place(environment, prefix)
+            rank, size, local_size = _read_place(environment, prefix)
             step = read_step(environment)
             if prefix == "PMI_" and step is not None and (rank, size) == (step.rank, step.size):
                 break
-            fault = _copies(launcher, rank, size, step) or _crowd(launcher, size, local_size, environment)
             is_elastic = launcher == "horovodrun" and environment.get("HOROVOD_ELASTIC", "0") != "0"
-            fault = fault or (_once_only(environment) if is_elastic else "")
-            return Launch(launcher, rank, size, end, job, is_elastic=is_elastic, fault=fault)
+            fault = (
+                _fault_of_copies(launcher, rank, size, step)
+                or _fault_of_one_host(launcher, size, local_size, environment)
+                or (_fault_of_elastic_settings(environment) if is_elastic else "")
+            )
+            return Launch(launcher, rank, size, end_time, job, is_elastic=is_elastic, fault=fault)
     step = read_step(environment)
     if step is None:
-        return Launch("none", 0, 1, end, job, fault=_alone(environment))
+        return Launch("none", 0, 1, end_time, job, fault=_fault_of_lone_process(environment))
     if "PMIX_RANK" in environment and environment.get("HOROVOD_CONTROLLER") != "gloo":
-        return Launch("srun-pmix", step.rank, step.size, end, job)
-    return Launch("srun", step.rank, step.size, end, job, step=step)
+        return Launch("srun-pmix", step.rank, step.size, end_time, job)
+    return Launch("srun", step.rank, step.size, end_time, job, step=step)
 
 
-_NUMBERED: tuple[tuple[Launcher, str], ...] = (
+_RANK_PREFIXES: tuple[tuple[Launcher, str], ...] = (
     ("horovodrun", "HOROVOD_"),
     ("mpirun", "OMPI_COMM_WORLD_"),
     ("mpirun", "PMI_"),
@@ -111,28 +114,28 @@ _NUMBERED: tuple[tuple[Launcher, str], ...] = (
 )
 """Launchers that give each process PREFIX + RANK and PREFIX + SIZE."""
 
-_UNKNOWN = (("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"))
-"""Variables of jsrun and flux, by which ranks are known that they start without MPI."""
+_UNSUPPORTED_LAUNCHERS = (("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"))
+"""Variables of jsrun and flux: their ranks, if started without MPI, are recognised by them and refused."""
 
 
-def _place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
+def _read_place(environment: Mapping[str, str], prefix: str) -> tuple[int, int, int]:
     """Return rank, size and the number of ranks on this host (0: unknown)."""
-    said = {name: environment.get(prefix + name) for name in ("RANK", "SIZE", "LOCAL_SIZE")}
-    said["LOCAL_SIZE"] = said["LOCAL_SIZE"] or environment.get("MPI_LOCALNRANKS")  # MPICH's and Intel's mpiexec
+    texts = {name: environment.get(prefix + name) for name in ("RANK", "SIZE", "LOCAL_SIZE")}
+    texts["LOCAL_SIZE"] = texts["LOCAL_SIZE"] or environment.get("MPI_LOCALNRANKS")  # MPICH's and Intel's mpiexec
     try:
-        rank, size, local_size = int(said["RANK"] or ""), int(said["SIZE"] or ""), int(said["LOCAL_SIZE"] or 0)
+        rank, size, local_size = int(texts["RANK"] or ""), int(texts["SIZE"] or ""), int(texts["LOCAL_SIZE"] or 0)
     except ValueError:
         rank, size, local_size = -1, 0, 0
     if not 0 <= rank < size:
         raise UserError(
-            f"{prefix}RANK and {prefix}SIZE must be a rank and the number of ranks; received {said['RANK']!r} and "
-            f"{said['SIZE']!r}. They come from a launcher: start it with one, or unset them."
+            f"{prefix}RANK and {prefix}SIZE must be a rank and the number of ranks; received {texts['RANK']!r} and "
+            f"{texts['SIZE']!r}. They come from a launcher: start it with one, or unset them."
         )
     return rank, size, local_size
 
 
-def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
-    """Report that srun has started several copies of the launcher itself.
+def _fault_of_copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
+    """Return the fault of a step in which srun has started several copies of the launcher itself.
 
     mpirun starts its own srun to reach the hosts of a job, so there only size 1 proves the mistake.
     """
@@ -146,58 +149,58 @@ def _copies(launcher: Launcher, rank: int, size: int, step: Step | None) -> str:
     )
 
 
-def _crowd(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
-    """Report that all ranks are on one host of a job with several hosts, and more than is planned there."""
-    nodes, planned = _number(environment, "SLURM_JOB_NUM_NODES"), environment.get("SLURM_TASKS_PER_NODE")
-    here, instead = environment.get("SLURMD_NODENAME", "one host"), _SRUN
+def _fault_of_one_host(launcher: Launcher, size: int, local_size: int, environment: Mapping[str, str]) -> str:
+    """Return the fault of a job with several hosts that has all ranks on one, and more than is planned there."""
+    hosts, tasks_per_node = _read_number(environment, "SLURM_JOB_NUM_NODES"), environment.get("SLURM_TASKS_PER_NODE")
+    host, advice = environment.get("SLURMD_NODENAME", "one host"), _SRUN
     if slots := _pbs_slots(environment):
-        nodes, instead = len(slots), _ON_PBS
-    elif nodes is not None and planned:
-        slots = expand_counts(planned)
-    if nodes in (None, 1) or not slots or not local_size == size > max(slots):
+        hosts, advice = len(slots), _ON_PBS
+    elif hosts is not None and tasks_per_node:
+        slots = expand_counts(tasks_per_node)
+    if hosts in (None, 1) or not slots or not local_size == size > max(slots):
         return ""
     return (
-        f"{launcher} put all {size} ranks on {here}, though the job has {nodes:g} hosts. Name them to it "
-        f"(-H {here}:N,…), or {instead}"
+        f"{launcher} put all {size} ranks on {host}, though the job has {hosts:g} hosts. Name them to it "
+        f"(-H {host}:N,…), or {advice}"
     )
 
 
 def _pbs_slots(environment: Mapping[str, str]) -> list[int]:
-    """Return the number of ranks that PBS plans for each host of the job; none outside a job of PBS."""
+    """Return the number of ranks that PBS plans for each host of the job; [] outside a PBS job."""
     try:
         return list(Counter(Path(environment["PBS_NODEFILE"]).read_text().split()).values())
     except (KeyError, OSError):
         return []
 
 
-def _number(environment: Mapping[str, str], name: str) -> float | None:
-    """Return a number that the scheduler gives for advice; None if it gives none."""
+def _read_number(environment: Mapping[str, str], name: str) -> float | None:
+    """Return a number that the scheduler may have set; None if it has not."""
     try:
         return float(environment[name])
     except (KeyError, ValueError):
         return None
 
 
-def _once_only(environment: Mapping[str, str]) -> str:
-    """Report a setting that elastic ranks cannot have.
+def _fault_of_elastic_settings(environment: Mapping[str, str]) -> str:
+    """Return the fault of a setting that elastic ranks cannot have.
 
-    Horovod 0.28.1 (ParameterManager::BayesianParameter::SetValue) takes the first of these for another one when it
-    starts again in the same process: ranks that stay then cut their exchanges otherwise than ranks that join, and end
-    with `gloo::EnforceNotMet`; with both set it ends by a segmentation fault.
+    When Horovod 0.28.1 starts again in the same process, it confuses the first of these settings with another one
+    (ParameterManager::BayesianParameter::SetValue). Ranks that stay then split their exchanges differently from ranks
+    that join, and end with `gloo::EnforceNotMet`. With both set, Horovod ends by a segmentation fault.
     """
-    found = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD") if name in environment]
-    found += ["HOROVOD_AUTOTUNE"] if environment.get("HOROVOD_AUTOTUNE", "0") != "0" else []
-    return f"elastic ranks cannot meet again with {found[0]} set, a defect of Horovod. Unset it." if found else ""
+    names = [name for name in ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD") if name in environment]
+    names += ["HOROVOD_AUTOTUNE"] if environment.get("HOROVOD_AUTOTUNE", "0") != "0" else []
+    return f"elastic ranks cannot meet again with {names[0]} set, a defect of Horovod. Unset it." if names else ""
 
 
-def _alone(environment: Mapping[str, str]) -> str:
-    """Report a process that runs alone although a launcher or the scheduler announces several."""
+def _fault_of_lone_process(environment: Mapping[str, str]) -> str:
+    """Return the fault of a process that runs alone although a launcher or the scheduler announces several."""
     if "PMIX_RANK" in environment:
         return (
             f"this is rank {environment['PMIX_RANK']} of a launcher that does not say how many there are (PMIX_RANK is "
             "set, and nothing else). Start it with srun, mpirun or horovodrun; or unset PMIX_RANK if it is left over."
         )
-    for rank_name, size_name in _UNKNOWN:
+    for rank_name, size_name in _UNSUPPORTED_LAUNCHERS:
         if environment.get(size_name, "1") != "1":
             return (
                 f"this is rank {environment.get(rank_name)} of {environment[size_name]} (by {rank_name}, {size_name}), "
