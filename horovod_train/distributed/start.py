@@ -53,7 +53,7 @@ def start_process(
         library=_library(started_by),
         has_gpu=tuning.sees_gpu(),
         deterministic=deterministic,
-        more=environment,
+        extra_defaults=environment,
     )
     # Horovod and MPI read these when they initialise.
     os.environ |= {setting.name: setting.value for setting in settings}

@@ -17,7 +17,7 @@ import pytest
 
 from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
 from horovod_train.commands.explain.command import explain
-from horovod_train.distributed.launch.local import launch_words
+from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
@@ -116,7 +116,7 @@ def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     found = explain(tmp_path)
     assert (found.state, found.rank, found.followed, found.silent) == ("disappeared", 1, [0], [1, 2])
     assert "see whether node0 ran out of memory" in found.next
-    assert shlex.join([*launch_words("mpirun", 3), "python", "-m"]) in found.next
+    assert shlex.join([*launch_command("mpirun", 3), "python", "-m"]) in found.next
 
 
 def test_each_launcher_is_named_as_it_starts_ranks(tmp_path: Path) -> None:

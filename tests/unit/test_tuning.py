@@ -12,7 +12,13 @@ from conftest import HANGS_AFTER_S, PROJECT, rank_environment
 
 from horovod_train.config.settings import HorovodConfig
 from horovod_train.distributed.launch import local
-from horovod_train.distributed.launch.local import best_way, horovod_library, launch_words, mpi_problem, names_mpi
+from horovod_train.distributed.launch.local import (
+    best_way,
+    horovod_library,
+    is_linked_with_mpi,
+    launch_command,
+    mpi_problem,
+)
 from horovod_train.distributed.launch.tuning import CYCLE_MS, choose
 
 CYCLE, FUSION, YIELD = "HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD", "OMPI_MCA_mpi_yield_when_idle"
@@ -36,7 +42,7 @@ def test_each_library_has_its_defaults() -> None:
 
 def test_gloo_waits_longer_than_its_own_30_s_with_the_watch_and_without() -> None:
     assert int(found()[TIMEOUT][0]) > 600
-    settings = choose(HorovodConfig(), {}, library="gloo", has_gpu=False, more={TIMEOUT: "90"})
+    settings = choose(HorovodConfig(), {}, library="gloo", has_gpu=False, extra_defaults={TIMEOUT: "90"})
     assert {setting.name: setting.value for setting in settings}[TIMEOUT] == "90"
 
 
@@ -60,7 +66,7 @@ def test_deterministic_runs_of_adasum_fuse_nothing() -> None:
 
 def test_further_defaults_give_way_to_the_environment() -> None:
     more = {"A": "1", "B": "2"}
-    settings = choose(HorovodConfig(), {"A": "mine"}, library="alone", has_gpu=True, more=more)
+    settings = choose(HorovodConfig(), {"A": "mine"}, library="alone", has_gpu=True, extra_defaults=more)
     assert [(setting.name, setting.value) for setting in settings] == [("A", "mine"), ("B", "2")]
 
 
@@ -123,7 +129,7 @@ def test_ranks_of_an_environment_that_is_a_link_meet(tmp_path: Path) -> None:
     """Open MPI hangs where mpirun and its ranks name the folder of the one environment differently."""
     environment = tmp_path / "environment"
     environment.symlink_to(Path(sys.prefix).resolve())
-    command = [*launch_words("mpirun", 2), str(environment / "bin/python"), "-c", local._COUNT]
+    command = [*launch_command("mpirun", 2), str(environment / "bin/python"), "-c", local._PRINT_SIZE]
     finished = local._run_in_session(command, HANGS_AFTER_S)
     assert finished.stdout.replace("\n", "") == "size=2;size=2;", finished.stderr
 
@@ -131,10 +137,10 @@ def test_ranks_of_an_environment_that_is_a_link_meet(tmp_path: Path) -> None:
 def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
     library = horovod_library()
     assert library is not None
-    assert names_mpi(library)
+    assert is_linked_with_mpi(library)
     other = tmp_path / "other.so"
     other.write_bytes(b"libgloo.so" * 100)
-    assert not names_mpi(other)
+    assert not is_linked_with_mpi(other)
 
 
 def run_local(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -146,7 +152,7 @@ def run_local(*words: str, **environment: str) -> subprocess.CompletedProcess[st
 
 def test_run_local_starts_the_trainer_in_that_way() -> None:
     finished = run_local("-np", "3", "--dry-run", "a.yaml", "train.epochs=2")
-    words = " ".join([*launch_words("mpirun", 3), "python -m horovod_train.main --config a.yaml train.epochs=2"])
+    words = " ".join([*launch_command("mpirun", 3), "python -m horovod_train.main --config a.yaml train.epochs=2"])
     assert finished.stdout.strip() == words, finished.stderr
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
+from horovod_train.distributed.launch.local import Way, launch_command, start_program, wait_for_all
 from horovod_train.errors import RunError
 
 _TIMEOUT_S = 1800.0
@@ -46,7 +46,7 @@ def run(contender: Contender, workload: Workload, ranks: int) -> float:
             ports = _free_ports(ranks)
             processes = [start_program(command, _environment(rank, ports)) for rank in range(ranks)]
         else:
-            processes = [start_program([*launch_words(contender.way, ranks), *command], contender.environment)]
+            processes = [start_program([*launch_command(contender.way, ranks), *command], contender.environment)]
         if problem := wait_for_all(processes, _TIMEOUT_S):
             raise RunError(f"bench peers: {contender.program}: {problem}.")
         return _read(str(contender.program), Path(folder), ranks)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from horovod_train.config.loader import dump
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import CheckpointConfig, Config, EarlyStoppingConfig, EvalConfig
-from horovod_train.distributed.launch.local import Way, launch_words, start_program, wait_for_all
+from horovod_train.distributed.launch.local import Way, launch_command, start_program, wait_for_all
 from horovod_train.distributed.launch.tuning import sees_gpu
 from horovod_train.errors import RunError
 from horovod_train.output.rank_log_reader import read_stories
@@ -67,8 +67,8 @@ def measure(config: Config, ranks: int, way: Way | None) -> Measured:
     """
     with tempfile.TemporaryDirectory(prefix="bench-scaling-") as folder:
         if way is not None:
-            launch_command = [] if ranks == 1 else launch_words(way, ranks)
-            return _measure_all([_start(config, Path(folder, "run"), launch_command)])[0]
+            launcher = [] if ranks == 1 else launch_command(way, ranks)
+            return _measure_all([_start(config, Path(folder, "run"), launcher)])[0]
         one_rank_config = _config_of_one_rank(config, ranks)
         runs = [_start(one_rank_config, Path(folder, f"run-{n}"), [], _only_gpu(n)) for n in range(ranks)]
         measured = _measure_all(runs)

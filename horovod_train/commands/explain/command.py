@@ -32,7 +32,7 @@ from horovod_train.commands.explain.files import (
 )
 from horovod_train.commands.explain.lease import WATCH_S, find_running
 from horovod_train.commands.run_selection import require_run
-from horovod_train.distributed.launch.local import launch_words
+from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.process import has_run_since
@@ -238,7 +238,7 @@ def _launch(stories: Sequence[RankStory]) -> list[str]:
     return {
         "none": [],
         "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
-        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_words("mpirun", int(size)),
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
         "srun": ["srun", "--mpi=none", "-n", size],
         "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
     }.get(launcher, [launcher, "-n", size])

@@ -24,11 +24,11 @@ Way = Literal["mpirun", "horovodrun"]
 _TRY_WITHIN_S = 20.0
 _END_WITHIN_S = 5.0
 # In one write: mpirun may interleave the output of the processes.
-_COUNT = "import sys; from mpi4py import MPI; sys.stdout.write(f'size={MPI.COMM_WORLD.size};')"
+_PRINT_SIZE = "import sys; from mpi4py import MPI; sys.stdout.write(f'size={MPI.COMM_WORLD.size};')"
 
 
-def launch_words(way: Way, ranks: int) -> list[str]:
-    """Return the command that starts `ranks` processes on this host; the program and its arguments follow it.
+def launch_command(way: Way, ranks: int) -> list[str]:
+    """Return the command that starts `ranks` processes on this host; append the program and its arguments.
 
     The ranks are not bound to cores: mpirun would bind a rank with all its threads to one core. More ranks than cores
     are allowed.
@@ -55,19 +55,19 @@ def mpi_problem() -> str | None:
     if shutil.which("mpirun") is None:
         return "there is no mpirun on PATH"
     library = horovod_library()
-    if library is None or not names_mpi(library):
+    if library is None or not is_linked_with_mpi(library):
         return "Horovod was built without MPI"
     try:
-        tried = _run_in_session([*launch_words("mpirun", 2), sys.executable, "-c", _COUNT], _TRY_WITHIN_S)
+        finished = _run_in_session([*launch_command("mpirun", 2), sys.executable, "-c", _PRINT_SIZE], _TRY_WITHIN_S)
     except subprocess.TimeoutExpired:
         return f"mpirun did not start two processes within {_TRY_WITHIN_S:.0f} s"
-    sizes = re.findall(r"size=(\d+);", tried.stdout)
+    sizes = re.findall(r"size=(\d+);", finished.stdout)
     if sizes == ["2", "2"]:
         return None
     if sizes == ["1", "1"]:
         return "mpirun and mpi4py are of different MPIs: two processes each believe that they are alone"
-    said = next((line for line in reversed(tried.stderr.splitlines()) if line.strip(" -")), f"exit {tried.returncode}")
-    return f"mpirun cannot start two processes: {said.strip()}"
+    lines = [line for line in finished.stderr.splitlines() if line.strip(" -")]
+    return f"mpirun cannot start two processes: {lines[-1].strip() if lines else f'exit {finished.returncode}'}"
 
 
 def _run_in_session(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -106,20 +106,20 @@ def horovod_library() -> Path | None:
     return next((path for folder in folders for path in Path(folder, "tensorflow").glob("mpi_lib*.so")), None)
 
 
-def names_mpi(library: Path) -> bool:
+def is_linked_with_mpi(library: Path) -> bool:
     """Return whether a compiled library is linked with an MPI library."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(b"libmpi") >= 0
 
 
 def run_ranks(
-    way: Way, ranks: int, words: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    way: Way, ranks: int, program: Sequence[str], environment: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on ranks until it ends; `environment` is added to this process's.
 
     Raises subprocess.TimeoutExpired, after the launcher has been told to end its ranks.
     """
-    process = start_program([*launch_words(way, ranks), *words], environment)
+    process = start_program([*launch_command(way, ranks), *program], environment)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except BaseException:
@@ -129,10 +129,10 @@ def run_ranks(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def start_program(words: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start_program(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """Start a program whose output is collected; `environment` is added to this process's."""
     return subprocess.Popen(
-        list(words),
+        list(command),
         env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -142,16 +142,16 @@ def start_program(words: Sequence[str], environment: Mapping[str, str] | None = 
 
 
 def wait_for_all(programs: Sequence[subprocess.Popen[str]], limit_s: float) -> str | None:
-    """Wait for programs of start_program; return what the first one that failed has said, None if none has.
+    """Wait for programs of start_program; return the output of the first that fails, or None if none does.
 
-    If one fails, or after `limit_s` seconds, the others are ended: they may wait for it for ever.
+    After a failure, or after `limit_s` seconds, end the other programs: they may wait for the failed one for ever.
     """
     with ThreadPoolExecutor(len(programs)) as threads:
-        said = {threads.submit(program.communicate, timeout=limit_s): program for program in programs}
+        outputs = {threads.submit(program.communicate, timeout=limit_s): program for program in programs}
         try:
-            for ended in as_completed(said):
-                text = "".join(ended.result())[-2000:]
-                if code := said[ended].returncode:
+            for output in as_completed(outputs):
+                text = "".join(output.result())[-2000:]
+                if code := outputs[output].returncode:
                     return f"exit code {code}: {text}"
         except subprocess.TimeoutExpired:
             return f"not done after {limit_s:.0f} s"
@@ -168,7 +168,7 @@ def _main() -> int:
         return 2
     way, why = best_way()
     print(f"starting with {way}: {why}", file=sys.stderr)
-    print(*launch_words(way, int(sys.argv[1])))
+    print(*launch_command(way, int(sys.argv[1])))
     return 0
 
 

@@ -14,7 +14,7 @@ from horovod_train.config.settings import HorovodConfig
 
 Origin = Literal["default", "environment", "config"]
 Library = Literal["MPI", "gloo", "elastic", "alone"]
-"""Between CPUs, ranks exchange over MPI or gloo; elastic: over gloo, and are lost and join; alone: there is one."""
+"""How ranks on CPUs exchange: over MPI or gloo. elastic: over gloo, by ranks that join and leave. alone: one rank."""
 
 
 class Setting(NamedTuple):
@@ -33,7 +33,7 @@ SMALL_MODEL_CYCLE_MS = "0.1"
 """The same over MPI where the gradients of a step are small; see cycle."""
 
 ELASTIC_TIMEOUT_S = "60"
-"""How long elastic ranks wait for a host that has vanished without a word, and for one that loads TensorFlow."""
+"""How long elastic ranks wait for a host that has vanished without closing connections, or that loads TensorFlow."""
 
 GLOO_TIMEOUT_S = "630"
 """How long gloo waits for ranks that start, and for a rank that computes. The watchdog's limits replace this."""
@@ -46,18 +46,19 @@ def choose(
     library: Library,
     has_gpu: bool,
     deterministic: bool = False,
-    more: Mapping[str, str] | None = None,
+    extra_defaults: Mapping[str, str] | None = None,
 ) -> list[Setting]:
-    """Return what to set before Horovod starts. more: further defaults, such as the watchdog's stall limits."""
+    """Return what to set before Horovod starts. extra_defaults: such as the watchdog's stall limits."""
     by_config = dict(_from_config(config, deterministic))
     defaults = dict(_by_library(library, has_gpu=has_gpu))
-    defaults |= {name: (value, "the watchdog reports before Horovod does") for name, value in (more or {}).items()}
-    found = [Setting(name, value, "config", why) for name, (value, why) in by_config.items()]
+    why_extra = "the watchdog reports before Horovod does"
+    defaults |= {name: (value, why_extra) for name, value in (extra_defaults or {}).items()}
+    settings = [Setting(name, value, "config", why) for name, (value, why) in by_config.items()]
     for name, (value, why) in defaults.items():
         if name not in by_config:
-            given = environment.get(name)
-            found.append(Setting(name, value, "default", why) if given is None else Setting(name, given, "environment"))
-    return found
+            default = Setting(name, value, "default", why)
+            settings.append(Setting(name, environment[name], "environment") if name in environment else default)
+    return settings
 
 
 def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[str, tuple[str, str]]]:
