@@ -225,7 +225,7 @@ def test_what_no_rank_says_of_its_cores_counts_for_nothing(
 
 
 def test_a_neighbour_that_says_nothing_is_named(server: RendezvousHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value_store, "TOLD_WITHIN_S", 0.1)
+    monkeypatch.setattr(key_value_store, "VALUES_WITHIN_S", 0.1)
     monkeypatch.setenv("HOROVOD_HOSTNAME", "a")
     with pytest.raises(RunError, match="local rank 1 on a has not said which cores it may use"):
         key_value_store.cores_of_host({0}, 0, 2)

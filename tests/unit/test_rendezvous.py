@@ -17,7 +17,7 @@ from strangers import messages
 
 from horovod_train.distributed.launch import key_value_store, rendezvous_server
 from horovod_train.distributed.launch.rendezvous import _address_of_root, _is_root
-from horovod_train.distributed.launch.rendezvous_server import MOST_BYTES, TOKEN, StepServer, key_of
+from horovod_train.distributed.launch.rendezvous_server import MAX_VALUE_BYTES, TOKEN, StepServer, key_of
 from horovod_train.distributed.launch.slurm import Step
 
 STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
@@ -54,7 +54,7 @@ def test_every_request_needs_the_key(server: StepServer, method: str) -> None:
     assert ask(server, method, f"/{key}:20001/global/0", b"address" if method == "PUT" else b"") in (200, 404)
 
 
-@pytest.mark.parametrize("length", ["-1", "many", str(MOST_BYTES + 1), "9" * 30])
+@pytest.mark.parametrize("length", ["-1", "many", str(MAX_VALUE_BYTES + 1), "9" * 30])
 def test_a_value_has_a_size_and_that_is_bounded(server: StepServer, length: str) -> None:
     assert ask(server, "PUT", f"/{server.key}/global/0", headers={"Content-Length": length}) == 400
     assert server.cache == {key_value_store.NAME: {}}

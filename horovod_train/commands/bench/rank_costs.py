@@ -127,7 +127,7 @@ def _answer(ranks: int) -> float:
 
     The client is a thread of this process; its own seconds do not count.
     """
-    value = b"a" * min(140 * ranks, key_value_store.MOST_BYTES // 2)
+    value = b"a" * min(140 * ranks, key_value_store.MAX_ANSWER_BYTES // 2)
     with _serving() as (address, port):
         key_value_store.ask(address, port, "PUT", "addresses", value)
         began, client = time.process_time(), time.thread_time()

@@ -9,68 +9,72 @@ from contextlib import suppress
 
 import psutil
 
-_ELSEWHERE = "192.0.2.1"
-"""An address on no host (RFC 5737): the way to it is the default route."""
+_UNUSED_ADDRESS = "192.0.2.1"
+"""An address that no host has (RFC 5737), so it is reached by the default route."""
 
 
 def exchange_interfaces(
-    environment: Mapping[str, str] = os.environ, known: Mapping[str, str] | None = None
+    environment: Mapping[str, str] = os.environ, addresses: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the interfaces that the ranks were told to use for exchanges; none if they were not told.
 
-    HOROVOD_GLOO_IFACE is one name. NCCL_SOCKET_IFNAME is a list of beginnings of names; after `=` of whole names; after
-    `^` of those not to use. Names that this host has not are returned too. known: instead of this host's interfaces.
+    HOROVOD_GLOO_IFACE is one name. NCCL_SOCKET_IFNAME is a list of prefixes of names; after `=`, of full names; after
+    `^`, of those to avoid. Names that this host does not have are returned too. addresses: by the name of each
+    interface, instead of this host's.
     """
     if gloo := environment.get("HOROVOD_GLOO_IFACE"):
         return [gloo]
-    given, known = environment.get("NCCL_SOCKET_IFNAME", ""), interfaces() if known is None else known
-    names, is_whole = [name for name in given.lstrip("^=").split(",") if name], "=" in given[:2]
-    fitting = [one for one in known if any(one == name if is_whole else one.startswith(name) for name in names)]
-    if given.startswith("^"):
-        return [name for name, address in known.items() if name not in fitting and not address.startswith("127.")]
-    return fitting or names
+    nccl_names, addresses = environment.get("NCCL_SOCKET_IFNAME", ""), interfaces() if addresses is None else addresses
+    names, is_whole = [name for name in nccl_names.lstrip("^=").split(",") if name], "=" in nccl_names[:2]
+    matches = [
+        known for known in addresses if any(known == name if is_whole else known.startswith(name) for name in names)
+    ]
+    if nccl_names.startswith("^"):
+        return [name for name, address in addresses.items() if name not in matches and not address.startswith("127.")]
+    return matches or names
 
 
-def own_address_towards(there: str) -> str:
-    """Return the IPv4 address of this host that the host `there` would see. Raises OSError."""
+def local_address_towards(host: str) -> str:
+    """Return the IPv4 address of this host that `host` would see. Raises OSError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((there, 9))  # sends nothing: it asks the routing table
+        probe.connect((host, 9))  # sends nothing: it asks the routing table
         return str(probe.getsockname()[0])
 
 
-def interface_of(own: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Return the interface of this host that has this address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if own in [found.address for found in addresses]:
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
             return str(name)
     return None
 
 
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each interface of this host that is up and has one."""
-    found, states = psutil.net_if_addrs(), psutil.net_if_stats()
-    ipv4 = {name: [each.address for each in found[name] if each.family == socket.AF_INET] for name in found}
-    return {str(name): str(own[0]) for name, own in ipv4.items() if own and name in states and states[name].isup}
+    entries, states = psutil.net_if_addrs(), psutil.net_if_stats()
+    ipv4 = {name: [entry.address for entry in entries[name] if entry.family == socket.AF_INET] for name in entries}
+    up = [name for name in ipv4 if ipv4[name] and name in states and states[name].isup]
+    return {str(name): str(ipv4[name][0]) for name in up}
 
 
 def address_of_interface(name: str) -> str | None:
     return interfaces().get(name)
 
 
-def choose_host(hosts: Sequence[str], used: Sequence[str]) -> str:
+def choose_host(hosts: Sequence[str], interface_names: Sequence[str]) -> str:
     """Return the address at which the ranks on `hosts` reach this one; loopback if all are on one host.
 
-    used: the network interfaces of the exchanges, if known. Raises OSError if this host has no address.
+    interface_names: of the exchanges, if known. Raises OSError if this host has no address.
     """
     if len(set(hosts)) == 1:
         return "127.0.0.1"
-    for address in filter(None, map(address_of_interface, used)):
+    for address in filter(None, map(address_of_interface, interface_names)):
         return address
-    own = socket.gethostname()
-    for host in [*hosts, _ELSEWHERE]:
-        if host != own:
+    hostname = socket.gethostname()
+    for host in [*hosts, _UNUSED_ADDRESS]:
+        if host != hostname:
             with suppress(OSError):
-                return own_address_towards(host)
-    # Not that of the host's own name, which many hosts resolve to a loopback address.
+                return local_address_towards(host)
+    # Not the address of this host's name: many hosts resolve it to a loopback address.
     outside = [address for address in interfaces().values() if not address.startswith("127.")]
-    return outside[0] if outside else socket.gethostbyname(own)
+    return outside[0] if outside else socket.gethostbyname(hostname)

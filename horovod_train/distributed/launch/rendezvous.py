@@ -37,10 +37,10 @@ PORTS_TRIED = 16
 
 _HERE = b"here"
 _FAILED = "failed {rank} {exit_code}"
-"""What a rank says in place of `here` if it has failed, and then root to all ranks."""
+"""What a rank reports instead of `here` if it has failed. Root passes it on to all ranks."""
 
 _has_arrived = False
-"""Whether this process has taken part in a rendezvous, so that the others do not wait for it any more."""
+"""Whether this process has taken part in a rendezvous, so that other ranks no longer wait for it."""
 
 
 @contextmanager
@@ -57,50 +57,50 @@ def open_rendezvous(step: Step) -> Iterator[None]:
     global _has_arrived
     if step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
-    until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
-    interface = _interface(step)  # before this rank arrives: a rank that fails from then on lets the others wait
+    deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+    interface = _interface(step)  # before this rank arrives, because later failures leave the others waiting
     server = _open_server(step) if step.rank == 0 else None
     _has_arrived = True
     try:
         if server is None:
-            address, port = _find_root(_address_of_root(step), step, until)
+            address, port = _find_root(_address_of_root(step), step, deadline)
         else:
             port = server.server_address[1]
             address = _with_key(server.server_address[0], port, step)
-            _wait_for_all(server, step, until)
+            _wait_for_all(server, step, deadline)
         os.environ["HOROVOD_GLOO_IFACE"] = interface
         variables = _horovod_variables(step, address, port) | _log_level(step)
         with _environment(variables):
             yield
-        if _stays():
+        if _keeps_server():
             os.environ |= {name: value for name, value in variables.items() if "RENDEZVOUS" in name}
     finally:
-        if server is not None and not _stays():
+        if server is not None and not _keeps_server():
             server.shutdown()
             server.server_close()
 
 
 def report_failure(step: Step, exit_code: int) -> None:
-    """Let the other ranks know that this one has failed before it met them: they would wait for it.
+    """Report to the other ranks that this one has failed before the rendezvous, because they would wait for it.
 
-    Returns when all know, or after the time for which they would wait. Does not raise.
+    Returns when all ranks have read it, or after the time for which they would wait. Does not raise.
     """
     if _has_arrived or step.size == 1:
         return
     failure = _FAILED.format(rank=step.rank, exit_code=exit_code).encode()
     with suppress(RunError):
-        until = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
+        deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
         if step.rank != 0:
-            _find_root(_address_of_root(step), step, until, failure)
+            _find_root(_address_of_root(step), step, deadline, failure)
             return
         server = _open_server(step)
-        _tell(server, step, until, failure)
+        _publish_failure(server, step, deadline, failure)
         server.shutdown()
         server.server_close()
 
 
-def _stays() -> bool:
-    """Return whether ranks may look for each other later. Horovod sets this while it starts, too."""
+def _keeps_server() -> bool:
+    """Return whether ranks may need the server after the start. Horovod sets the variable while it starts, too."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
@@ -109,11 +109,11 @@ def candidate_ports(name: str) -> list[int]:
     return random.Random(name).sample(PORTS, PORTS_TRIED)
 
 
-def _arrive_within_s(said: str | None) -> float:
+def _arrive_within_s(setting: str | None) -> float:
     try:
-        return ARRIVE_WITHIN_S if said is None else float(said)
+        return ARRIVE_WITHIN_S if setting is None else float(setting)
     except ValueError as error:
-        raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {said!r}.") from error
+        raise UserError(f"HOROVOD_START_TIMEOUT must be a number of seconds; received {setting!r}.") from error
 
 
 def _open_server(step: Step) -> StepServer:
@@ -135,65 +135,65 @@ def _with_key(address: str, port: int, step: Step) -> str:
     return f"{address}:{port}/{key_of(step.name, port)}"
 
 
-def _arrived(server: StepServer) -> dict[int, bytes]:
-    """Return what each rank has said that has arrived."""
+def _read_reports(server: StepServer) -> dict[int, bytes]:
+    """Return the reports of the ranks that have arrived."""
     with server.cache_lock:
-        return {int(key): said for key, said in server.cache[key_value_store.NAME].items() if key.isdecimal()}
+        return {int(key): report for key, report in server.cache[key_value_store.NAME].items() if key.isdecimal()}
 
 
-def _wait_for_all(server: StepServer, step: Step, until: float) -> None:
-    """Wait on root until all ranks have arrived. Raises FailedElsewhere once all know that one has failed."""
-    while awaited := set(range(1, step.size)) - (arrived := _arrived(server)).keys():
-        if any(said != _HERE for said in arrived.values()):
+def _wait_for_all(server: StepServer, step: Step, deadline: float) -> None:
+    """Wait on root until all ranks have arrived, or raise FailedElsewhere once all know that one has failed."""
+    while missing := set(range(1, step.size)) - (reports := _read_reports(server)).keys():
+        if any(report != _HERE for report in reports.values()):
             break
-        if time.monotonic() > until:
-            names = ", ".join(map(str, sorted(awaited)[:8])) + (", …" if len(awaited) > 8 else "")
+        if time.monotonic() > deadline:
+            names = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
             raise RunError(
-                f"{len(awaited)} of {step.size} ranks have not reached {step.nodes[0]} in time: {names}. Their output "
+                f"{len(missing)} of {step.size} ranks have not reached {step.nodes[0]} in time: {names}. Their output "
                 "may say why; where they are only slow, raise HOROVOD_START_TIMEOUT (seconds)."
             )
         time.sleep(key_value_store.POLL_S / 5)
-    if failure := next((said for said in arrived.values() if said != _HERE), None):
-        _tell(server, step, until, failure)
-        raise _elsewhere(failure)
+    if failure := next((report for report in reports.values() if report != _HERE), None):
+        _publish_failure(server, step, deadline, failure)
+        raise _failed_elsewhere(failure)
     with server.cache_lock:
         server.cache[key_value_store.NAME]["all"] = _HERE
 
 
-def _tell(server: StepServer, step: Step, until: float, failure: bytes) -> None:
-    """On root: return when all ranks know of the failure, also those that are still on their way."""
+def _publish_failure(server: StepServer, step: Step, deadline: float, failure: bytes) -> None:
+    """Publish a failure on root; return when all ranks have read it, also those that arrive later."""
     with server.cache_lock:
         server.cache[key_value_store.NAME]["all"] = failure
-    while time.monotonic() < until:
-        if sum(said != _HERE for said in _arrived(server).values()) == step.size - 1:
+    while time.monotonic() < deadline:
+        if sum(report != _HERE for report in _read_reports(server).values()) == step.size - 1:
             return
         time.sleep(key_value_store.POLL_S)
 
 
-def _elsewhere(failure: bytes) -> FailedElsewhere:
+def _failed_elsewhere(failure: bytes) -> FailedElsewhere:
     _, rank, exit_code = failure.split()
     return FailedElsewhere(f"rank {int(rank)} failed before the ranks met", int(exit_code))
 
 
-def _find_root(host: str, step: Step, until: float, mine: bytes = _HERE) -> tuple[str, int]:
+def _find_root(host: str, step: Step, deadline: float, report: bytes = _HERE) -> tuple[str, int]:
     """Return root's address with the key, and its port, once all ranks have arrived. For ranks other than root.
 
-    mine: what this rank says, `here` or its failure; after a failure it does not wait for the others.
+    report: of this rank, `here` or its failure. After reporting a failure it does not wait for the others.
     """
-    port, ports, address, tries = None, candidate_ports(step.name), "", key_value_store.Tries(step.size, until)
-    while tries.pause():
+    port, ports, address, backoff = None, candidate_ports(step.name), "", key_value_store.Backoff(step.size, deadline)
+    while backoff.pause():
         if port is None:
             port = next((port for port in ports if _is_root(host, port, step)), None)
             address = "" if port is None else _with_key(host, port, step)
-            if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), mine) is None:
+            if port is not None and key_value_store.ask(address, port, "PUT", str(step.rank), report) is None:
                 port = None
-            elif port is not None and mine != _HERE:
+            elif port is not None and report != _HERE:
                 return address, port
-        elif (said := key_value_store.ask(address, port, "GET", "all")) == _HERE:
+        elif (answer := key_value_store.ask(address, port, "GET", "all")) == _HERE:
             return address, port
-        elif said is not None:
-            key_value_store.ask(address, port, "PUT", str(step.rank), said)  # root waits until all know
-            raise _elsewhere(said)
+        elif answer is not None:
+            key_value_store.ask(address, port, "PUT", str(step.rank), answer)  # root waits until all have read it
+            raise _failed_elsewhere(answer)
     if port is None and step.rank == 1:
         raise UserError(
             f"rank 0 on {step.nodes[0]} ({host}) does not answer rank 1 on {step.nodes[step.node]} at port "
@@ -205,19 +205,19 @@ def _find_root(host: str, step: Step, until: float, mine: bytes = _HERE) -> tupl
 
 def _is_root(host: str, port: int, step: Step) -> bool:
     nonce = secrets.token_hex(16)
-    said = key_value_store.ask(host, port, "GET", f"root.{nonce}")
-    return said is not None and hmac.compare_digest(said, proof_of_root(step.name, port, nonce).encode())
+    proof = key_value_store.ask(host, port, "GET", f"root.{nonce}")
+    return proof is not None and hmac.compare_digest(proof, proof_of_root(step.name, port, nonce).encode())
 
 
 def _address_of_root(step: Step) -> str:
     """Return where root listens: loopback on one host, else the address of the first host as the others see it."""
     if len(step.nodes) == 1:
         return "127.0.0.1"
-    named = _address_of(step.nodes[0])
-    if step.node == 0 and (named.startswith("127.") or network.interface_of(named) is None):
+    address = _address_of(step.nodes[0])
+    if step.node == 0 and (address.startswith("127.") or network.interface_of(address) is None):
         # Many hosts resolve their own name to a loopback address.
-        return network.own_address_towards(_address_of(step.nodes[1]))
-    return named
+        return network.local_address_towards(_address_of(step.nodes[1]))
+    return address
 
 
 def _address_of(host: str) -> str:
@@ -225,29 +225,31 @@ def _address_of(host: str) -> str:
     with suppress(OSError):
         return socket.gethostbyname(host)
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(["scontrol", "-o", "show", "node", host], capture_output=True, text=True, timeout=20)
-        if found := re.search(r"NodeAddr=(\S+)", said.stdout):
-            return socket.gethostbyname(found[1])
+        scontrol = subprocess.run(["scontrol", "-o", "show", "node", host], capture_output=True, text=True, timeout=20)
+        if match := re.search(r"NodeAddr=(\S+)", scontrol.stdout):
+            return socket.gethostbyname(match[1])
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
 
 
 def _interface(step: Step) -> str:
-    """Return the user's interface, or that through which this rank reaches other hosts; loopback if there are none.
+    """Return the user's interface, or that through which this rank reaches other hosts; loopback without other hosts.
 
-    gloo would take the address of the host's own name, which is a loopback address on many Debian hosts.
+    gloo would use the address of the host's name, which is a loopback address on many Debian hosts.
     """
-    if given := os.environ.get("HOROVOD_GLOO_IFACE"):
-        if network.address_of_interface(given) is None:
+    if interface := os.environ.get("HOROVOD_GLOO_IFACE"):
+        if network.address_of_interface(interface) is None:
             known = ", ".join(network.interfaces())
             raise UserError(
-                f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {given!r}, which "
+                f"HOROVOD_GLOO_IFACE must be an interface with an IPv4 address; received {interface!r}, which "
                 f"rank {step.rank} on {step.nodes[step.node]} has not. It has {known}."
             )
-        return given
-    there = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
-    own = network.own_address_towards(there)
-    if (name := network.interface_of(own)) is None:
-        raise RunError(f"{own}, by which this host reaches {there}, is on no interface of it: set HOROVOD_GLOO_IFACE.")
+        return interface
+    peer = "127.0.0.1" if len(step.nodes) == 1 else _address_of(step.nodes[1 if step.node == 0 else 0])
+    address = network.local_address_towards(peer)
+    if (name := network.interface_of(address)) is None:
+        raise RunError(
+            f"{address}, by which this host reaches {peer}, is on no interface of it: set HOROVOD_GLOO_IFACE."
+        )
     return name
 
 
@@ -263,35 +265,35 @@ def _horovod_variables(step: Step, address: str, port: int) -> dict[str, str]:
         "CROSS_SIZE": cross_size,
         "GLOO_RENDEZVOUS_PORT": port,
     }
-    words = {
+    strings = {
         "HOSTNAME": step.nodes[step.node],
         "GLOO_RENDEZVOUS_ADDR": address,
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
     }
-    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | words).items()}
+    return {f"HOROVOD_{name}": str(value) for name, value in (numbers | strings).items()}
 
 
 def _log_level(step: Step) -> dict[str, str]:
-    """Return a level at which Horovod does not write the address, and so the key. Without a token it is no secret."""
+    """Return a log level that keeps the address with its key out of the log. Without a token the key is no secret."""
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").lower()
     if level not in ("trace", "debug") or not os.environ.get(TOKEN):
         return {}
     if step.rank == 0:
-        why = "it would write the key of the rendezvous into the log, and info is used. To see all, unset"
-        to_stderr(f"warning: HOROVOD_LOG_LEVEL={level}: {why} {TOKEN}.")
+        reason = "it would write the key of the rendezvous into the log, and info is used. To see all, unset"
+        to_stderr(f"warning: HOROVOD_LOG_LEVEL={level}: {reason} {TOKEN}.")
     return {"HOROVOD_LOG_LEVEL": "info"}
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables inside the block only. If they stayed, a run that srun has started would look like horovodrun's."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Set variables inside the block only. Afterwards they would make this start by srun look like horovodrun's."""
+    previous = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

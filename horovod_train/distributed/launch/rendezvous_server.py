@@ -23,28 +23,28 @@ from horovod_train.distributed.launch import key_value_store
 TOKEN = "HOROVOD_TRAIN_TOKEN"
 """Environment variable: a secret that srun passes to every task. Without it the key follows from the step's name."""
 
-MOST_BYTES = 4 << 20
-"""Of one value. gloo's values are about 140 bytes for each rank."""
+MAX_VALUE_BYTES = 4 << 20
+"""The limit of one value. gloo's values are about 140 bytes for each rank."""
 REQUEST_WITHIN_S = 5.0
 SPARE_PENDING = 32
 _FORBIDDEN = 403
 
 
 def key_of(step: str, port: int) -> str:
-    return _sign(f"key {step} {port}")
+    return _compute_hmac(f"key {step} {port}")
 
 
 def proof_of_root(step: str, port: int, nonce: str) -> str:
     """Return root's proof. It includes the port, so a stranger on another port cannot reuse root's answer."""
-    return _sign(f"root {step} {port} {nonce}")
+    return _compute_hmac(f"root {step} {port} {nonce}")
 
 
-def _sign(text: str) -> str:
+def _compute_hmac(text: str) -> str:
     return hmac.new(os.environ.get(TOKEN, "").encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 class StepServer(RendezvousHTTPServer):
-    """Closes connections without a request in time, and the oldest of too many. Its listen queue has 1024 places."""
+    """Closes a connection that sends no request in time, and the oldest when too many wait. 1024 more may queue."""
 
     request_queue_size = 1024
     daemon_threads = True
@@ -54,24 +54,24 @@ class StepServer(RendezvousHTTPServer):
         super().__init__((host, port), _Handler, 0)
         self.step, self.key = step, key_of(step, port)
         self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
-        self._most_pending = size + SPARE_PENDING
+        self._max_pending = size + SPARE_PENDING
         self._pending: dict[socket.socket, float] = {}
-        """Until when each connection must have sent a request with the key; the oldest first."""
+        """The time by which each connection must have sent a request with the key; the oldest first."""
         self._lock = threading.Lock()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
         except OSError:
-            # Usually no descriptors are left: the port stays ready, and this is called again and again.
+            # Usually no descriptors are left. The port stays ready, so without a pause this would be called in a loop.
             time.sleep(0.1)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
-            while len(self._pending) > self._most_pending:
-                _cut(self._pending, next(iter(self._pending)))
+            while len(self._pending) > self._max_pending:
+                _shut_down(self._pending, next(iter(self._pending)))
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
@@ -79,7 +79,7 @@ class StepServer(RendezvousHTTPServer):
         now = time.monotonic()
         with self._lock:
             while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
-                _cut(self._pending, oldest[0])
+                _shut_down(self._pending, oldest[0])
 
     def admit(self, request: socket.socket) -> None:
         with self._lock:
@@ -90,11 +90,11 @@ class StepServer(RendezvousHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: what a connection sends ends only that connection, and does not concern the user."""
+        """Print nothing: a bad request ends only its connection, and does not concern the user."""
 
 
-def _cut(pending: dict[socket.socket, float], request: socket.socket) -> None:
-    """Shut the connection down. The thread that reads from it then finds the end and closes it."""
+def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> None:
+    """Shut the connection down. The thread that reads from it then reaches the end and closes it."""
     del pending[request]
     try:
         request.shutdown(socket.SHUT_RDWR)
@@ -103,7 +103,7 @@ def _cut(pending: dict[socket.socket, float], request: socket.socket) -> None:
 
 
 class _Handler(RendezvousHandler):
-    """Sends head and content together: of a head alone Horovod's client makes an empty value, and aborts the rank."""
+    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
 
     server: StepServer
     path: str
@@ -112,23 +112,23 @@ class _Handler(RendezvousHandler):
     def parse_request(self) -> bool:
         if not super().parse_request():
             return False
-        if asked := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
-            self._prove(asked[1])
+        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
+            self._send_proof(proof_request[1])
             return False
-        # Horovod's own client writes :PORT after the address that it was given.
-        matched = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
-        if matched is None or not hmac.compare_digest(matched[1], self.server.key):
+        # Horovod's client appends :PORT to the address.
+        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
+        if match is None or not hmac.compare_digest(match[1], self.server.key):
             self.send_status_code(_FORBIDDEN)
             return False
         self.server.admit(self.connection)
-        self.path = matched[2]
+        self.path = match[2]
         length = self.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MOST_BYTES:
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
             self.send_status_code(BAD_REQUEST)
             return False
         return True
 
-    def _prove(self, nonce: str) -> None:
+    def _send_proof(self, nonce: str) -> None:
         port = self.server.server_address[1]
         proof = proof_of_root(self.server.step, port, nonce).encode()
         self.send_response(200)
