@@ -1,7 +1,7 @@
 """Read this process's place in the SLURM step that `srun` started, from the step's own variables.
 
-Does not ask SLURM: the variables of a step are right for each of its tasks. Those of the job (SLURM_NTASKS, …) are the
-batch node's, and horovodrun and mpirun pass them to every rank, so nothing here uses them.
+Does not ask SLURM: the variables of a step are right for each of its tasks. Those of the job (SLURM_NTASKS, …) are not
+used, because horovodrun and mpirun pass those of the batch node to every rank.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ def read_step(environment: Mapping[str, str]) -> Step | None:
 
 def expand_counts(counts: str) -> list[int]:
     """Expand SLURM's "2(x3),1" → [2, 2, 2, 1]."""
-    found: list[int] = []
+    expanded: list[int] = []
     for part in counts.split(","):
-        matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if matched is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             raise ValueError(f"not a list of counts: {counts!r}")
-        found += [int(matched[1])] * int(matched[2] or 1)
-    return found
+        expanded += [int(match[1])] * int(match[2] or 1)
+    return expanded
 
 
 def expand_hosts(hosts: str) -> list[str]:
     """Expand SLURM's "a,n[1-2,07]" → ["a", "n1", "n2", "n07"]; leading zeros stay, several brackets multiply."""
-    found: list[str] = []
+    expanded: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
         names = [""]
         for text, numbers in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
             endings = [text] if text else [number for span in numbers.split(",") for number in _expand_span(span)]
             names = [name + ending for name in names for ending in endings]
-        found += names
-    return found
+        expanded += names
+    return expanded
 
 
 def _expand_span(span: str) -> list[str]:
