@@ -82,7 +82,7 @@ def measure(ranks: int, seconds: float) -> dict[str, float]:
             "cpu_share": cpu_s / watched_s,
             "memory_mb": (_resident_kb() - memory_kb) / 1e3,
         }
-        silent = state.detector.silent(time.monotonic())
+        silent = state.detector.silent_ranks(time.monotonic())
         if silent or len(server.ranks) != ranks - 1:
             sys.exit(f"{ranks} ranks: {ranks - 1 - len(server.ranks)} lost, {len(silent)} not heard of")
         here.send("fail")

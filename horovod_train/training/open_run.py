@@ -93,10 +93,10 @@ def open_run(config: Config) -> Iterator[Run]:
 
 def _measured_phase(group: WorkerGroup, train_step: Steps) -> str | None:
     """Return this rank's phase as PhaseTimes counts it. The step's own phase is inside the compiled call."""
-    name, around = group.heartbeat.name, group.heartbeat.around
+    name, outer_phase = group.heartbeat.name, group.heartbeat.outer_phase
     if name == TRAIN:
         return train_step.phase_variable.phase()
-    return name if name == HOOK or (name == "exchange" and around in (TRAIN, HOOK)) else None
+    return name if name == HOOK or (name == "exchange" and outer_phase in (TRAIN, HOOK)) else None
 
 
 def _open_data(config: Config, group: WorkerGroup) -> Mapping[Split, Records | BatchSource]:

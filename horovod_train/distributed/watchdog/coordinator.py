@@ -1,7 +1,7 @@
 """Root's role: hear all ranks, detect stalls, and pass on to all ranks what one of them reports.
 
-A stalled run ends in two turns: root sends `stop`, the ranks write their stacks and answer `ready`, root sends `leave`.
-A launcher kills all ranks when the first has ended, so no rank ends before all have written.
+A stalled run ends in two rounds: root sends `stop`, and the ranks write their stacks and answer `ready`; then root
+sends `leave`. No rank ends before all have written, because a launcher kills all ranks when the first has ended.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Coordinator:
         self.handlers: Mapping[str, Handler] = {
             "beat": state.hear,
             "claim": lambda rank, message, now: self._answer(rank),
-            "cause": lambda rank, message, now: state.tell(Cause(**message["cause"])),
-            "stalled": self._end_after_the_others,
+            "cause": lambda rank, message, now: state.announce_cause(Cause(**message["cause"])),
+            "stalled": self._end_frozen_root,
             "bye": self._finish,
         }
 
     def lose(self, rank: int, now: float) -> None:
         if rank not in self._finished:
             self._state.detector.forget(rank)
-            self._state.tell(Cause(rank, DISAPPEARED, 1))
+            self._state.announce_cause(Cause(rank, DISAPPEARED, 1))
 
     def decide(self, now: float) -> None:
         detector = self._state.detector
@@ -54,16 +54,16 @@ class Coordinator:
         if self._is_alone():
             return
         if idle_s >= detector.stop_after_s(now):
-            self._stop(detector.sentence(now), now)
+            self._stop(detector.describe_stall(now), now)
         elif idle_s >= detector.warn_after_s(now) and self._slow_since is None:
             self._slow_since = now - idle_s
-            self._warn(detector.sentence(now))
+            self._warn(detector.describe_stall(now))
         elif idle_s < detector.warn_after_s(now) and self._slow_since is not None:
             self._warn(f"the ranks make progress again, after {now - idle_s - self._slow_since:.0f} s")
             self._slow_since = None
 
     def _is_alone(self) -> bool:
-        """Return whether all other ranks have finished and root waits for none of them, so that nobody is held up."""
+        """Return whether all other ranks have finished, and root still trains, so that no rank waits."""
         group = self._state.group
         return len(self._finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
 
@@ -79,7 +79,7 @@ class Coordinator:
         self._finished.add(rank)
         self._state.detector.forget(rank)
 
-    def _end_after_the_others(self, rank: int, message: Message, now: float) -> None:
+    def _end_frozen_root(self, rank: int, message: Message, now: float) -> None:
         """End this process: it was frozen, and the others have ended because of that."""
         self._state.record_stall(f"the other ranks have ended: {message['text']}")
         end_process(Stalled.exit_code)
@@ -89,14 +89,14 @@ class Coordinator:
 
     def _stop(self, sentence: str, now: float) -> None:
         self._server.send({"kind": "stop", "text": sentence})
-        waiting = set(self._server.ranks) - set(self._state.detector.silent(now))
-        see = "; the stacks of all ranks are in logs/" if self._state.log.name else ""
-        to_stderr(f"error: stalled: {sentence}{see}")
+        unready = set(self._server.ranks) - set(self._state.detector.silent_ranks(now))
+        hint = "; the stacks of all ranks are in logs/" if self._state.log.name else ""
+        to_stderr(f"error: stalled: {sentence}{hint}")
         self._state.record_stall(sentence)
-        until = time.monotonic() + ANSWER_WITHIN_S
-        while waiting and time.monotonic() < until:
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while unready and time.monotonic() < deadline:
             for rank, message in self._server.poll(0.1):
                 if isinstance(message, Lost) or message.get("kind") == "ready":
-                    waiting.discard(rank)
+                    unready.discard(rank)
         self._server.send({"kind": "leave", "text": sentence})
         end_process(Stalled.exit_code)

@@ -30,7 +30,7 @@ FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 
 LONG_PHASES = ("start", "compile")
-"""Phases in which a rank may take watch.first_step_after_s; so may every rank until it has done a step."""
+"""Phases in which a rank may take watch.first_step_after_s. Before its first step it may in any phase."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ Probe = Callable[[], tuple[int, str | None, str]]
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's phase, step and detail, and for how long they have been so."""
+    """A rank's phase, step and detail, and for how long they have not changed."""
 
     phase: str
     step: int | None
@@ -63,10 +63,10 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._probe: Probe | None = None
-        self._coarse = "start"
+        self._logged_phase = "start"
         self._has_stepped = False
         self._phase = ("start", "", 0)
-        self._around = "start"
+        self._outer_phase = "start"
         self._beat = Beat("start", None, "", 0, 0.0)
         self._since = time.monotonic()
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class Heartbeat:
         detail: a few words that end a sentence: "reading train-00031". A change of detail counts as progress.
         """
         before = self._phase[:2]
-        self._around = before[0]
+        self._outer_phase = before[0]
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
@@ -98,36 +98,36 @@ class Heartbeat:
 
     @property
     def name(self) -> str:
-        """The phase that the main thread is in, whatever the probe finds."""
+        """The main thread's phase; the probe is not read."""
         return self._phase[0]
 
     @property
-    def around(self) -> str:
-        """The phase in which the main thread has entered its phase."""
-        return self._around
+    def outer_phase(self) -> str:
+        """The phase that the main thread was in when it entered the current one."""
+        return self._outer_phase
 
-    def look(self) -> Beat:
-        """Read the probe, which may take long if a device is stuck; return what it found."""
+    def read_probe(self) -> Beat:
+        """Read the probe, which may take long if a device is stuck; return the current beat."""
         step, inner, detail = self._ask_probe()
-        name, own_detail, moves = self._phase
+        name, phase_detail, moves = self._phase
         now = time.monotonic()
         with self._lock:
-            shown = inner if name == TRAIN and inner else name
-            found = Beat(shown, step, own_detail or detail, moves, 0.0, self._has_stepped)
-            if not found.is_unchanged_from(self._beat):
-                self._beat, self._since = found, now
+            phase = inner if name == TRAIN and inner else name
+            beat = Beat(phase, step, phase_detail or detail, moves, 0.0, self._has_stepped)
+            if not beat.is_unchanged_from(self._beat):
+                self._beat, self._since = beat, now
         return self.last()
 
     def last(self) -> Beat:
-        """Return what `look` found last, and for how long it has been so."""
+        """Return the last beat of `read_probe`, with the seconds since it changed."""
         with self._lock:
             return dataclasses.replace(self._beat, seconds=time.monotonic() - self._since)
 
     def _enter(self, name: str, detail: str) -> None:
         self._phase = (name, detail, self._phase[2] + 1)
-        if name != self._coarse and name not in FINE_PHASES:
-            self._coarse = name
-            step = self.look().step
+        if name != self._logged_phase and name not in FINE_PHASES:
+            self._logged_phase = name
+            step = self.read_probe().step
             log.debug(name if step is None else f"{name} after step {step}", extra=PHASE)
 
     def _ask_probe(self) -> tuple[int | None, str | None, str]:
@@ -148,7 +148,7 @@ class _Phase:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         # After a failure, keep the phase in which it happened, for the report.
         if error is None:
             self._leave()
@@ -171,6 +171,6 @@ def files_being_read(suffixes: Collection[str] = (".tfrecord", ".gz"), at_most: 
             continue
         if name.endswith(tuple(suffixes)):
             names.add(name)
-    shown = sorted(names)[:at_most]
-    more = f" and {len(names) - at_most} more files" if len(names) > at_most else ""
-    return f"reading {', '.join(shown)}{more}" if shown else ""
+    listed = sorted(names)[:at_most]
+    ending = f" and {len(names) - at_most} more files" if len(names) > at_most else ""
+    return f"reading {', '.join(listed)}{ending}" if listed else ""

@@ -17,9 +17,8 @@ from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
 from horovod_train.output.console import to_stderr, unfailing
 from horovod_train.output.rank_log import RankLog
 
-_AROUND_THE_MESSAGE = re.compile(
-    r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node'
-)
+_CONTEXT_LINE = re.compile(r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node')
+"""Lines of TensorFlow's messages that do not say what went wrong."""
 
 _READ_WITHIN_S = 0.2
 """How long launchers may take to pass on what a rank has printed; they read the ranks' outputs in any order."""
@@ -33,23 +32,23 @@ class RunEnd:
         self._is_closed = False
 
     def close(self, ended: str = "done", exit_code: int = 0, **facts: Any) -> None:
-        """Record that the run is over for this rank, as it should be.
+        """Record that the run has ended on this rank without a failure, and tell the other ranks.
 
-        A second call only tells the other ranks again: a rank that ends without having told them has disappeared.
+        A second call only tells them again: a rank that ends without telling them counts as disappeared.
         """
         self._watchdog.close()
         if not self._is_closed:
             self._is_closed = True
-            self._note_end(ended, exit_code, **facts)
+            self._record_end(ended, exit_code, **facts)
 
     def __enter__(self) -> RunEnd:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, SystemExit):
             error = failure_of(error)
         if isinstance(error, Exception):
-            with self._watchdog.failing():
+            with self._watchdog.reporting_failure():
                 exit_code = self._report(error)
             raise AlreadySaid(str(error), exit_code) from error
         if error is None:
@@ -61,19 +60,19 @@ class RunEnd:
     def _report(self, error: Exception) -> int:
         """Report the exception that ends the run on this rank, unless another rank has; return the exit code."""
         if isinstance(error, FailedElsewhere):
-            self._note_end("followed", error.exit_code, error=str(error))
+            self._record_end("followed", error.exit_code, error=str(error))
             return error.exit_code
         if is_connection_loss(error):
             self._log.write_traceback(error, "lost")
             return self._follow(self._watchdog.find_cause())
-        text, exit_code = _in_one_line(error), error.exit_code if isinstance(error, RunError) else 1
+        text, exit_code = _summarize(error), error.exit_code if isinstance(error, RunError) else 1
         self._log.write_traceback(error)
-        self._note_end("failed", exit_code, error=text)
+        self._record_end("failed", exit_code, error=text)
         if self._watchdog.claim_to_speak(exit_code):
-            _show(error)  # before the others are told, because the user is to read it first
+            _show(error)  # before other ranks report it, so that the user reads it first
             time.sleep(_READ_WITHIN_S)
-            see = f"; see {self._log.name}" if self._log.name else ""
-            self._watchdog.tell(Cause(self._group.rank, f"failed: {text.rstrip('.')}{see}", exit_code))
+            hint = f"; see {self._log.name}" if self._log.name else ""
+            self._watchdog.announce_cause(Cause(self._group.rank, f"failed: {text.rstrip('.')}{hint}", exit_code))
             return exit_code
         cause = self._watchdog.find_cause()
         if cause is None or text.rstrip(".") not in cause.what:
@@ -81,35 +80,35 @@ class RunEnd:
         return exit_code
 
     def _follow(self, cause: Cause | None) -> int:
-        """Say in one line which rank's end ends this rank; return the exit code."""
+        """Print in one line which rank's end also ends this rank; return the exit code."""
         if cause is None:
-            see = f"; see {self._log.name}" if self._log.name else ""
-            line, exit_code, rank = f"stopped: another rank has gone; its message says why{see}", 1, None
+            hint = f"; see {self._log.name}" if self._log.name else ""
+            line, exit_code, rank = f"stopped: another rank has gone; its message says why{hint}", 1, None
         else:
             line, exit_code, rank = f"stopped: {self._group.name(cause.rank)} {cause.what}", cause.exit_code, cause.rank
-        self._watchdog.say_once(line)
+        self._watchdog.print_once_per_host(line)
         ended = "stalled" if exit_code == Stalled.exit_code else "followed"
-        self._note_end(ended, exit_code, error=line, cause=rank)
+        self._record_end(ended, exit_code, error=line, cause=rank)
         return exit_code
 
-    def _note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
-        # The main thread's own phase, because it is not inside the compiled call any more.
+    def _record_end(self, ended: str, exit_code: int, **facts: Any) -> None:
+        # The main thread's phase, because it has left the compiled call.
         heartbeat = self._group.heartbeat
         self._log.end(
             ended, exit_code, **{"step": heartbeat.last().step, "phase": heartbeat.name, "error": None, **facts}
         )
 
 
-def _in_one_line(error: Exception) -> str:
-    """Return the exception as the end of a sentence.
+def _summarize(error: Exception) -> str:
+    """Return the exception in one line.
 
-    TensorFlow's messages begin with where an operation was made; what went wrong follows.
+    TensorFlow's messages begin with where the operation was made; the reason follows.
     """
     if isinstance(error, RunError):
         return " ".join(str(error).split())
     lines = (line.strip() for line in str(error).splitlines())
-    said = next((line for line in lines if line and not _AROUND_THE_MESSAGE.match(line)), "")
-    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+    reason = next((line for line in lines if line and not _CONTEXT_LINE.match(line)), "")
+    return f"{type(error).__name__}: {reason[:300]}" if reason else type(error).__name__
 
 
 def _show(error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Find the rank that the others wait for, from the last heartbeats. Pure: no threads, no connections, no clock."""
+"""Find the rank that the others wait for, from the last heartbeats. Uses no threads, connections or clock."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def intervals(limits: WatchConfig, ranks: int) -> Intervals:
 
 
 @dataclass
-class _Heard:
+class _LastBeat:
     beat: Beat
-    heard_at: float
+    received_at: float
     changed_at: float
 
 
@@ -50,54 +50,54 @@ class StallDetector:
         self.names, self.limits = names, limits
         self._silent_after_s = intervals(limits, len(names)).silent_after_s
         self._watched = set(watched)
-        self._heard: dict[int, _Heard] = {}
+        self._last_beats: dict[int, _LastBeat] = {}
         self._has_stepped = False
 
     def hear(self, rank: int, beat: Beat, now: float) -> None:
         self._has_stepped |= beat.has_stepped
-        before = self._heard.get(rank)
-        if before is None:
-            self._heard[rank] = _Heard(beat, now, now)
+        last = self._last_beats.get(rank)
+        if last is None:
+            self._last_beats[rank] = _LastBeat(beat, now, now)
             return
-        if not beat.is_unchanged_from(before.beat):
-            before.changed_at = now
-        before.beat, before.heard_at = beat, now
+        if not beat.is_unchanged_from(last.beat):
+            last.changed_at = now
+        last.beat, last.received_at = beat, now
 
     def forget(self, rank: int) -> None:
-        """Remove a rank that has finished: it is neither waited for nor waiting."""
+        """Remove a rank that has finished: it does not wait, and no rank waits for it."""
         self._watched.discard(rank)
-        self._heard.pop(rank, None)
+        self._last_beats.pop(rank, None)
 
-    def discount_own_pause(self, seconds: float) -> None:
-        """Subtract a time in which this process was frozen and could not hear anything."""
-        for heard in self._heard.values():
-            heard.heard_at += seconds
-            heard.changed_at += seconds
+    def discount_pause(self, seconds: float) -> None:
+        """Discount a time in which this process was frozen and could receive no heartbeat."""
+        for last in self._last_beats.values():
+            last.received_at += seconds
+            last.changed_at += seconds
 
     def idle_s(self, now: float) -> float:
         """Return how long no rank has made progress."""
-        return min((now - heard.changed_at for heard in self._heard.values()), default=0.0)
+        return min((now - last.changed_at for last in self._last_beats.values()), default=0.0)
 
     def warn_after_s(self, now: float) -> float:
-        return self.limits.warn_after_s * self._patience(now)
+        return self.limits.warn_after_s * self._limit_factor(now)
 
     def stop_after_s(self, now: float) -> float:
-        return self.limits.stop_after_s * self._patience(now)
+        return self.limits.stop_after_s * self._limit_factor(now)
 
-    def silent(self, now: float, after_s: float | None = None) -> list[int]:
-        """Return ranks without a heartbeat for so long, after at least one; the longest silent first.
+    def silent_ranks(self, now: float, after_s: float | None = None) -> list[int]:
+        """Return ranks that have sent no heartbeat for `after_s`, after at least one; the longest silent first.
 
         after_s: the default is so long that chance cannot explain it.
         """
-        since = {rank: heard.heard_at for rank, heard in self._heard.items()}
-        limit = self._silent_after_s if after_s is None else after_s
-        return sorted((rank for rank in since if now - since[rank] > limit), key=lambda rank: (since[rank], rank))
+        since = {rank: last.received_at for rank, last in self._last_beats.items()}
+        limit_s = self._silent_after_s if after_s is None else after_s
+        return sorted((rank for rank in since if now - since[rank] > limit_s), key=lambda rank: (since[rank], rank))
 
-    def sentence(self, now: float) -> str:
+    def describe_stall(self, now: float) -> str:
         """Name the suspect and say what it was doing, and how many ranks wait."""
-        if silent := self.silent(now):
-            return f"{_several([self.names[rank] for rank in silent])} {self.silence(silent, now)}"
-        beats = {rank: heard.beat for rank, heard in self._heard.items()}
+        if silent := self.silent_ranks(now):
+            return f"{_join_names([self.names[rank] for rank in silent])} {self.describe_silence(silent, now)}"
+        beats = {rank: last.beat for rank, last in self._last_beats.items()}
         waiting = [rank for rank, beat in beats.items() if beat.phase == EXCHANGE]
         suspects = {rank: beat for rank, beat in beats.items() if beat.phase != EXCHANGE}
         if not suspects:
@@ -107,38 +107,39 @@ class StallDetector:
         if len(suspects) == len(beats) > 1 and len({beat.phase for beat in suspects.values()}) == 1:
             return self._describe_all(beats, now)
         # Of several suspects, choose the furthest back; of these, the one that has been in its phase longest.
-        rank = max(_furthest_back(suspects), key=lambda rank: (self._seconds(rank, now), -rank))
+        rank = max(_furthest_back(suspects), key=lambda rank: (self._seconds_in_phase(rank, now), -rank))
         waiting = waiting if waiting and rank not in waiting else [other for other in beats if other not in suspects]
-        return f"{self.names[rank]} has been {self._doing(rank, now)}{_waiters(len(waiting), 'it')}"
+        return f"{self.names[rank]} has been {self._describe_phase(rank, now)}{_describe_waiters(len(waiting), 'it')}"
 
-    def silence(self, silent: Sequence[int], now: float) -> str:
+    def describe_silence(self, silent: Sequence[int], now: float) -> str:
         """Return what follows the names of silent ranks in a message."""
-        heard = self._heard[silent[0]]
+        last = self._last_beats[silent[0]]
         have, them = ("has", "it") if len(silent) == 1 else ("have", "them")
-        last = f"last seen in {heard.beat.phase}{_at_step(heard.beat)}{_detail(heard.beat)}"
-        others = len(self.names) - len(silent) - (len(self._watched) - len(self._heard))
-        return f"{have} sent no heartbeat for {now - heard.heard_at:.0f} s, {last}{_waiters(others, them)}"
+        last_phase = f"last seen in {last.beat.phase}{_at_step(last.beat)}{_detail(last.beat)}"
+        silent_s = now - last.received_at
+        waiters = len(self.names) - len(silent) - (len(self._watched) - len(self._last_beats))
+        return f"{have} sent no heartbeat for {silent_s:.0f} s, {last_phase}{_describe_waiters(waiters, them)}"
 
-    def _patience(self, now: float) -> float:
+    def _limit_factor(self, now: float) -> float:
         """Return the factor by which the limits are longer now. A silent rank does not compile: it is frozen."""
-        silent = self.silent(now)
-        compiling = (heard.beat.phase in LONG_PHASES for rank, heard in self._heard.items() if rank not in silent)
+        silent = self.silent_ranks(now)
+        compiling = (last.beat.phase in LONG_PHASES for rank, last in self._last_beats.items() if rank not in silent)
         is_long = not self._has_stepped or any(compiling)
         return max(1.0, self.limits.first_step_after_s / self.limits.stop_after_s) if is_long else 1.0
 
     def _describe_all(self, beats: Mapping[int, Beat], now: float) -> str:
-        rank = max(beats, key=lambda rank: self._seconds(rank, now))
+        rank = max(beats, key=lambda rank: self._seconds_in_phase(rank, now))
         who = "both ranks" if len(beats) == 2 else f"all {len(beats)} ranks"
         why = ": none is behind the others" if beats[rank].phase == EXCHANGE else ""
-        return f"{who} have been {self._doing(rank, now)}{why}"
+        return f"{who} have been {self._describe_phase(rank, now)}{why}"
 
-    def _doing(self, rank: int, now: float) -> str:
-        beat = self._heard[rank].beat
-        return f"in {beat.phase} for {self._seconds(rank, now):.0f} s{_at_step(beat)}{_detail(beat)}"
+    def _describe_phase(self, rank: int, now: float) -> str:
+        beat = self._last_beats[rank].beat
+        return f"in {beat.phase} for {self._seconds_in_phase(rank, now):.0f} s{_at_step(beat)}{_detail(beat)}"
 
-    def _seconds(self, rank: int, now: float) -> float:
-        heard = self._heard[rank]
-        return heard.beat.seconds + now - heard.heard_at
+    def _seconds_in_phase(self, rank: int, now: float) -> float:
+        last = self._last_beats[rank]
+        return last.beat.seconds + now - last.received_at
 
 
 def _furthest_back(beats: Mapping[int, Beat]) -> dict[int, Beat]:
@@ -147,7 +148,7 @@ def _furthest_back(beats: Mapping[int, Beat]) -> dict[int, Beat]:
     return {rank: beat for rank, beat in beats.items() if steps[rank] == min(steps.values())}
 
 
-def _several(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
@@ -159,7 +160,7 @@ def _detail(beat: Beat) -> str:
     return f", {beat.detail}" if beat.detail else ""
 
 
-def _waiters(count: int, them: str) -> str:
+def _describe_waiters(count: int, them: str) -> str:
     if count <= 0:
         return ""
     return f"; {count} rank{'s wait' if count > 1 else ' waits'} for {them}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
 
 ANSWER_WITHIN_S = 3.0
 PAUSED_AFTER_S = 2.0
-"""A turn of the watchdog's thread that comes so late means that this process was frozen, or short of CPU."""
+"""If a turn of the watchdog's thread is late by this, the process was frozen or short of CPU."""
 
 DISAPPEARED = "disappeared: killed or out of memory?"
 
@@ -37,7 +37,7 @@ class Cause:
 
 
 class WatchState:
-    """`changed` guards all of it, and what is sent. watched: the ranks whose heartbeats are heard here."""
+    """`changed` guards all attributes, and sending. watched: the ranks whose heartbeats arrive here."""
 
     def __init__(
         self, group: WorkerGroup, log: RankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
@@ -55,29 +55,29 @@ class WatchState:
         """When this process began to exit; None if it has not."""
         self.is_closed = False
         self.paused_until = 0.0
-        """Until then this process counts as just having been frozen, or short of CPU."""
-        self._said = False
+        """Until this time the process counts as recently frozen, or short of CPU."""
+        self._has_printed = False
 
     def hear(self, rank: int, message: Message, now: float) -> None:
         """Process a heartbeat that has arrived."""
         self.detector.hear(rank, Beat(**message["beat"]), now)
 
-    def discount_own_pause(self, seconds: float, now: float) -> None:
+    def discount_pause(self, seconds: float, now: float) -> None:
         """Do not count other ranks as silent for a time in which this process could not hear them."""
-        self.detector.discount_own_pause(seconds)
+        self.detector.discount_pause(seconds)
         self.paused_until = now + PAUSED_AFTER_S
 
     def set_speaker(self, rank: int) -> None:
         self.speaker = rank
         self.changed.notify_all()
 
-    def tell(self, cause: Cause) -> None:
+    def announce_cause(self, cause: Cause) -> None:
         """Tell all ranks why the run ends, unless this rank knows of an earlier cause."""
         if self.cause is None and not self.is_closed:
             self.transport.send({"kind": "cause", "cause": vars(cause)})
-        self.record(cause)
+        self.record_cause(cause)
 
-    def record(self, cause: Cause) -> None:
+    def record_cause(self, cause: Cause) -> None:
         """Record why the run ends. Only the first cause counts."""
         if self.cause is None and not self.is_closed:
             self.cause = cause
@@ -85,7 +85,7 @@ class WatchState:
             self.changed.notify_all()
             if cause.what == DISAPPEARED:
                 # Immediately, because a launcher may end this process too in a moment.
-                self.say_once(f"stopped: {self.names[cause.rank]} {cause.what}")
+                self.print_once_per_host(f"stopped: {self.names[cause.rank]} {cause.what}")
             if cause.rank != self.group.rank:
                 in_background(lambda: self.log.write("cause", f"{self.names[cause.rank]} {cause.what}"))
 
@@ -94,9 +94,9 @@ class WatchState:
 
         gloo gives up after HOROVOD_GLOO_TIMEOUT_SECONDS, maybe before this watchdog would.
         """
-        silent = self.detector.silent(now, after_s=4 * self.intervals.beat_s)
+        silent = self.detector.silent_ranks(now, after_s=4 * self.intervals.beat_s)
         if self.cause is None and silent:
-            self.tell(Cause(silent[0], self.detector.silence(silent[:1], now), Stalled.exit_code))
+            self.announce_cause(Cause(silent[0], self.detector.describe_silence(silent[:1], now), Stalled.exit_code))
 
     def start_exit_timer(self, exit_code: int) -> None:
         """Let the watchdog's thread end this process if it does not end by itself in time."""
@@ -104,43 +104,43 @@ class WatchState:
             self.exits_since, self.exit_code = time.monotonic(), exit_code
 
     def close(self) -> None:
-        """This rank has finished. Tell the others, so that they do not miss it."""
+        """Tell the other ranks that this one has finished, so that they do not count it as lost."""
         if self.cause is None:
             self.transport.send({"kind": "bye"})
         self.is_closed = True
 
-    def say_once(self, line: str) -> None:
-        """Show a line that all ranks know, unless this rank has done so, or another of its host does."""
-        hosts, own = self.group.hosts, self.group.rank
-        gone = self.cause.rank if self.cause else None
-        neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[own] and rank != gone]
-        if own == min(neighbours, default=own) and not self._said:
-            self._said = True
+    def print_once_per_host(self, line: str) -> None:
+        """Print a line that all ranks know, if this is its host's first remaining rank and has not printed one yet."""
+        hosts, this_rank = self.group.hosts, self.group.rank
+        lost_rank = self.cause.rank if self.cause else None
+        neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[this_rank] and rank != lost_rank]
+        if this_rank == min(neighbours, default=this_rank) and not self._has_printed:
+            self._has_printed = True
             to_stderr(line)
 
-    def note_end(self, ended: str, exit_code: int, **facts: Any) -> None:
+    def record_end(self, ended: str, exit_code: int, **facts: Any) -> None:
         beat = self.group.heartbeat.last()
         self.log.end(ended, exit_code, **{"step": beat.step, "phase": beat.phase, "error": None, **facts})
 
     def record_stall(self, text: str) -> None:
-        """Write log, stacks and end. A file system that hangs does not delay the process for long."""
+        """Write the log, the stacks and the end. A file system that hangs does not delay the process for long."""
 
         def record() -> None:
             self.log.write("stall", text)
             self.log.write_stacks("stalled")
-            self.note_end("stalled", Stalled.exit_code, error=text)
+            self.record_end("stalled", Stalled.exit_code, error=text)
 
         in_background(record).join(ANSWER_WITHIN_S - 1)
 
 
 def in_background(action: Callable[[], object]) -> threading.Thread:
-    """Run an action that uses a disk in a thread: it may hang, and the watchdog must not."""
+    """Run an action in a separate thread: it uses a disk, which may hang, and the watchdog must not."""
     thread = threading.Thread(target=action, name="watch_disk", daemon=True)
     thread.start()
     return thread
 
 
 def end_process(exit_code: int) -> None:
-    """End now: Python's own exit would wait for a main thread that does not return."""
+    """End the process immediately: Python's exit would wait for a main thread that does not return."""
     let_go()
     os._exit(exit_code)

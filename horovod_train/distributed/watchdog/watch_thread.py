@@ -1,4 +1,4 @@
-"""The watchdog's thread on every rank: sends heartbeats, hears the other ranks, and ends the process if it must.
+"""The watchdog's thread on every rank: sends and receives heartbeats, and ends the process if it must.
 
 What root does with a message, and what the other ranks do, is in coordinator and worker. The messages, by `kind`:
 
@@ -29,7 +29,7 @@ from horovod_train.output.console import to_stderr
 LEAVE_WITHIN_S = 4.0
 """How long a process may take to end once its run has failed; then the watchdog ends it."""
 
-_MOST_FAILURES_SAID = 10
+_MAX_FAILURES_REPORTED = 10
 
 Handler = Callable[[int, Message, float], None]
 """(rank that sent it, message, now)"""
@@ -43,7 +43,7 @@ class Role(Protocol):
         """What to do with a message, by its kind. Other kinds are ignored."""
 
     def lose(self, rank: int, now: float) -> None:
-        """React to a rank whose connection was closed from there."""
+        """React to a rank that has closed its connection."""
 
     def decide(self, now: float) -> None:
         """React if other ranks are silent or make no progress."""
@@ -61,31 +61,31 @@ class WatchThread:
         self._failures: set[str] = set()
 
     def start(self) -> None:
-        for target in (self._watch, self._look):
+        for target in (self._watch, self._read_probe):
             threading.Thread(target=target, name=f"watch{target.__name__}", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._state.is_closed:
-            with self._surviving():
+            with self._reporting_errors():
                 self._turn()
                 continue
             time.sleep(self._turn_s / 10)  # If every turn fails, do not use a whole core.
         if self._state.cause is None:
-            # Once more: if the first has not been sent, the others take the closed connection for the end of this rank.
+            # Send it again: if `close` could not, the others would take the closed connection for a lost rank.
             self._state.transport.send({"kind": "bye"})
         self._state.transport.close()
 
     def _turn(self) -> None:
-        """Process all messages, then decide: at most once in turn_s, however many arrive."""
+        """Process all messages; then decide, at most once in turn_s, however many messages arrive."""
         state = self._state
         received = state.transport.poll(self._turn_s)
         now = time.monotonic()
         with state.changed:
             if now - self._turned_at > self._turn_s + PAUSED_AFTER_S:
-                state.discount_own_pause(now - self._turned_at, now)
+                state.discount_pause(now - self._turned_at, now)
             self._turned_at = now
             for rank, message in received:
-                with self._surviving():
+                with self._reporting_errors():
                     self._receive(rank, message, now)
             if now >= self._next_beat:
                 self._next_beat = now + self._beat_s
@@ -93,7 +93,7 @@ class WatchThread:
                 state.detector.hear(state.group.rank, beat, now)
                 state.transport.send({"kind": "beat", "beat": vars(beat)})
             if state.exits_since is not None:
-                self._end_in_time(now - state.exits_since)
+                self._end_if_overdue(now - state.exits_since)
             elif now >= self._next_turn and not state.is_closed:
                 self._next_turn = now + self._turn_s
                 self._role.decide(now)
@@ -108,44 +108,44 @@ class WatchThread:
             handler(rank, message, now)
 
     @contextmanager
-    def _surviving(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         """Report each error in the watchdog once and continue: without the watchdog a stalled run would not end."""
         try:
             yield
         except Exception as error:
             text = f"{type(error).__name__}: {error}"[:300]
-            if text not in self._failures and len(self._failures) < _MOST_FAILURES_SAID:
+            if text not in self._failures and len(self._failures) < _MAX_FAILURES_REPORTED:
                 self._failures.add(text)
-                told = "".join(traceback.format_exception(error))
+                trace = "".join(traceback.format_exception(error))
                 state = self._state
-                in_background(lambda: state.log.write("warning", f"the watchdog continues after an error: {told}"))
+                in_background(lambda: state.log.write("warning", f"the watchdog continues after an error: {trace}"))
                 name = state.names[state.group.rank]
                 to_stderr(f"warning: the watchdog of {name} continues after an error: {text}")
 
-    def _end_in_time(self, seconds: float) -> None:
-        """End the process if it should have ended by itself. A save may take as long as a stall.
+    def _end_if_overdue(self, seconds: float) -> None:
+        """End the process if it has not ended by itself in time. A save may take as long as a stall.
 
-        A process that no launcher started as a rank is not ended: it may be more than this run.
+        Do not end a process that no launcher started as a rank, because it may do more than this run.
         """
         state = self._state
-        patience_s = state.limits.stop_after_s if state.group.heartbeat.name == "save" else LEAVE_WITHIN_S
-        if seconds < patience_s or state.group.launcher == "none":
+        limit_s = state.limits.stop_after_s if state.group.heartbeat.name == "save" else LEAVE_WITHIN_S
+        if seconds < limit_s or state.group.launcher == "none":
             return
-        followed = state.cause if state.cause and state.cause.rank != state.group.rank else None
-        line = f"stopped: {state.names[followed.rank]} {followed.what}" if followed else ""
+        remote_cause = state.cause if state.cause and state.cause.rank != state.group.rank else None
+        line = f"stopped: {state.names[remote_cause.rank]} {remote_cause.what}" if remote_cause else ""
         if line:
-            state.say_once(line)
+            state.print_once_per_host(line)
 
         def record() -> None:
             state.log.write_stacks(f"this rank did not end within {seconds:.0f} s")
-            if followed:
-                state.note_end("followed", state.exit_code, error=line, cause=followed.rank)
+            if remote_cause:
+                state.record_end("followed", state.exit_code, error=line, cause=remote_cause.rank)
 
         in_background(record).join(1.0)
         end_process(state.exit_code)
 
-    def _look(self) -> None:
+    def _read_probe(self) -> None:
         # In a separate thread, because it may hang if a device is stuck.
         while not self._state.is_closed:
-            self._state.group.heartbeat.look()
+            self._state.group.heartbeat.read_probe()
             time.sleep(self._turn_s)

@@ -1,4 +1,4 @@
-"""Watch the ranks of a run: name the rank that the others wait for, end a stalled run, report which rank has gone.
+"""Watch the ranks of a run: name the rank that the others wait for, end a stalled run, report which rank is lost.
 
 Runs outside Horovod, in a thread on each rank (see watch_thread). It therefore works while every main thread is inside
 a compiled call or an exchange, and while a rank is frozen. Does not end a run that makes progress, however slow.
@@ -34,22 +34,22 @@ class Watchdog(Protocol):
     """What the main thread asks of the watchdog; see run_end."""
 
     def claim_to_speak(self, exit_code: int) -> bool:
-        """After a failure here: return whether this rank shows it. If several ranks fail, one of them does."""
+        """Return whether this rank shows its failure. If several ranks fail, one of them does."""
 
-    def tell(self, cause: Cause) -> None:
+    def announce_cause(self, cause: Cause) -> None:
         """Tell all ranks why the run ends."""
 
     def find_cause(self) -> Cause | None:
-        """After Horovod has shut down: return why, if it is known or becomes known within LEAVE_WITHIN_S."""
+        """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S."""
 
-    def say_once(self, line: str) -> None:
-        """Show a line, once on each host, unless this rank has already said why the run ends."""
+    def print_once_per_host(self, line: str) -> None:
+        """Print a line on one rank of each host, unless that rank has already printed why the run ends."""
 
-    def failing(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank reports its failure; after it, the process ends in time."""
+    def reporting_failure(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank reports its failure. The process then ends within a limited time."""
 
     def close(self) -> None:
-        """This rank has finished."""
+        """Tell the other ranks that this one has finished."""
 
 
 class NullWatchdog:
@@ -58,22 +58,22 @@ class NullWatchdog:
     def claim_to_speak(self, exit_code: int) -> bool:
         return True
 
-    def tell(self, cause: Cause) -> None: ...
+    def announce_cause(self, cause: Cause) -> None: ...
 
     def find_cause(self) -> Cause | None:
         return None
 
-    def say_once(self, line: str) -> None:
+    def print_once_per_host(self, line: str) -> None:
         to_stderr(line)
 
-    def failing(self) -> AbstractContextManager[None]:
+    def reporting_failure(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def close(self) -> None: ...
 
 
 class RankWatchdog:
-    """The main thread's access to what the watchdog's thread knows and does."""
+    """The main thread's access to the watchdog's thread."""
 
     def __init__(self, state: WatchState, role: Role) -> None:
         self._state, self._role = state, role
@@ -87,30 +87,30 @@ class RankWatchdog:
             state.changed.wait_for(lambda: state.speaker is not None or state.cause is not None, ANSWER_WITHIN_S)
             return state.cause is None and state.speaker in (None, state.group.rank)
 
-    def tell(self, cause: Cause) -> None:
+    def announce_cause(self, cause: Cause) -> None:
         with self._state.changed:
-            self._state.tell(cause)
+            self._state.announce_cause(cause)
 
     def find_cause(self) -> Cause | None:
-        state, until = self._state, time.monotonic() + LEAVE_WITHIN_S
+        state, deadline = self._state, time.monotonic() + LEAVE_WITHIN_S
         with state.changed:
             state.start_exit_timer(1)
-            while state.cause is None and time.monotonic() < until:
+            while state.cause is None and time.monotonic() < deadline:
                 state.changed.wait(state.intervals.turn_s)
                 state.report_silent(time.monotonic())
             return state.cause
 
-    def say_once(self, line: str) -> None:
+    def print_once_per_host(self, line: str) -> None:
         with self._state.changed:
-            self._state.say_once(line)
+            self._state.print_once_per_host(line)
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         state = self._state
         if state.group.launcher != "none":
             _end_process_in_time(state.log)
-        # The step of this moment, not of the last heartbeat; that of the last heartbeat if a device is stuck.
-        in_background(state.group.heartbeat.look).join(0.5)
+        # Report the step of this moment, or that of the last heartbeat if a device is stuck.
+        in_background(state.group.heartbeat.read_probe).join(0.5)
         yield
         with state.changed:  # The thread keeps this lock while it ends a stalled run, until it ends the process.
             # This rank has reported its failure, so it must not count as disappeared.
@@ -129,11 +129,11 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
     if not limits.enabled:
         return NullWatchdog()
     server = _open_server(group) if group.is_root else None
-    own = server.address if server else None
-    told = group.broadcast_object((own.host, own.port, own.token) if own else None)
-    if told is None:
+    root = server.address if server else None
+    fields = group.broadcast_object((root.host, root.port, root.token) if root else None)
+    if fields is None:
         return NullWatchdog()
-    address = Address(*told)
+    address = Address(*fields)
     role: Role
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
