@@ -1,9 +1,9 @@
 """The port where ranks connect to root, and the pending connections there: not yet identified as a rank.
 
-At most HELLO.size bytes are read from a pending connection, compared and not parsed. It is closed if it is late, or if
-too many others connect. Pending connections therefore cost root a bounded number of descriptors and bytes, whatever
-they send. asyncio's streams are less code, but accept and buffer before this could refuse: 900 connections with 200 kB
-each cost 900 descriptors and 200 MB. Does not talk with ranks; see transport.
+At most HELLO.size bytes are read from a pending connection, compared and not parsed. It is closed if it is too slow, or
+if too many others connect. Pending connections therefore cost root a bounded number of descriptors and bytes, whatever
+they send. asyncio's streams would be less code, but they accept and buffer data before a limit applies: 900 connections
+with 200 kB each cost 900 descriptors and 200 MB. Does not exchange messages with ranks; see transport.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Listener:
         self._size, self._selector = size, selector
         self._selector.register(self._port, selectors.EVENT_READ)
         self._pending: dict[socket.socket, tuple[bytes, float]] = {}
-        """What each pending connection has sent, and until when it may send more; the oldest first."""
+        """What each pending connection has sent, and its deadline; the oldest first."""
         self._admitted: set[int] = set()
         self._pauses_until = 0.0
 
@@ -66,7 +66,7 @@ class Listener:
         return None
 
     def tick(self) -> None:
-        """Drop pending connections that are late, and accept again after a pause. Call this about once a second."""
+        """Drop pending connections after their deadline; accept again after a pause. Call this about once a second."""
         now = time.monotonic()
         while self._pending and (oldest := next(iter(self._pending.items())))[1][1] <= now:
             self._drop(oldest[0])
@@ -82,7 +82,7 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connected, _ = self._port.accept()
+                connection, _ = self._port.accept()
             except (BlockingIOError, ConnectionError):
                 return
             except OSError:
@@ -93,20 +93,20 @@ class Listener:
                 return
             if len(self._pending) >= self._size + SPARE_PENDING:
                 self._drop_oldest()
-            connected.setblocking(False)
-            self._pending[connected] = (b"", time.monotonic() + HELLO_WITHIN_S)
-            self._selector.register(connected, selectors.EVENT_READ)
+            connection.setblocking(False)
+            self._pending[connection] = (b"", time.monotonic() + HELLO_WITHIN_S)
+            self._selector.register(connection, selectors.EVENT_READ)
 
     def _authenticate(self, connection: socket.socket) -> tuple[int, socket.socket] | None:
-        heard, until = self._pending[connection]
-        received = connection.recv(HELLO.size - len(heard))
-        heard += received
-        self._pending[connection] = (heard, until)  # keeps its place in the order
-        if len(heard) < HELLO.size:
+        hello, deadline = self._pending[connection]
+        received = connection.recv(HELLO.size - len(hello))
+        hello += received
+        self._pending[connection] = (hello, deadline)  # keeps its place in the order
+        if len(hello) < HELLO.size:
             if not received:
                 self._drop(connection)
             return None
-        token, rank = HELLO.unpack(heard)
+        token, rank = HELLO.unpack(hello)
         is_rank = hmac.compare_digest(token, self.address.token.encode())
         if not is_rank or rank >= self._size or rank in self._admitted:
             self._drop(connection)

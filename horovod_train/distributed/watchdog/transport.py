@@ -1,7 +1,7 @@
 """Small messages between root and each rank over TCP, outside Horovod: they arrive even if every exchange is stuck.
 
 A message is a JSON object with `kind`, one per line. Does not know what the messages mean. Never blocks for long: a
-rank that does not read loses messages, and the others lose no time.
+rank that does not read loses messages, and does not delay the others.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Connection:
         if self._is_open:
             with contextlib.suppress(OSError):
                 if self.socket.send(line) < len(line):
-                    # Half a line is sent, so the receiver could not parse what follows. It finds the end instead.
+                    # The line is cut, so the receiver could not parse what follows. Let it read the end instead.
                     self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> Received:
@@ -159,22 +159,22 @@ class Server:
 
 def connect(address: Address, rank: int, timeout_s: float) -> Connection:
     """Return once root has admitted this rank. Raises OSError if root cannot be reached, or does not answer."""
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
-        left_s = max(0.1, until - time.monotonic())
-        connected: socket.socket | None = None
+        remaining_s = max(0.1, deadline - time.monotonic())
+        connection: socket.socket | None = None
         failure: OSError = ConnectionRefusedError("it does not admit this rank")
         try:
-            connected = socket.create_connection((address.host, address.port), timeout=left_s)
-            connected.sendall(HELLO.pack(address.token.encode(), rank))
-            if connected.recv(1) == ADMITTED:
-                return Connection(connected, peer=0)
+            connection = socket.create_connection((address.host, address.port), timeout=remaining_s)
+            connection.sendall(HELLO.pack(address.token.encode(), rank))
+            if connection.recv(1) == ADMITTED:
+                return Connection(connection, peer=0)
         except OSError as error:
-            failure = error if connected is None or not isinstance(error, ConnectionError) else failure
-        # Root drops the oldest if too many connect at the same moment, and a network may fail for one. Without another
-        # try, this rank would not be watched in the whole run.
-        if connected is not None:
-            connected.close()
-        if time.monotonic() > until:
+            failure = error if connection is None or not isinstance(error, ConnectionError) else failure
+        # Root drops the oldest if too many connect at the same moment, and a network may fail once. Without a second
+        # attempt, this rank would not be watched during the whole run.
+        if connection is not None:
+            connection.close()
+        if time.monotonic() > deadline:
             raise failure
         time.sleep(random.uniform(0.05, 0.2))
