@@ -137,7 +137,7 @@ def _beat(now: float) -> Beat:
 
 
 def _keep_training(heartbeat: Heartbeat, until: float) -> None:
-    heartbeat.first_step_is_over()
+    heartbeat.record_first_step()
     while time.monotonic() < until:
         with heartbeat.phase("compute"):
             time.sleep(0.5)

@@ -84,7 +84,7 @@ class _Watch:
 def _probe(group: WorkerGroup) -> tuple[int, str | None, str]:
     step = exchange_count()
     if step > STEPS_BEFORE_STOP:
-        group.heartbeat.first_step_is_over()
+        group.heartbeat.record_first_step()
     return step, None, files_being_read()
 
 

@@ -74,7 +74,7 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     state, clock, stopping = run.state, run.clock, run.stopping
     done, continues, ids = run.parts.train_step.run(batches, step - int(state.step))
     run.group.heartbeat.phase("train")
-    run.group.heartbeat.first_step_is_over()
+    run.group.heartbeat.record_first_step()
     if not clock.is_running:
         stopping.pace.forget()  # the first call compiles; later ones are faster
     clock.count(done, _move_on(state, run.parts.train, ids, audit))

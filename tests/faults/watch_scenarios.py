@@ -147,7 +147,7 @@ def take_steps(group: Group, trouble: Callable[[Group], None]) -> None:
             trouble(group)
         with group.heartbeat.phase("exchange"):
             group.exchange.meet()
-        group.heartbeat.first_step_is_over()
+        group.heartbeat.record_first_step()
 
 
 def no_trouble(group: Group) -> None: ...

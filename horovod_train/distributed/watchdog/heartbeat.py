@@ -92,8 +92,8 @@ class Heartbeat:
         self._enter(name, detail)
         return _Phase(lambda: self._enter(*before))
 
-    def first_step_is_over(self) -> None:
-        """Allow no more time than `stop_after_s` from now on, outside LONG_PHASES."""
+    def record_first_step(self) -> None:
+        """Record that the first step is over: outside LONG_PHASES, watch.stop_after_s applies from now on."""
         self._has_stepped = True
 
     @property
