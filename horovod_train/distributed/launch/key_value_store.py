@@ -27,8 +27,8 @@ _REQUESTS_PER_S = 256
 def ask(address: str, port: int, method: str, key: str, body: bytes = b"here") -> bytes | None:
     """Return the server's value for this key of NAME, or its answer to PUT; None if it has none or cannot be reached.
 
-    address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so it may contain a prefix of every path; see rendezvous. A stranger
-    who answers instead of the server can waste at most ANSWER_WITHIN_S and MAX_ANSWER_BYTES.
+    address: as in HOROVOD_GLOO_RENDEZVOUS_ADDR, so it may contain a prefix of every path; see rendezvous. Another
+    process that answers instead of the server costs at most ANSWER_WITHIN_S and MAX_ANSWER_BYTES.
     """
     server, slash, prefix = address.partition("/")
     payload = body if method == "PUT" else b""

@@ -87,7 +87,7 @@ def _run_in_session(command: Sequence[str], timeout_s: float) -> subprocess.Comp
 def _end_session(process: subprocess.Popen[str]) -> None:
     """End the leader of a session, which may clean up, and then kill every process that is left in the session.
 
-    mpirun puts each rank in a process group of its own, so that a signal to mpirun's group does not reach the ranks.
+    mpirun puts each rank in a separate process group, so a signal to mpirun's group does not reach the ranks.
     """
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

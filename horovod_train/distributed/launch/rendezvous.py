@@ -58,7 +58,7 @@ def open_rendezvous(step: Step) -> Iterator[None]:
     if step.rank == 0 and step.node != 0:
         raise UserError("srun must put rank 0 on the step's first host. Leave out --distribution=arbitrary.")
     deadline = time.monotonic() + _arrive_within_s(os.environ.get("HOROVOD_START_TIMEOUT"))
-    interface = _interface(step)  # before this rank arrives, because later failures leave the others waiting
+    interface = _choose_interface(step)  # before this rank arrives, because later failures leave the others waiting
     server = _open_server(step) if step.rank == 0 else None
     _has_arrived = True
     try:
@@ -231,7 +231,7 @@ def _address_of(host: str) -> str:
     raise RunError(f"{host}, the first host of this step, has no address that this host can find.")
 
 
-def _interface(step: Step) -> str:
+def _choose_interface(step: Step) -> str:
     """Return the user's interface, or that through which this rank reaches other hosts; loopback without other hosts.
 
     gloo would use the address of the host's name, which is a loopback address on many Debian hosts.

@@ -35,7 +35,7 @@ def key_of(step: str, port: int) -> str:
 
 
 def proof_of_root(step: str, port: int, nonce: str) -> str:
-    """Return root's proof. It includes the port, so a stranger on another port cannot reuse root's answer."""
+    """Return root's proof. It includes the port, so a process on another port cannot reuse root's answer."""
     return _compute_hmac(f"root {step} {port} {nonce}")
 
 
