@@ -99,14 +99,14 @@ def _only_gpu(number: int) -> dict[str, str]:
 
 
 def _start(
-    config: Config, run_dir: Path, launch_command: Sequence[str], environment: Mapping[str, str] | None = None
+    config: Config, run_dir: Path, launcher: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> _Run:
     run_dir.mkdir()
     file = run_dir.with_suffix(".yaml")
     with file.open("x", encoding="utf-8") as opened:
         opened.write(dump(config))
     train = [sys.executable, "-m", "horovod_train.main", "--config", str(file), "--output-dir", str(run_dir)]
-    return _Run(start_program([*launch_command, *train], environment), run_dir, time.time())
+    return _Run(start_program([*launcher, *train], environment), run_dir, time.time())
 
 
 def _measure_all(runs: Sequence[_Run]) -> list[Measured]:
