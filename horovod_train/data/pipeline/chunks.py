@@ -30,7 +30,7 @@ Act = Callable[..., tuple[Any, ...]]
 
 
 class Batches(Iterator[Batch]):
-    """One rank's batches in their order. A compiled call takes several by `for_each_batch`; Python, one."""
+    """One rank's batches in their order. Compiled calls take them by `for_each_batch`; Python iterates."""
 
     def __init__(self, chunks: tf.data.Dataset) -> None:
         """chunks: of what Cursor.chunk describes, with any number of steps each."""
