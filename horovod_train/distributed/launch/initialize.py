@@ -82,7 +82,7 @@ def _initialise_over_mpi(
 def restart_horovod(settings: Mapping[str, str]) -> None:
     """Collective: start Horovod again over MPI, with these environment variables changed. No exchange may be under way.
 
-    Not over gloo: the ranks would find the addresses of the first start.
+    Does not work over gloo, where the ranks would find the addresses of the first start.
     """
     from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""Root's role: hear all ranks, detect stalls, and pass on to all ranks what one of them reports.
+"""Root's role: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports.
 
 A stalled run ends in two rounds: root sends `stop`, and the ranks write their stacks and answer `ready`; then root
 sends `leave`. No rank ends before all have written, because a launcher kills all ranks when the first has ended.

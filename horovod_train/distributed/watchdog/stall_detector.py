@@ -16,14 +16,14 @@ _BEATS_PER_S = 256
 
 
 class Intervals(NamedTuple):
-    """How often ranks are heard and checked, in seconds."""
+    """How often ranks send heartbeats and are checked, in seconds."""
 
     turn_s: float
     """between two checks of the ranks"""
     beat_s: float
-    """between two heartbeats of a rank; longer if root would have to hear hundreds of them in a second"""
+    """between two heartbeats of a rank; longer if root would receive hundreds of them per second"""
     silent_after_s: float
-    """a rank without a heartbeat for so long counts as frozen or unreachable"""
+    """a rank that sends no heartbeat for this long counts as frozen or unreachable"""
 
 
 def intervals(limits: WatchConfig, ranks: int) -> Intervals:
@@ -40,7 +40,7 @@ class _LastBeat:
 
 
 class StallDetector:
-    """Hears the heartbeats of ranks. `now` is seconds on any one clock.
+    """Receives the heartbeats of ranks. `now`: seconds on one clock, the same in all calls.
 
     names: of every rank, as shown in messages. watched: the ranks whose heartbeats arrive here; the others count as
     waiting.
