@@ -11,7 +11,7 @@ from conftest import run_process
 
 from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs import timing
-from horovod_train.commands.bench.peers import BARE, CEILING, OURS, table
+from horovod_train.commands.bench.peers import BARE, CEILING, PROJECT, table
 from horovod_train.errors import RunError
 from horovod_train.main import main
 
@@ -19,21 +19,21 @@ from horovod_train.main import main
 def test_ratios_are_of_medians_and_of_the_fastest_way_of_this_project() -> None:
     rates = {
         CEILING: [1000.0, 900.0, 2000.0],
-        f"{OURS} over MPI": [800.0, 850.0, 100.0],
-        f"{OURS} over gloo": [500.0, 500.0, 500.0],
+        f"{PROJECT} over MPI": [800.0, 850.0, 100.0],
+        f"{PROJECT} over gloo": [500.0, 500.0, 500.0],
         "another": [400.0, 300.0, 900.0],
     }
     _, _, *rows = table(rates, records=100)
     assert rows == [
         f"| {CEILING} | 1,000 | 10.0 | 900 to 2,000 | 1.00 | 1.25 |",
-        f"| {OURS} over MPI | 800 | 8.0 | 100 to 850 | 0.80 | 1.00 |",
-        f"| {OURS} over gloo | 500 | 5.0 | 500 to 500 | 0.50 | 0.62 |",
+        f"| {PROJECT} over MPI | 800 | 8.0 | 100 to 850 | 0.80 | 1.00 |",
+        f"| {PROJECT} over gloo | 500 | 5.0 | 500 to 500 | 0.50 | 0.62 |",
         "| another | 400 | 4.0 | 300 to 900 | 0.40 | 0.50 |",
     ]
     *_, row = table({CEILING: [10.0], "another": [5.0]}, records=10)
     assert row == "| another | 5 | 0.5 | 5 to 5 | 0.50 | — |"
-    *_, row = table({BARE: [10.0], OURS: [5.0]}, records=10)
-    assert row == f"| {OURS} | 5 | 0.5 | 5 to 5 | 0.50 | 1.00 |"
+    *_, row = table({BARE: [10.0], PROJECT: [5.0]}, records=10)
+    assert row == f"| {PROJECT} | 5 | 0.5 | 5 to 5 | 0.50 | 1.00 |"
 
 
 def test_the_first_fifth_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path,
 
 @pytest.mark.long
 def test_one_rank_runs_beside_a_loop_of_tensorflow(tmp_path: Path) -> None:
-    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "500")) == [BARE, OURS]
+    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "500")) == [BARE, PROJECT]
 
 
 def measured(folder: Path, *words: str) -> dict[str, list[float]]:

@@ -59,7 +59,7 @@ def inputs() -> Iterator[tuple[np.ndarray]]:
         yield (np.float32(number),)
 
 
-feed = Feed(inputs(), [tf.TensorSpec([], tf.float32)], failed=print)
+feed = Feed(inputs(), [tf.TensorSpec([], tf.float32)], on_failure=print)
 
 
 @tf.function
