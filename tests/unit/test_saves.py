@@ -114,7 +114,7 @@ class Alone:
 def run_of(store: CheckpointStore) -> Any:
     """Return what Save needs of a run on one rank."""
     model = keras.Sequential([keras.Input((2000,)), keras.layers.Dense(4000)])
-    callbacks = SimpleNamespace(digests=dict, state=dict, told=0, ended_at=-1)
+    callbacks = SimpleNamespace(digests=dict, state=dict, epoch_ended_at=0, train_ended_at=-1)
     best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
     return SimpleNamespace(
         clock=Stopwatch(),
