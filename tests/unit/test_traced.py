@@ -68,7 +68,7 @@ NOT_KEPT = {
     "a generator": (lambda layer, x: GENERATOR.normal([4]), "the model changes variables that are not the model's: "),
     "the generator of Keras": (
         lambda layer, x: keras.random.normal((4,)),
-        "the model changes variables that are not the model's: seed_generator",
+        "the model changes variables that are not the model's: ",
     ),
 }
 
