@@ -173,7 +173,7 @@ FAILURES = (
     Failure(
         "vanished",
         "The whole job is gone",
-        "All processes get SIGKILL in the same moment: a scheduler without mercy, a power cut.",
+        "All processes get SIGKILL at the same moment, from the scheduler or a power cut.",
         LONG,
         _kill_all,
     ),
