@@ -280,8 +280,8 @@ def _log_level(step: Step) -> dict[str, str]:
     if level not in ("trace", "debug") or not os.environ.get(TOKEN):
         return {}
     if step.rank == 0:
-        reason = "it would write the key of the rendezvous into the log, and info is used. To see all, unset"
-        to_stderr(f"warning: HOROVOD_LOG_LEVEL={level}: {reason} {TOKEN}.")
+        reason = f"HOROVOD_LOG_LEVEL={level} would write the rendezvous key into the log"
+        to_stderr(f"warning: {reason}; info is used instead. Unset {TOKEN} to log everything.")
     return {"HOROVOD_LOG_LEVEL": "info"}
 
 

@@ -22,19 +22,17 @@ def refuse_probabilities(config: Config) -> None:
     """Raise UserError for a loss or metric of probabilities with a built-in model, as all of those return logits."""
     if config.model.name not in MODELS:
         return
-    losses, metrics = (
-        keras_classes(keras.losses, keras.losses.Loss),
-        keras_classes(keras.metrics, keras.metrics.Metric),
-    )
+    losses = keras_classes(keras.losses, keras.losses.Loss)
+    metrics = keras_classes(keras.metrics, keras.metrics.Metric)
     of_metrics = [(part, metrics, spec) for part in ("metrics", "weighted_metrics") for spec in getattr(config, part)]
     for part, classes, spec in [("loss", losses, config.loss), *of_metrics]:
         name = "sparse_categorical_crossentropy" if spec.name == AUTO else spec.name
         kind = classes.get(name) or classes.get(fold(name))
         option = _option_for_logits(kind, spec.options) if kind else None
         if option is not None:
-            write = f"; write {{name: {name}, options: {{{option}}}}}" if option else ""
+            hint = f"; write {{name: {name}, options: {{{option}}}}}" if option else ""
             raise UserError(
-                f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits{write}."
+                f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits{hint}."
             )
 
 
