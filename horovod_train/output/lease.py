@@ -65,10 +65,10 @@ class NullLease:
 class FileLease:
     """The lease of root. A thread updates the file's modification time every REFRESH_S."""
 
-    def __init__(self, path: Path, holder: Holder, refresh_s: float, stale_s: float) -> None:
+    def __init__(self, path: Path, holder: Holder, refreshed: float, refresh_s: float, stale_s: float) -> None:
         self.lost: str | None = None
         self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
-        self._refreshed = _now()
+        self._refreshed = refreshed
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="lease", daemon=True)
         self._thread.start()
@@ -97,6 +97,8 @@ class FileLease:
                         _create(self._path, self._holder)
 
     def _check(self, *, refresh: bool) -> None:
+        # Taken before the file is touched: if the process is frozen in between, the file is the older of the two.
+        now = _now()
         try:
             with _opened(self._path) as lease:
                 holder = _read(lease)
@@ -104,7 +106,7 @@ class FileLease:
                     self.lost = str(holder)
                 elif refresh:
                     os.utime(lease)  # the file just read, even if another is at the path by now
-                    self._refreshed = _now()
+                    self._refreshed = now
         except FileNotFoundError:
             # Another run may have taken the stale lease and have ended since.
             silent_s = _now() - self._refreshed
@@ -134,10 +136,10 @@ def open_lease(
     probe = directory / f".{NAME}.{mine.token}"
     with must_be_writable(path):
         try:
-            _acquire(path, probe, mine, stale_s, refresh_s)
+            refreshed = _acquire(path, probe, mine, stale_s, refresh_s)
         finally:
             remove(probe, _PROBE)
-    return FileLease(path, mine, refresh_s, stale_s)
+    return FileLease(path, mine, refreshed, refresh_s, stale_s)
 
 
 def read_lease(directory: Path) -> tuple[Holder | None, float, bool | None]:
@@ -159,8 +161,10 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> None:
-    """Wait until the lease is free or stale, then write that of this run. Raises UserError if another run keeps it.
+def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: float) -> float:
+    """Wait until the lease is free or stale, then write that of this run; return the time just before (see _now).
+
+    Raises UserError if another run keeps it.
 
     probe: a file of this process, whose time is set as the lease's is: under NFS by the server's clock, under Lustre or
     FUSE by each client's. Those clocks may differ, so a lease is replaced only after two refresh intervals without a
@@ -169,9 +173,11 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
     watched: tuple[Holder | None, int] | None = None
     began = time.monotonic()
     while True:
+        now = _now()
         probe.touch()
         with suppress(FileExistsError):
-            return _create(path, mine)
+            _create(path, mine)
+            return now
         with suppress(FileNotFoundError), _opened(path) as lease:  # may be released at any moment
             holder, refreshed_ns = _read(lease), os.fstat(lease).st_mtime_ns
             waited_s = time.monotonic() - began
@@ -186,7 +192,8 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
             if is_stale and _replace(path, lease, refreshed_ns, probe, mine):
                 _remove_old_probes(path, stale_s)
                 how = "has ended" if has_died else f"has not refreshed it for {silent_s:.0f} s"
-                return log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
+                log.warning(f"{path} was held by {name}, which {how}. This run takes over.")
+                return now
             is_fresh = has_changed or (is_here and silent_s <= stale_s)
             if (is_fresh and not is_stale) or waited_s > 2 * (stale_s + refresh_s):
                 raise UserError(

@@ -272,23 +272,48 @@ def test_the_holder_notices_by_itself(tmp_path: Path) -> None:
     assert wait_for(lambda: held.lost is not None)
 
 
+# Freezes itself right after it first wrote, or refreshed, the lease: before the caller has noted that it did.
+FROZEN = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from horovod_train.output import lease
+
+def freeze_after(owner, name, kind):
+    call = getattr(owner, name)
+    def call_and_freeze(path, *args):
+        call(path, *args)
+        if isinstance(path, kind):
+            setattr(owner, name, call)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+    setattr(owner, name, call_and_freeze)
+
+if sys.argv[2] == "written":
+    freeze_after(lease, "_create", Path)
+else:
+    freeze_after(os, "utime", int)
+held = lease.open_lease(Path(sys.argv[1]), refresh_s=0.1, stale_s=1)
+while not held.lost:
+    time.sleep(0.05)
+print("lost to", held.lost)
+"""
+
+
+@pytest.mark.parametrize("when", ["written", "refreshed"])
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path, has_ended: bool) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from horovod_train.output.lease import open_lease\n"
-        "held = open_lease(Path(sys.argv[1]), refresh_s=0.1, stale_s=1)\n"
-        "while not held.lost: time.sleep(0.05)\n"
-        "print('lost to', held.lost)"
-    )
-    frozen = subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE, text=True)
-    assert wait_for((tmp_path / "lease.json").exists)
-    frozen.send_signal(signal.SIGSTOP)
-    time.sleep(1.1)
-    held = open_lease(tmp_path, refresh_s=0.1, stale_s=1)
-    if has_ended:
-        held.close()
-    frozen.send_signal(signal.SIGCONT)
-    stdout, _ = frozen.communicate(timeout=300)
+def test_a_run_that_was_frozen_learns_that_it_has_been_replaced(tmp_path: Path, has_ended: bool, when: str) -> None:
+    frozen = subprocess.Popen([sys.executable, "-c", FROZEN, tmp_path, when], stdout=subprocess.PIPE, text=True)
+    try:
+        state = os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert state
+        assert state.si_code == os.CLD_STOPPED
+        assert wait_for(lambda: time.time() - (tmp_path / "lease.json").stat().st_mtime > 1.1)
+        held = open_lease(tmp_path, refresh_s=0.1, stale_s=1)
+        if has_ended:
+            held.close()
+        frozen.send_signal(signal.SIGCONT)
+        stdout, _ = frozen.communicate(timeout=60)
+    finally:
+        frozen.kill()
     assert stdout.startswith("lost to one that has ended" if has_ended else f"lost to pid {os.getpid()} on ")
     if has_ended:
         assert not (tmp_path / "lease.json").exists()
