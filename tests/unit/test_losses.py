@@ -27,10 +27,10 @@ ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits":
 
 def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
     loss = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2}))
-    ours = loss(LABELS, LOGITS)["loss"]
+    ours = loss(LABELS, LOGITS)["loss"].values
     keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2, reduction="none")
     assert np.allclose(ours, keras_loss(tf.one_hot(LABELS, 5), LOGITS), atol=1e-6)
-    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)["loss"]
+    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)["loss"].values
     assert not np.allclose(ours, plain, atol=1e-2)
 
 
@@ -38,11 +38,11 @@ def test_losses_of_several_outputs_add_up_by_their_weights() -> None:
     terms = {"one": {**ENTROPY, "weight": 0.25}, "other": {**ENTROPY, "target": "one"}}
     outputs = {"one": LOGITS, "other": -LOGITS}
     loss, alone = build_loss(Spec("per_output", terms)), build_loss(Spec(**ENTROPY))
-    one, other = alone(LABELS, LOGITS)["loss"], alone(LABELS, -LOGITS)["loss"]
+    one, other = (alone(LABELS, logits)["loss"].values for logits in (LOGITS, -LOGITS))
     found = loss({"one": LABELS}, outputs)
     assert loss.names == ["loss", *loss.terms] == ["loss", "one_loss", "other_loss"]
-    assert np.array_equal(found["one_loss"], one)
-    assert np.array_equal(found["other_loss"], other)
+    assert np.array_equal(found["one_loss"].values, one)
+    assert np.array_equal(found["other_loss"].values, other)
     weights = tf.range(6, dtype=tf.float32)
     weighed = loss.weigh({"one": LABELS}, outputs, weights)
     assert np.allclose(weighed.sums["one_loss"], np.sum(one * weights))
@@ -134,7 +134,8 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_record_has_the_weight_of_its_class(name: str) -> None:
     loss = build_loss(LossSpec("mean_squared_error", {}, {"0": 2.5, "3": 0}))
-    weights = loss.weights(TARGETS[name], tf.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))["loss"]
+    records = tf.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    weights = loss.record_weights(TARGETS[name], records)["loss"]
     assert weights.numpy().tolist() == [2.5, 2.0, 3.0, 0.0, 5.0, 15.0]  # classes 0 1 2 3 4 0
     assert not build_loss(LossSpec("mean_squared_error")).has_class_weights
 
@@ -150,8 +151,8 @@ def test_each_output_has_the_mean_by_its_own_weights() -> None:
     found = loss.means(weighed.sums, loss.total_weights({"one": LABELS}, records))
     by_class = records * tf.where(LABELS == 0, 3.0, 1.0)
     assert float(seen.weights["one_loss"]) == pytest.approx(float(tf.reduce_sum(by_class)))
-    one = np.average(alone(LABELS, LOGITS)["loss"], weights=by_class)
-    other = np.average(alone(LABELS, -LOGITS)["loss"], weights=records)
+    one = np.average(alone(LABELS, LOGITS)["loss"].values, weights=by_class)
+    other = np.average(alone(LABELS, -LOGITS)["loss"].values, weights=records)
     assert float(found["loss"]) == pytest.approx(0.25 * one + other, rel=1e-6)
     assert (float(found["one_loss"]), float(found["other_loss"])) == pytest.approx((one, other), rel=1e-6)
     right = np.argmax(LOGITS, axis=1) == LABELS.numpy()
@@ -159,7 +160,7 @@ def test_each_output_has_the_mean_by_its_own_weights() -> None:
 
 
 def weights_of(targets: Any) -> None:
-    build_loss(LossSpec("mean_squared_error", {}, {"7": 2})).weights(targets, tf.ones(6))
+    build_loss(LossSpec("mean_squared_error", {}, {"7": 2})).record_weights(targets, tf.ones(6))
 
 
 UNFIT = {
@@ -206,4 +207,4 @@ def test_losses_that_layers_make_of_records_are_told_from_those_of_weights(optio
         tf.TensorSpec((None,), tf.int64),
         (),  # type: ignore[arg-type]
     )
-    assert check_fits(model, loss, Accumulator(loss, []), spec, "data.train") == are_own
+    assert check_fits(model, loss, Accumulator(loss, []), spec, "data.train").has_own_losses == are_own

@@ -25,10 +25,10 @@ from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, buil
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
-from horovod_train.training.parts.losses import Loss, Term, build_class_weights, build_loss, pick
+from horovod_train.training.parts.losses import Loss, LossFunction, Term, build_class_weights, build_loss, pick
 from horovod_train.training.parts.lr_multipliers import multiply_rates
 from horovod_train.training.parts.metrics import Metric, OfOutput, build_metrics
-from horovod_train.training.parts.per_record import check_is_per_record, per_record
+from horovod_train.training.parts.per_record import RecordLosses, check_is_per_record, per_record
 
 _SHORT = ("accuracy", "acc", "crossentropy", "ce")
 """Names that stand for another metric by the shapes of targets and outputs."""
@@ -172,8 +172,8 @@ def _compile_config(model: keras.Model) -> dict[str, Any]:
     return compiled
 
 
-def _per_record(entry: Any, output: str | None) -> Callable[[Any, Any], tf.Tensor]:
-    """Return (targets, outputs) → float32 [batch] for a loss as `compile` takes it."""
+def _per_record(entry: Any, output: str | None) -> LossFunction:
+    """Return what gives the loss of each record for a loss as `compile` takes it."""
     try:
         loss = keras.losses.get(entry)
     except ValueError as error:
@@ -188,7 +188,7 @@ def _per_record(entry: Any, output: str | None) -> Callable[[Any, Any], tf.Tenso
     else:
         loss = _OfFunction(loss, name)
 
-    def of_records(targets: Any, outputs: Any) -> tf.Tensor:
+    def of_records(targets: Any, outputs: Any) -> RecordLosses:
         if output is not None:
             targets, outputs = pick(targets, output, "target"), pick(outputs, output, "output")
         return per_record(loss, targets, outputs, name)

@@ -22,10 +22,10 @@ from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 from horovod_train.training.parts.logits import refuse_logits
-from horovod_train.training.parts.per_record import check_is_per_record, per_record
+from horovod_train.training.parts.per_record import RecordLosses, check_is_per_record, mask_of, per_record
 
-LossFunction = Callable[[Any, Any], tf.Tensor]
-"""(targets, outputs) → float32 [batch]."""
+LossFunction = Callable[[Any, Any], RecordLosses]
+"""(targets, outputs) → the loss of each record."""
 
 
 def smoothed_sparse_categorical_crossentropy(
@@ -97,8 +97,12 @@ class Weighed(NamedTuple):
 
     sums: dict[str, tf.Tensor]
     """float32: Σ weight · loss over the records."""
+    totals: dict[str, tf.Tensor]
+    """float32: Σ weight over the records."""
     weights: dict[str, tf.Tensor]
-    """float32 [batch]: the weight of each record, 0 for padding."""
+    """float32 [batch]: the weight of each record, 0 for padding; with a mask [batch, ...], of each position."""
+    masks: Any = None
+    """The mask of each output, or None: bool [batch, ...], in the structure of the outputs."""
 
 
 class Loss:
@@ -123,18 +127,22 @@ class Loss:
             if term.class_weights is not None:
                 term.class_weights.check(schema)
 
-    def __call__(self, targets: Any, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the unweighted loss of each record, float32 [batch], by the name of the term."""
+    def __call__(self, targets: Any, outputs: Any) -> dict[str, RecordLosses]:
+        """Return the unweighted losses of the records by the name of the term."""
         return {name: term.function(targets, outputs) for name, term in self._terms.items()}
 
     def weigh(self, targets: Any, outputs: Any, weights: tf.Tensor) -> Weighed:
-        """Return the weighted sums over a batch. weights: float32 [batch], one for each record."""
-        term_weights = self.weights(targets, weights)
-        losses = self(targets, outputs)
-        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name], term_weights[name])) for name in self.terms}
-        return Weighed(sums, term_weights)
+        """Return the weighted sums over a batch. weights: float32 [batch], one for each record.
 
-    def weights(self, targets: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
+        Where there is a mask, a record counts by its weight in each position that the mask keeps.
+        """
+        losses, by_record = self(targets, outputs), self.record_weights(targets, weights)
+        counted = {name: spread(by_record[name], losses[name].mask) for name in self.terms}
+        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name].values, counted[name])) for name in self.terms}
+        masks = keras.tree.map_structure(mask_of, outputs)
+        return Weighed(sums, {name: tf.reduce_sum(counted[name]) for name in self.terms}, counted, masks)
+
+    def record_weights(self, targets: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
         """Return how much each record counts in each term: its weight times that of its class, float32 [batch]."""
         return {
             name: weights if term.class_weights is None else weights * term.class_weights(targets)
@@ -142,8 +150,8 @@ class Loss:
         }
 
     def total_weights(self, targets: Any, weights: tf.Tensor) -> tf.Tensor:
-        """Return Σ weight over a batch for each term, float32 [terms], for `means`."""
-        return tf.stack([tf.reduce_sum(record_weights) for record_weights in self.weights(targets, weights).values()])
+        """Return Σ weight over a batch for each term, float32 [terms], for `means`. There must be no masks."""
+        return tf.stack([tf.reduce_sum(counted) for counted in self.record_weights(targets, weights).values()])
 
     def means(self, sums: Mapping[str, tf.Tensor], totals: tf.Tensor) -> dict[str, tf.Tensor]:
         """Divide the sums of the terms by the total weights, [terms] or one for all; return them and "loss".
@@ -174,7 +182,7 @@ def build_loss(spec: Spec) -> Loss:
         return _build_terms(spec.options)
     function = _build_function(spec, "loss")
 
-    def loss(targets: Any, outputs: Any) -> tf.Tensor:
+    def loss(targets: Any, outputs: Any) -> RecordLosses:
         return per_record(function, targets, outputs, spec.name)
 
     class_weight = spec.class_weight if isinstance(spec, LossSpec) else {}
@@ -209,7 +217,7 @@ def _build_term(output: str, value: Any) -> Term:
     term = build(LossTerm, value, where)
     function, target = _build_function(term, where), term.target or output
 
-    def loss_of_output(targets: Any, outputs: Any) -> tf.Tensor:
+    def loss_of_output(targets: Any, outputs: Any) -> RecordLosses:
         return per_record(function, pick(targets, target, "target"), pick(outputs, output, "output"), output)
 
     return Term(term.weight, loss_of_output, build_class_weights(term.class_weight, target, where))
@@ -224,6 +232,16 @@ def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: 
     return ClassWeights(
         {int(name): float(weight) for name, weight in by_class.items()}, target, f"{where}.class_weight"
     )
+
+
+def spread(weights: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    """Return the weight of each position, 0 where the mask is False; without a mask, the weights of the records.
+
+    weights: float32 [batch]. mask: bool [batch, ...]. Returns float32 of the mask's shape.
+    """
+    if mask is None:
+        return weights
+    return tf.reshape(weights, [-1] + [1] * (mask.shape.rank - 1)) * tf.cast(mask, weights.dtype)
 
 
 def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:

@@ -16,7 +16,7 @@ from horovod_train.config.settings import MetricSpec, Spec
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.output.metrics import ABOUT
-from horovod_train.training.parts.losses import Loss, Weighed, pick
+from horovod_train.training.parts.losses import Loss, Weighed, pick, spread
 
 
 class Accumulator:
@@ -65,12 +65,18 @@ class Accumulator:
         return [*self.weights.values(), *self.sums.values(), *states]
 
     def add(self, losses: Weighed, targets: Any, outputs: Any, real: tf.Tensor) -> None:
-        """In the compiled step: add one batch. real: float32 [batch], 1 for a record and 0 for padding."""
+        """In the compiled step: add one batch. real: float32 [batch], 1 for a record and 0 for padding.
+
+        As in `fit`, a metric counts only the positions of a record that the mask of its output keeps.
+        """
         for name, value in losses.sums.items():
             self.sums[name].assign_add(tf.cast(value, tf.float64))
-            self.weights[name].assign_add(tf.reduce_sum(tf.cast(losses.weights[name], tf.float64)))
+            self.weights[name].assign_add(tf.cast(losses.totals[name], tf.float64))
         for metric in self.metrics[: len(self.metrics) - len(self._weighted)]:
-            metric.update_state(targets, outputs, sample_weight=real)
+            masks = losses.masks
+            mask = pick(masks, metric.output, "output") if isinstance(metric, OfOutput) else masks
+            weights = real if keras.tree.is_nested(mask) else spread(real, mask)
+            metric.update_state(targets, outputs, sample_weight=weights)
         for metric, term in self._weighted:
             metric.update_state(targets, outputs, sample_weight=losses.weights[term])
 

@@ -1,12 +1,14 @@
 """Calls a loss so that it gives one value for each record, and refuses losses that cannot.
 
-Does not weigh records; see losses.
+Keras marks what does not count in a loss by masks: of outputs, from `mask_zero` and Masking, and of the values of a
+loss, from `ignore_class`. Does not weigh records; see losses.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,27 +27,32 @@ def check_is_per_record(loss: Any, name: str, where: str) -> None:
             f"{where}: {name} compares the records of a whole batch, which is on several ranks. It needs a model "
             "with a train_step that gathers them, see docs/models.md."
         )
-    if getattr(loss, "ignore_class", None) is not None:
-        raise UserError(
-            f"{where}: {name} with ignore_class takes the mean over what is not ignored, which the trainer does not. "
-            f"Where a record has one class, write loss.class_weight: {{{loss.ignore_class}: 0}} instead."
-        )
 
 
-def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, name: str) -> tf.Tensor:
-    """Return the losses [batch, ...] of a function averaged over all axes but the first, float32 [batch].
+class RecordLosses(NamedTuple):
+    """The losses of a batch, unweighted."""
+
+    values: tf.Tensor
+    """float32 [batch]; with a mask [batch, ...], the loss of each position."""
+    mask: tf.Tensor | None
+    """bool, of the shape of `values`: which of them count. None: all."""
+
+
+def mask_of(value: Any) -> tf.Tensor | None:
+    """Return the mask that Keras keeps with a tensor; None if it has none, as structures of tensors."""
+    return getattr(value, _MASK, None)
+
+
+def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, name: str) -> RecordLosses:
+    """Return the losses [batch, ...] of a function: averaged over all axes but the first, unless there is a mask.
 
     Raises ValueError for a loss that does not give one value a record, that compares each record with all others, or
-    that takes logits after a softmax; and for masks, which `fit` has a loss follow.
+    that takes logits after a softmax; and for a mask of another shape than the values.
     """
     if getattr(function, "from_logits", False):
         refuse_logits(outputs, name)
-    values = function(targets, outputs)
-    if any(getattr(tensor, _MASK, None) is not None for tensor in keras.tree.flatten((outputs, values))):
-        raise ValueError(
-            f"loss {name}: outputs or losses have a Keras mask, which the trainer does not follow; leave out mask_zero "
-            "and Masking, or end with a layer that drops masks, such as Reshape, and weigh positions in a loss of yours"
-        )
+    values = _call(function, targets, outputs)
+    mask = _mask(values, outputs, name)
     values = tf.cast(values, tf.float32)
     rows = keras.tree.flatten(outputs)[0].shape[:1]
     if not values.shape.rank or not values.shape[:1].is_compatible_with(rows):
@@ -56,7 +63,32 @@ def per_record(function: Callable[[Any, Any], Any], targets: Any, outputs: Any, 
             f"loss {name} compares each record with all others: it gave {values.shape} for targets {shapes[0]} and "
             f"outputs {shapes[1]}; reshape one of them to the shape of the other"
         )
-    return tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
+    if mask is not None:
+        return RecordLosses(values, mask)
+    return RecordLosses(tf.reduce_mean(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1), None)
+
+
+def _call(function: Callable[[Any, Any], Any], targets: Any, outputs: Any) -> Any:
+    """Return what a loss gives before its reduction, with its mask."""
+    if not isinstance(function, keras.losses.Loss) or type(function).__call__ is not keras.losses.Loss.__call__:
+        return function(targets, outputs)
+    # Keras' __call__ would return the values without their mask.
+    convert = functools.partial(keras.ops.convert_to_tensor, dtype=function.dtype)
+    return function.call(*(keras.tree.map_structure(convert, tensors) for tensors in (targets, outputs)))
+
+
+def _mask(values: Any, outputs: Any, name: str) -> tf.Tensor | None:
+    """Return which values count: those that the masks of outputs and values keep, as in Keras' losses."""
+    if keras.tree.is_nested(outputs) and any(mask_of(output) is not None for output in keras.tree.flatten(outputs)):
+        raise ValueError(f"loss {name}: takes several outputs with Keras masks; use per_output, with a loss for each")
+    masks = [tf.cast(mask, tf.bool) for mask in map(mask_of, (outputs, values)) if mask is not None]
+    for mask in masks:
+        if not mask.shape.is_compatible_with(values.shape):
+            raise ValueError(
+                f"loss {name}: gives values of shape {values.shape}, but the mask of its outputs has {mask.shape}; it "
+                "must give a value for each position"
+            )
+    return functools.reduce(tf.logical_and, masks) if masks else None
 
 
 def _describe(shape: tf.TensorShape) -> str:

@@ -54,16 +54,40 @@ def build_training(
         loss.check_classes(schema)
     metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
     where = "data.dataset" if config.data.dataset else "data.train"
-    has_own_losses = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
+    fit = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
     plain, slots = prepare_optimizer(config, model, horizon)
     optimizer = DistributedOptimizer(plain, **exchange_options(config))
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
+
+    def build_step(state: TrainState) -> TrainStep:
+        objective = Objective(
+            state.model,
+            state.optimizer,
+            loss,
+            size=group.size,
+            accumulate_steps=config.train.accumulate_steps,
+            l2=config.train.l2,
+            has_masks=fit.has_masks,
+            jit_compile=config.jit_compile,
+        )
+        return TrainStep(
+            state,
+            objective,
+            metrics,
+            rank=group.rank,
+            seed=config.seed,
+            max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+            count_over_ranks=_counting(config, group, objective),
+            scaled=train.scaled,
+            placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
+        )
+
     return Training(
         optimizer,
         [*loss.names, "penalty"],
-        lambda state: _build_train_step(config, group, state, loss, metrics, train),
+        build_step,
         tuple(origins(model, config)),
-        tuple(_warnings(config, group.size, train, has_own_losses, _weighs_records(config, loss))),
+        tuple(_warnings(config, group.size, train, fit.has_own_losses, _needs_sums(config, loss, fit.has_masks))),
         slots.averages(),
     )
 
@@ -80,32 +104,7 @@ def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pip
     return Evaluation(EvalStep(model, loss, metrics, pipeline.scaled))
 
 
-def _build_train_step(
-    config: Config, group: WorkerGroup, state: TrainState, loss: Loss, metrics: Accumulator, train: BatchSource
-) -> TrainStep:
-    objective = Objective(
-        state.model,
-        state.optimizer,
-        loss,
-        size=group.size,
-        accumulate_steps=config.train.accumulate_steps,
-        l2=config.train.l2,
-        jit_compile=config.jit_compile,
-    )
-    return TrainStep(
-        state,
-        objective,
-        metrics,
-        rank=group.rank,
-        seed=config.seed,
-        max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
-        count_over_ranks=_counting(config, group, loss),
-        scaled=train.scaled,
-        placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
-    )
-
-
-def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: bool, has_weights: bool) -> Iterator[str]:
+def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: bool, needs_sums: bool) -> Iterator[str]:
     counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
     if has_own_losses and any(count % size for count in counts):
         yield (
@@ -117,8 +116,8 @@ def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: boo
         yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
     if config.train.synchronization == "local" and config.data.dataset:
         yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."
-    elif config.train.synchronization == "local" and has_weights:
-        yield "weights of records require an exchange in every step, under synchronization: local too."
+    elif config.train.synchronization == "local" and needs_sums:
+        yield "weights of records and masks require an exchange in every step, under synchronization: local too."
 
 
 def build_accumulator(
@@ -129,19 +128,21 @@ def build_accumulator(
     return Accumulator(loss, plain, weighted, also=also)
 
 
-def _weighs_records(config: Config, loss: Loss) -> bool:
-    return config.data.weight is not None or loss.has_class_weights or config.data.dataset is not None
+def _needs_sums(config: Config, loss: Loss, has_masks: bool) -> bool:
+    """Return whether a rank knows what it divides by only from the other ranks: from weights, masks or streams."""
+    has_weights = config.data.weight is not None or loss.has_class_weights
+    return has_weights or has_masks or config.data.dataset is not None
 
 
-def _counting(config: Config, group: WorkerGroup, loss: Loss | None) -> Callable[[Batch], tf.Tensor]:
+def _counting(config: Config, group: WorkerGroup, objective: Objective | None) -> Callable[[Batch], tf.Tensor]:
     """Return a function that gives what the sums of the losses are divided by in a step: records, or weights.
 
-    loss: None if the model computes its own, whose weights are those of the records.
+    objective: None if the model computes its own loss, whose weights are those of the records.
     """
-    if loss is None and (config.data.weight is not None or config.data.dataset is not None):
+    if objective is None and (config.data.weight is not None or config.data.dataset is not None):
         return lambda batch: group.sum_in_step(tf.reduce_sum(batch.weights), "step.count")
-    if loss is not None and _weighs_records(config, loss):  # each rank knows only the weights of its own records
-        return lambda batch: group.sum_in_step(loss.total_weights(batch.targets, batch.weights), "step.count")
+    if objective is not None and _needs_sums(config, objective.loss, objective.has_masks):
+        return lambda batch: group.sum_in_step(objective.total_weights(batch), "step.count")
     if config.data.on_bad_record == "error":
         return lambda batch: batch.count  # exact as planned; no exchange needed
     # Bad records may have been skipped, so only the sum over ranks gives the number.

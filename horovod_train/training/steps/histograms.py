@@ -63,8 +63,8 @@ class Summaries:
         """Collective: take as many rows as one pass computes; the count, or the weights, are of all ranks."""
         rows = batch.weights.shape[0] // self.train_step.objective.accumulate_steps
         part: Batch = tf.nest.map_structure(lambda value: value[:rows], batch._replace(count=()))
-        loss = self.train_step.objective.loss
-        (totals,) = self.group.sum([loss.total_weights(part.targets, part.weights).numpy()])
+        count = tf.function(self.train_step.objective.total_weights, autograph=False)
+        (totals,) = self.group.sum([count(part).numpy()])
         return part._replace(count=tf.constant(totals, tf.float32))
 
     def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:

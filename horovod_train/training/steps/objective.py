@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.errors import UserError
@@ -22,24 +23,32 @@ from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.steps.traced import assigned_by, check_draws, check_variables
 
 
+class Fit(NamedTuple):
+    """What tracing shows of a model and its loss."""
+
+    has_own_losses: bool
+    """Whether layers add losses that depend on the records, as activity_regularizer and add_loss do."""
+    has_masks: bool
+    """Whether masks leave records, or positions of them, out of the loss."""
+
+
 def check_fits(
     model: keras.Model, loss: Loss, metrics: Accumulator, batch: Batch, where: str, *, training: bool = False
-) -> bool:
+) -> Fit:
     """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
-    Returns whether layers add losses that depend on the records, as activity_regularizer and add_loss do. Raises
-    UserError where the model does not accept the records, and in training for draws and changes of variables that a
-    checkpoint would not have.
+    Raises UserError where the model does not accept the records, and in training for draws and changes of variables
+    that a checkpoint would not have.
     """
-    has_own_losses = False
+    fits: list[Fit] = []
 
     def forward(records: Batch) -> None:
-        nonlocal has_own_losses
         with rows_that_count(records.real):
             outputs = model(records.inputs, training=training)
         of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
-        has_own_losses = len(model.losses) > len(of_weights)
         losses = loss.weigh(records.targets, outputs, records.weights)
+        has_masks = any(of_term.mask is not None for of_term in loss(records.targets, outputs).values())
+        fits[:] = [Fit(len(model.losses) > len(of_weights), has_masks)]
         metrics.add(losses, records.targets, outputs, records.real)
 
     try:
@@ -52,7 +61,7 @@ def check_fits(
         check_draws(function, "the model", "model.name")
         known = [*model.variables, *metrics.variables]
         check_variables(assigned_by(function), known, "the model changes", "model.name")
-    return has_own_losses
+    return fits[0]
 
 
 class PassResult(NamedTuple):
@@ -83,6 +92,7 @@ class Objective:
     size: int
     accumulate_steps: int = 1
     l2: float = 0.0
+    has_masks: bool = False
     jit_compile: bool = False
     """Whether to compile the passes, and nothing else, with XLA."""
 
@@ -135,6 +145,17 @@ class Objective:
         totals = [_finish_total(*pair) for pair in zip(kinds, sums, strict=True)]
         return totals, self._scaled_losses(losses, penalty / self.accumulate_steps, batch)
 
+    def total_weights(self, batch: Batch) -> tf.Tensor:
+        """In a tf.function: return Σ weight over this rank's batch for each term of the loss, float32 [terms]."""
+        if not self.has_masks:
+            return self.loss.total_weights(batch.targets, batch.weights)
+        # Only the masks of these outputs are used: TensorFlow leaves out the rest of the pass, and with variables as
+        # tensors also the loops of recurrent layers, which would be stateful if they read variables.
+        values = [(variable, as_tf_variable(variable).read_value()) for variable in self.model.variables]
+        with keras.StatelessScope(values):
+            outputs = self.model(batch.inputs, training=False)
+        return tf.stack(list(self.loss.weigh(batch.targets, outputs, batch.weights).totals.values()))
+
     def _scaled_losses(self, sums: Mapping[str, tf.Tensor], penalty: tf.Tensor, batch: Batch) -> dict[str, tf.Tensor]:
         """Scale so that the average over ranks is the sum over all ranks, divided by the weights of all ranks."""
         scaled = {name: value * self.size for name, value in sums.items()}
@@ -183,9 +204,10 @@ class Objective:
 
 def _note(metrics: Accumulator, batch: Batch, result: PassResult) -> None:
     # The penalty is the same for every record, so that its mean over records is itself.
-    sums = result.losses.sums | {"penalty": result.penalty * tf.reduce_sum(batch.real)}
-    weights = result.losses.weights | {"penalty": batch.real}
-    metrics.add(Weighed(sums, weights), batch.targets, result.outputs, batch.real)
+    records = tf.reduce_sum(batch.real)
+    sums = result.losses.sums | {"penalty": result.penalty * records}
+    totals = result.losses.totals | {"penalty": records}
+    metrics.add(result.losses._replace(sums=sums, totals=totals), batch.targets, result.outputs, batch.real)
 
 
 class _Kind(NamedTuple):
