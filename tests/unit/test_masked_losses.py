@@ -114,6 +114,24 @@ def test_metrics_count_what_the_mask_keeps(jit_compile: bool) -> None:
     )
 
 
+class Positions(keras.metrics.Sum):
+    """A user's metric, which gets a weight for each record."""
+
+    def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:
+        super().update_state(keras.ops.ones_like(targets), sample_weight=sample_weight[:, None])
+
+
+def test_a_metric_that_is_no_mean_of_a_function_counts_all_positions_unless_weighted() -> None:
+    """In `fit` too, a mask is followed by the wrapper that makes a metric of a function."""
+    loss, model, plain = loss_of("named", ENTROPY), tagger(True), Positions(dtype="float64")
+    weighted = keras.metrics.SparseCategoricalAccuracy(name="weighted")
+    accumulator, outputs = Accumulator(loss, [plain], [weighted]), model(TOKENS)
+    targets = tf.constant(TAGS)
+    accumulator.add(loss.weigh(targets, outputs, RECORDS), targets, outputs, tf.constant([1.0, 1.0, 0.0]))
+    assert float(plain.result()) == 8  # positions of two records
+    assert float(weighted.count) == pytest.approx(7 / 4)  # of each record, the share that counts
+
+
 def test_each_output_has_its_own_mask() -> None:
     tokens = keras.Input((4,), dtype="int64")
     x = layers.Embedding(5, 4, mask_zero=True)(tokens)

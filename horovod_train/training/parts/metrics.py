@@ -65,18 +65,13 @@ class Accumulator:
         return [*self.weights.values(), *self.sums.values(), *states]
 
     def add(self, losses: Weighed, targets: Any, outputs: Any, real: tf.Tensor) -> None:
-        """In the compiled step: add one batch. real: float32 [batch], 1 for a record and 0 for padding.
-
-        As in `fit`, a metric counts only the positions of a record that the mask of its output keeps.
-        """
+        """In the compiled step: add one batch. real: float32 [batch], 1 for a record and 0 for padding."""
         for name, value in losses.sums.items():
             self.sums[name].assign_add(tf.cast(value, tf.float64))
             self.weights[name].assign_add(tf.cast(losses.totals[name], tf.float64))
         for metric in self.metrics[: len(self.metrics) - len(self._weighted)]:
-            masks = losses.masks
-            mask = pick(masks, metric.output, "output") if isinstance(metric, OfOutput) else masks
-            weights = real if keras.tree.is_nested(mask) else spread(real, mask)
-            metric.update_state(targets, outputs, sample_weight=weights)
+            counted = spread(real, _mask_of(metric, losses.masks))
+            metric.update_state(targets, outputs, sample_weight=counted)
         for metric, term in self._weighted:
             metric.update_state(targets, outputs, sample_weight=losses.weights[term])
 
@@ -155,6 +150,14 @@ def _term(metric: Metric, loss: Loss) -> str:
         return "loss"
     outputs = ", ".join(term.removesuffix("_loss") for term in loss.terms)
     raise UserError(f"weighted_metrics: {metric.name} needs an output that has a loss: {outputs}.")
+
+
+def _mask_of(metric: Metric, masks: Any) -> tf.Tensor | None:
+    """Return the mask that a metric follows in `fit`: means of a function that of their output, all others none."""
+    if isinstance(metric, OfOutput):
+        masks, metric = pick(masks, metric.output, "output"), metric.metric
+    is_mean = isinstance(metric, keras.metrics.MeanMetricWrapper)
+    return masks if is_mean and not keras.tree.is_nested(masks) else None
 
 
 def _number(value: Any) -> float:
