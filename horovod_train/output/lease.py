@@ -80,7 +80,7 @@ class FileLease:
 
     def close(self) -> None:
         self._released.set()
-        self._thread.join(self._refresh_s)
+        self._thread.join()  # or it could write the lease again after it is removed here
         with suppress(OSError), _opened(self._path) as descriptor, _locked(self._path, descriptor) as is_current:
             holder = _read(descriptor)
             if is_current and holder is not None and holder.token == self._holder.token:

@@ -24,7 +24,7 @@ import pytest
 
 from horovod_train.errors import UserError
 from horovod_train.output import lease
-from horovod_train.output.lease import NullLease, open_lease
+from horovod_train.output.lease import FileLease, NullLease, open_lease
 from horovod_train.output.lease_holder import describe_me
 from horovod_train.output.process import start_ticks
 
@@ -337,6 +337,25 @@ def test_a_lease_that_vanished_is_made_anew_and_a_vanished_folder_is_not_a_loss(
     assert wait_for((directory / "lease.json").exists)
     held.close()
     assert os.listdir(directory) == []
+
+
+def test_a_lease_that_ends_while_it_is_made_anew_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = open_lease(tmp_path, refresh_s=0.05)
+    create, is_making, may_make = lease._create, threading.Event(), threading.Event()
+
+    def make_late(*given: Any) -> None:
+        is_making.set()
+        may_make.wait(300)
+        create(*given)
+
+    monkeypatch.setattr(lease, "_create", make_late)
+    (tmp_path / "lease.json").unlink()
+    assert is_making.wait(300)
+    threading.Timer(0.5, may_make.set).start()  # later than the next refresh would be
+    held.close()
+    assert isinstance(held, FileLease)
+    held._thread.join(300)
+    assert os.listdir(tmp_path) == []
 
 
 def fill(disk: Path) -> None:
