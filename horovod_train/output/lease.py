@@ -171,18 +171,21 @@ def _acquire(path: Path, probe: Path, mine: Holder, stale_s: float, refresh_s: f
     change.
     """
     watched: tuple[Holder | None, int] | None = None
-    began = time.monotonic()
+    watched_since = 0.0
     while True:
         now = _now()
+        # Before this look at the file and after the first: this process may be frozen, or the disk slow, at any line.
+        waited_s = time.monotonic() - watched_since if watched else 0.0
         probe.touch()
         with suppress(FileExistsError):
             _create(path, mine)
             return now
         with suppress(FileNotFoundError), _opened(path) as lease:  # may be released at any moment
             holder, refreshed_ns = _read(lease), os.fstat(lease).st_mtime_ns
-            waited_s = time.monotonic() - began
+            if watched is None:
+                watched_since = time.monotonic()
             # Count also the time watched here: after a clock correction, the last refresh may lie in the future.
-            silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s if watched else 0)
+            silent_s = max((probe.stat().st_mtime_ns - refreshed_ns) / 1e9, waited_s)
             name = str(holder or UNNAMED)
             is_here = holder is not None and holder.machine == mine.machine
             has_died = holder is not None and is_here and not holder.is_running()

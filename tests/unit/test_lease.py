@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,17 @@ def wait_for(condition: Any, timeout_s: float = 300) -> bool:
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return bool(condition())
+
+
+def is_refreshed(path: Path) -> bool:
+    """Wait until the holder refreshes its lease."""
+    first = path.stat().st_mtime_ns
+    return wait_for(lambda: path.stat().st_mtime_ns > first)
+
+
+def between_looks(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Call `act` whenever a run that waits for a lease has looked at it, and will look again."""
+    monkeypatch.setattr(lease, "time", SimpleNamespace(**vars(time) | {"sleep": lambda seconds: act()}))
 
 
 # One holder.
@@ -144,26 +156,32 @@ def test_a_stale_lease_of_another_host_is_taken_after_two_refreshes(tmp_path: Pa
     assert "has not refreshed it for 36" in said[1]
 
 
+def test_a_stale_lease_is_watched_also_by_a_run_that_looked_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first look the disk was slow, or the process frozen, for more than two refreshes."""
+    leave(tmp_path, age_s=3600)
+    touch = Path.touch
+
+    def slowly(path: Path) -> None:
+        time.sleep(0.3)
+        touch(path)
+
+    monkeypatch.setattr(Path, "touch", slowly)
+    between_looks(monkeypatch, lambda: os.utime(tmp_path / "lease.json"))
+    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+        open_lease(tmp_path, refresh_s=0.1)
+
+
 @pytest.mark.parametrize("behind_s", [40, 7200])
-def test_a_live_lease_that_looks_stale_because_clocks_differ_is_respected(tmp_path: Path, behind_s: float) -> None:
+def test_a_live_lease_that_looks_stale_because_clocks_differ_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind_s: float
+) -> None:
     """As where the client's clock stamps files, and the other host's is behind by more than stale_s."""
     leave(tmp_path, age_s=behind_s)
-    path = tmp_path / "lease.json"
-    is_over = threading.Event()
-
-    def refresh() -> None:
-        while not is_over.wait(0.1):
-            if path.exists():
-                os.utime(path, (time.time() - behind_s,) * 2)
-
-    other = threading.Thread(target=refresh)
-    other.start()
-    try:
-        with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
-            open_lease(tmp_path, refresh_s=1)
-    finally:
-        is_over.set()
-        other.join()
+    between_looks(monkeypatch, lambda: os.utime(tmp_path / "lease.json", (time.time() - behind_s,) * 2))
+    with pytest.raises(UserError, match=r"in use by another run: pid .* on node12"):
+        open_lease(tmp_path)
     assert told(tmp_path)["host"] == "node12"
 
 
@@ -387,28 +405,57 @@ def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path) -> None:
 ROUNDS = 10
 
 
-@contextmanager
-def without_lock(path: Path, opened: int) -> Iterator[bool]:
-    """In place of the lock, to show what it is for: both continue, one after the other."""
-    time.sleep(0.2 + 0.2 * turn)
-    yield True
+class Meeting:
+    """Where two that race for a lease wait for each other, once for each lease."""
+
+    def __init__(self, barrier: Barrier) -> None:
+        self._barrier, self.is_over = barrier, False
+
+    def wait(self) -> None:
+        if not self.is_over:
+            self._barrier.wait(300)
+            self.is_over = True
 
 
-turn = 0
+def remove_locks(barrier: Barrier, turn: int, first_has_it: Event) -> None:
+    """Show what the lock is for: both judge the lease stale and continue, one after the other."""
+    meeting = Meeting(barrier)
+
+    @contextmanager
+    def without_lock(path: Path, opened: int) -> Iterator[bool]:
+        if not meeting.is_over:
+            meeting.wait()
+            assert turn == 0 or first_has_it.wait(300)
+        yield True
+
+    lease._locked = without_lock  # type: ignore[assignment]
 
 
-def no_locks(descriptor: int, operation: int) -> None:
-    raise OSError(errno.ENOLCK, "No locks available")
+def refuse_locks(barrier: Barrier) -> None:
+    """As on a file system without locks, where both judge the lease stale, and look again once both have written."""
+    judged, written = Meeting(barrier), Meeting(barrier)
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        judged.wait()
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def sleep(seconds: float) -> None:
+        if seconds == lease.SETTLE_S:
+            written.wait()
+        else:
+            time.sleep(seconds)
+
+    fcntl.flock = no_locks  # type: ignore[assignment]
+    lease.time = SimpleNamespace(**vars(time) | {"sleep": sleep})  # type: ignore[assignment]
 
 
-def race(directories: list[Path], guard: str, barrier: Barrier, won: Any) -> None:
-    if guard == "none":
-        lease._locked = without_lock  # type: ignore[assignment]
-    if guard == "settling":
-        fcntl.flock = no_locks  # type: ignore[assignment]
-    global turn
+def race(directories: list[Path], guard: str, barrier: Barrier, first_has_it: Event, won: Any) -> None:
     for number, directory in enumerate(directories):
         turn = barrier.wait(300)
+        if guard == "none":
+            remove_locks(barrier, turn, first_has_it)
+        if guard == "settling":
+            refuse_locks(barrier)
         held = None
         try:
             held = open_lease(directory, refresh_s=0.1)
