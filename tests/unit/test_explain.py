@@ -8,14 +8,15 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
+from horovod_train.commands.explain import lease as explain_lease
 from horovod_train.commands.explain.command import explain
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import UserError
@@ -241,7 +242,7 @@ def leave_lease(folder: Path, age_s: float, machine: str = "another") -> Path:
 def test_a_run_on_other_hosts_is_running_as_long_as_its_lease_is_fresh(tmp_path: Path) -> None:
     Run(tmp_path, 2, hosts=2)
     leave_lease(tmp_path, age_s=2)
-    found = explain(tmp_path)
+    found = explain(tmp_path, watch_s=300)
     assert (found.state, found.steps_lost, found.silent) == ("running", None, [])
     assert found.what.startswith("still running: pid 4 on node12, job 33, since now, whose lease was refreshed ")
     assert found.next.startswith("wait; ")
@@ -249,12 +250,15 @@ def test_a_run_on_other_hosts_is_running_as_long_as_its_lease_is_fresh(tmp_path:
 
 @pytest.mark.parametrize("behind_s", [-3600, 3600])
 def test_a_lease_is_watched_where_the_clocks_of_hosts_may_differ(
-    tmp_path: Path, behind_s: float, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, behind_s: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Run(tmp_path, 1, "srun")
     path = leave_lease(tmp_path, age_s=behind_s)
-    refreshed = threading.Timer(0.5, lambda: os.utime(path, (time.time() - behind_s,) * 2))
-    refreshed.start()
+
+    def refresh(seconds: float) -> None:
+        os.utime(path, (time.time() - behind_s,) * 2)
+
+    monkeypatch.setattr(explain_lease, "time", SimpleNamespace(**vars(time) | {"sleep": refresh}))  # between two looks
     assert explain(tmp_path, watch_s=30).what.endswith("whose lease was refreshed just now")
     assert "Watching its lease" in capsys.readouterr().err
 
@@ -269,7 +273,7 @@ def test_a_run_that_has_left_no_log_yet_is_running_where_it_holds_a_lease(tmp_pa
     (tmp_path / "config.yaml").touch()
     assert explain(tmp_path).state == "unknown"
     leave_lease(tmp_path, age_s=1)
-    assert explain(tmp_path).state == "running"
+    assert explain(tmp_path, watch_s=300).state == "running"
 
 
 def test_the_lease_of_a_dead_process_on_this_host_is_known_without_watching(
