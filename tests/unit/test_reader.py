@@ -33,7 +33,7 @@ class Watched(DelayedSource):
         def noted(block: int) -> LoadedBlock:
             self.loaded.append(block)
             if self._others is not None:
-                self._others.wait(timeout=2)
+                self._others.wait()
             return load(block)
 
         return noted
@@ -57,13 +57,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_as_many_blocks_are_read_at_the_same_time_as_asked(folder: Path, threads: int) -> None:
-    made, _ = loader(folder, threading.Barrier(threads), read_threads=threads)
+    made, _ = loader(folder, threading.Barrier(threads, timeout=300), read_threads=threads)
     chunks = [StepRange(0, step, step + 1) for step in range(4)]
     assert made.parse(made.read(chunks[0], chunks[1:])).ids.tolist() == list(range(20))
 
 
 def test_no_more_blocks_are_read_at_the_same_time_than_asked(folder: Path) -> None:
-    made, _ = loader(folder, threading.Barrier(4), read_threads=3)
+    made, _ = loader(folder, threading.Barrier(4, timeout=2), read_threads=3)
     chunks = [StepRange(0, step, step + 1) for step in range(4)]
     with pytest.raises(threading.BrokenBarrierError):
         made.read(chunks[0], chunks[1:])
