@@ -124,6 +124,21 @@ def test_a_probe_that_fails_is_not_asked_again_and_the_main_thread_still_counts(
     assert line.startswith("warning: cannot read the step and its phases any more: ")
 
 
+def test_a_probe_that_fails_after_it_was_replaced_does_not_matter(said: list[str]) -> None:
+    """The watchdog's thread reads it while the main thread leaves the block that it was for."""
+    heartbeat = Heartbeat()
+    heartbeat.set_probe(lambda: (12, "exchange", ""))
+
+    def is_late() -> tuple[int, str, str]:
+        heartbeat.set_probe(lambda: (13, "exchange", ""))
+        raise ValueError("its variables are gone")
+
+    heartbeat.set_probe(is_late)
+    heartbeat.read_probe()
+    assert heartbeat.read_probe().step == 13
+    assert said == []
+
+
 def test_files_that_are_open_are_seen(tmp_path: Path) -> None:
     path = tmp_path / "train-00031.tfrecord"
     path.write_bytes(b"")

@@ -131,14 +131,19 @@ class Heartbeat:
             log.debug(name if step is None else f"{name} after step {step}", extra=PHASE)
 
     def _ask_probe(self) -> tuple[int | None, str | None, str]:
-        if self._probe is None:
+        probe = self._probe  # the main thread may set another at any moment
+        if probe is None:
             return None, None, ""
         try:
-            return self._probe()
+            return probe()
         except Exception as error:
-            # Phases that the main thread enters still count as progress.
-            self._probe = None
-            log.warning(f"cannot read the step and its phases any more: {error}", extra=ANY_RANK)
+            with self._lock:
+                is_current = self._probe is probe
+                if is_current:
+                    # Phases that the main thread enters still count as progress.
+                    self._probe = None
+            if is_current:
+                log.warning(f"cannot read the step and its phases any more: {error}", extra=ANY_RANK)
             return None, None, ""
 
 
