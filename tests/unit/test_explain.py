@@ -263,6 +263,21 @@ def test_a_lease_is_watched_where_the_clocks_of_hosts_may_differ(
     assert "Watching its lease" in capsys.readouterr().err
 
 
+def test_a_run_that_ends_while_its_lease_is_watched_has_not_disappeared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, 1, "srun")
+    path = leave_lease(tmp_path, age_s=60)
+
+    def end(seconds: float) -> None:
+        summary(run)
+        run.end(0, "done", 0)
+        path.unlink()
+
+    monkeypatch.setattr(explain_lease, "time", SimpleNamespace(**vars(time) | {"sleep": end}))  # between two looks
+    assert explain(tmp_path, watch_s=30).state == "finished"
+
+
 def test_a_lease_that_no_process_refreshes_is_not_taken_for_a_run(tmp_path: Path) -> None:
     Run(tmp_path, 1, "srun")
     leave_lease(tmp_path, age_s=60)

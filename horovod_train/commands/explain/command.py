@@ -107,6 +107,10 @@ def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
     stories = read_stories(run_dir)
     summary = read_json(run_dir / "summary.json")
     outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))
+    if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
+        # It may have ended while its files and its lease were looked at, which takes seconds.
+        stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
+        outcome = _judge(stories, summary, lambda: None)
     checkpoint, damaged = last_good_checkpoint(run_dir)
     steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
     last_step = max((step for step in steps if step is not None), default=None)
