@@ -99,13 +99,15 @@ class FileRankLog:
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
-        self.write("end", f"{ended}, exit code {exit_code}")
         with self._lock:
-            self._lines.report_missing()
+            # Before the line: a reader that has seen the line finds the file.
             try:
                 write_atomically(self._end, json.dumps(content) + "\n", _END, sync=False)
             except OSError as error:
                 to_stderr(f"warning: {self._end} cannot be written: {error.strerror}.")
+        self.write("end", f"{ended}, exit code {exit_code}")
+        with self._lock:
+            self._lines.report_missing()
 
 
 class _LogLines(Lines):

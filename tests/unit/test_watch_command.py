@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import pty
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import PROJECT, run_process, without_tensorflow
 
 from horovod_train.commands.tables import open_screen
-from horovod_train.commands.watch.follow import Follower
+from horovod_train.commands.watch import follow
+from horovod_train.commands.watch.follow import GONE_AFTER_S, Follower
 from horovod_train.commands.watch.screen import draw, news, sparkline
 from horovod_train.main import main
-from horovod_train.output.lease import open_lease
+from horovod_train.output.lease import open_lease, read_lease
+from horovod_train.output.lease_holder import describe_me
 from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile
-from horovod_train.output.rank_log import introduction, make_folder, open_rank_log
+from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
 
 
 class Run:
@@ -46,7 +52,7 @@ class Run:
             self.metrics.write(step, step // 10, "train", {"loss": loss / step, "s_per_step": 0.5, "input_share": 0.1})
 
     def end(self) -> None:
-        for log in self.logs:
+        for log in reversed(self.logs):  # root last: those who watch see the end of all
             log.end("done", 0, step=60, phase="train", error=None)
         self.lease.close()
 
@@ -122,13 +128,67 @@ def test_a_line_that_is_being_written_waits_for_its_end(run: Run) -> None:
     assert "not finite" in "\n".join(news(None, found))
 
 
+def lose_lease(run: Run) -> None:
+    """As of a process that has been killed."""
+    run.lease.close()
+    about = dataclasses.asdict(dataclasses.replace(describe_me(""), started="1"))
+    (run.folder / "lease.json").write_text(json.dumps(about))
+
+
 def test_a_run_whose_process_has_gone_is_over(run: Run) -> None:
     run.train(10)
     follower = Follower(run.folder)
     assert not follower.look().is_over
-    (run.folder / "lease.json").unlink()
+    lose_lease(run)
     assert follower.look().is_over
     assert "no sign of life" in "\n".join(shown(follower))
+
+
+def test_a_run_that_has_given_up_its_lease_has_time_to_say_how_it_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.train(10)
+    follower = Follower(run.folder)
+    run.lease.close()
+    assert not follower.look().is_over
+    run.end()
+    assert follower.look().is_over
+    assert follower.last.silent_s is None
+    silent = Follower(run.folder)
+    for log in (run.folder / "logs").iterdir():
+        log.unlink()
+    assert not silent.look().is_over
+    now = time.monotonic() + GONE_AFTER_S
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now + 1))
+    assert silent.look().is_over
+
+
+def test_a_run_that_ends_between_two_looks_at_its_files_has_not_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.train(10)
+    follower = Follower(run.folder)
+
+    def end_first(run_dir: Path) -> Any:
+        monkeypatch.undo()
+        found = read_lease(run_dir)
+        run.end()
+        lose_lease(run)
+        return found
+
+    monkeypatch.setattr(follow, "read_lease", end_first)
+    look = follower.look()
+    assert (look.is_over, look.silent_s) == (True, None)
+    assert look.ranks[0].ended is not None
+
+
+def test_what_says_in_a_log_that_a_rank_has_ended_comes_after_the_file_that_says_how(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, there = run.logs[0], []
+    monkeypatch.setattr(
+        log, "write", lambda kind, text: there.append((kind, end_file(run.folder / "logs", 0).exists()))
+    )
+    log.end("done", 0)
+    assert there == [("end", True)]
 
 
 @contextmanager

@@ -18,6 +18,10 @@ from horovod_train.output.rank_log_reader import TROUBLE, Entry, Introduction, r
 
 _LAST_STEP = re.compile(r"ends at step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
+GONE_AFTER_S = 10.0
+"""A run without a lease, whose logs do not say how it ended, is over after this long. A run that fails gives its lease
+up before its ranks write how they ended.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,17 +108,19 @@ class Follower:
     _last_step: int | None = None
     _refreshed: tuple[float, float] | None = None
     """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
+    _missing_since: float | None = None
+    """When this process first saw no lease, by its clock."""
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
 
     def look(self) -> Look:
+        silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
         for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
             self._read_log(path)
         self._read_rows()
         size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
         ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
-        silent_s = self._silent_s()
         has_ended = 0 in ranks and ranks[0].ended is not None
         self.last = Look(
             run_dir=str(self.run_dir),
@@ -165,7 +171,10 @@ class Follower:
         try:
             _, refreshed, runs_here = read_lease(self.run_dir)
         except OSError:
-            return float("inf")
+            if self._missing_since is None:
+                self._missing_since = time.monotonic()
+            return float("inf") if time.monotonic() - self._missing_since > GONE_AFTER_S else None
+        self._missing_since = None
         if runs_here is not None:
             return None if runs_here else float("inf")
         if self._refreshed is None or self._refreshed[0] != refreshed:
