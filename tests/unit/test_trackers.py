@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,27 @@ def test_a_tracker_that_comes_back_has_missed_nothing(tmp_path: Path, said: list
     assert said == [
         "warning: log.trackers: kept: cannot log step 1: ConnectionError: refused. Training continues, and it is tried "
         "again.",
+        "log.trackers: kept: works again",
+    ]
+
+
+def test_a_call_that_fails_while_the_run_ends_is_made_once_more(tmp_path: Path, said: list[str]) -> None:
+    class Late(Kept):
+        def log(self, row: Row) -> None:
+            super().log(row)
+            if row.step == 2 and self.steps.count(2) == 1:
+                sender.ask_to_finish("done", [])
+                raise ConnectionError("refused")
+
+    tracker = Late()
+    sender = Sender("kept", tracker, tmp_path, pause_s=0.01)
+    sender.start(0, CONFIG, [], anew=False)
+    for step in (1, 2, 3):
+        sender.write(Row(step, 0, "train", {}, 0.0))
+    sender.wait_until_finished(time.monotonic() + 300)
+    assert tracker.steps == [1, 2, 2, 3]
+    assert said == [
+        "warning: log.trackers: kept: cannot log step 2: ConnectionError: refused.",
         "log.trackers: kept: works again",
     ]
 

@@ -75,7 +75,7 @@ class Sender:
             self._changed.notify_all()
 
     def ask_to_finish(self, ended: Ended, files: Sequence[Path]) -> None:
-        """Let the thread end when it has sent all rows, or when a call fails."""
+        """Let the thread end when it has sent all rows, or when a call fails that it makes from now on."""
         with self._changed:
             self._end = (ended, files)
             self._changed.notify_all()
@@ -166,9 +166,10 @@ class Sender:
         self._record.save()
 
     def _repeat_until_success(self, what: str, call: Callable[[], None]) -> bool:
-        """Repeat a call until it succeeds; return False if it fails when the run has ended."""
+        """Repeat a call until it succeeds; return False if a call fails that was made after the run had ended."""
         pause_s = self._pause_s
         while True:
+            is_last = self._end is not None
             try:
                 call()
             except Exception as error:  # a tracker may raise anything
@@ -181,7 +182,7 @@ class Sender:
                     log.info(f"log.trackers: {self._name}: works again")
                 self._is_failing = False
                 return True
-            if self._end:
+            if is_last:
                 return False
             with self._changed:
                 self._changed.wait_for(lambda: self._end, pause_s)
