@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,10 +185,20 @@ def test_what_could_not_be_written_is_saved_again_at_the_end(tmp_path: Path, mon
     assert store.checkpoints.steps() == [1]
 
 
-def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path) -> None:
+def test_a_save_that_did_not_wait_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_taken = threading.Event()
+
+    def late(*given: Any) -> None:
+        all_taken.wait(300)
+        write(*given)
+
+    monkeypatch.setattr(manager, "write", late)
     store = Impatient(tmp_path / "checkpoints", 9, lambda: True)
-    assert save_in_a_row(store).taken_too_early > 0
-    CheckpointStore.wait(store)
+    assert save_in_a_row(store).taken_too_early == 3
+    all_taken.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(300)
 
 
 def test_metrics_are_on_disk_before_the_checkpoint_that_is_newer(
