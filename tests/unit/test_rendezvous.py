@@ -26,6 +26,8 @@ STEP = Step(1, 2, 1, 0, ("here",), (2,), "7.0.0")
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepServer]:
     monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 300.0)
+    monkeypatch.setattr(key_value_store, "ANSWER_WITHIN_S", 300.0)
     started = StepServer("127.0.0.1", 0, STEP.name, size=2)
     started.key = key_of(STEP.name, started.server_address[1])
     threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
@@ -36,7 +38,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StepServer]:
 
 def ask(server: StepServer, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None) -> int:
     """The status of the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=300)
     connection.request(method, path, body, headers or {})
     status = connection.getresponse().status
     connection.close()
@@ -85,7 +87,7 @@ def test_root_is_who_knows_the_token_the_step_and_its_own_port(
     assert rendezvous_server.proof_of_root(STEP.name, port, "0" * 32).encode() != relayed
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 300) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until
@@ -102,15 +104,15 @@ def test_strangers_are_bounded_and_ranks_are_served_beside_them(
     port = server.server_address[1]
     most = 2 + rendezvous_server.SPARE_PENDING
     with ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(150)]
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=300)) for _ in range(150)]
         assert all(stranger.recv(1) == b"" for stranger in idle[:-most])  # the oldest go
         wait_until(lambda: handlers() <= most + 1)
         for message in messages(random.Random(3), 200):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20) as stranger:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
                 stranger.sendall(message)
         assert key_value_store.ask(f"127.0.0.1/{server.key}", port, "PUT", "1") == b""
     monkeypatch.setattr(rendezvous_server, "REQUEST_WITHIN_S", 0.1)
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as slow:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as slow:
         slow.send(b"GET /")
         assert slow.recv(1) == b""
     wait_until(lambda: handlers() == 0)
