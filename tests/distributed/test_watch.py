@@ -178,6 +178,7 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
     with started(tmp_path, commands, 3) as job:
         job.wait_until_trained()
         os.kill(job.pid(victim), signal.SIGSTOP)
+        (tmp_path / "stand-still").touch()
         others = [process for rank, process in enumerate(job.processes) if rank != victim]
         until(lambda: all(process.poll() is not None for process in others), job)
         assert job.processes[victim].poll() is None
@@ -189,6 +190,8 @@ def test_each_process_ends_with_87_and_the_frozen_one_once_it_goes_on(tmp_path: 
 def test_ranks_whose_words_nobody_takes_end_too(tmp_path: Path) -> None:
     program = ["bash", "-c", 'exec "$@" 2> /dev/full', "-", sys.executable, str(PROGRAMS / "guarded.py"), str(tmp_path)]
     with started(tmp_path, [[*program, str(rank), "2", "1", "2"] for rank in range(2)], 2) as job:
+        job.wait_until_trained()
+        (tmp_path / "stand-still").touch()
         until(lambda: all(process.poll() is not None for process in job.processes), job)
         assert [process.returncode for process in job.processes] == [87, 87]
 

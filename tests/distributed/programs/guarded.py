@@ -1,6 +1,7 @@
 """One rank that nobody launched, under watch, without Horovod: guarded.py OUT RANK SIZE WARN_S STOP_S.
 
-Its main thread waits, as in an exchange. The ranks find each other through a file in OUT.
+Its main thread makes progress until there is a file `stand-still` in OUT; then it waits, as in an exchange. The ranks
+find each other through a file in OUT.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ else:
     while not meeting_point.exists():
         time.sleep(0.05)
     host, port, token = meeting_point.read_text().split()
-    connection = connect(Address(host, int(port), token), rank, 10.0)
+    connection = connect(Address(host, int(port), token), rank, 300.0)
     log = rank_log.open_rank_log(out, rank, "here", start_text=rank_log.introduction(rank, size, "none", "here"))
     state = WatchState(group, log, limits, connection, watched=[0, rank])
     role = Worker(state)
 with logs.to_console(rank == 0, show=to_stderr), logs.to_file(log.write):
     WatchThread(state, role).start()
-    group.heartbeat.phase("exchange")
     (out / f"pid-{rank}").write_text(str(os.getpid()))
+    while not (out / "stand-still").exists():
+        group.heartbeat.phase("exchange")
+        time.sleep(0.02)
     time.sleep(600)
