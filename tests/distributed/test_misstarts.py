@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +40,25 @@ def meet(out: Path, ranks: list[str] | None = None, **environment: str) -> list[
     return [json.loads(file.read_text()) for file in sorted(out.iterdir())]
 
 
+def job_with_free_ports() -> tuple[str, int, int]:
+    """A job's number and the first two ports that its root would try, which no process on this host has."""
+    while True:
+        job = str(random.randrange(1_000_000, 9_000_000))
+        first, second, *_ = candidate_ports(f"{job}.0.0")
+        with suppress(OSError):
+            for port in (first, second):
+                socket.create_server(("", port)).close()
+            return job, first, second
+
+
 def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
     """Another job's rendezvous server is no rank 0 of ours; and nothing of the meeting stays for child processes."""
-    first, second, *_ = candidate_ports("1234567.0.0")
+    job, first, second = job_with_free_ports()
     stranger = RendezvousHTTPServer(("", first), RendezvousHandler, 0)
     stranger.cache = {"horovod_train": {"step": b"7.0.0"}}
     threading.Thread(target=stranger.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        root, other = meet(tmp_path / "out", SLURM_JOB_ID="1234567")
+        root, other = meet(tmp_path / "out", SLURM_JOB_ID=job)
     finally:
         stranger.shutdown()
         stranger.server_close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from pathlib import Path
 
 from facts import leave
 
@@ -16,7 +18,10 @@ facts: dict[str, object] = {}
 try:
     with rendezvous.open_rendezvous(place.step):
         facts["inside"] = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
-        time.sleep(1 if place.rank == 0 else 0)  # until the others have seen that all are here
+        if place.rank == 0:  # its server stays until the others have seen that all are here
+            others = [Path(sys.argv[1]) / f"rank-{rank}.json" for rank in range(1, place.size)]
+            while not all(path.exists() for path in others):
+                time.sleep(0.01)
     facts["launcher_after"] = launcher.read_launch(os.environ).launcher
 except RunError as error:
     facts["error"], facts["exit_code"] = str(error), error.exit_code
