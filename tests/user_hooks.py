@@ -6,11 +6,13 @@ import atexit
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from horovod_train.checkpoint import manager
 from horovod_train.training.hooks import StopReason, at, every
 
 called: list[int] = []
@@ -78,4 +80,18 @@ def keep_weights(run: Any, step: int) -> None:
     np.savez(Path(run.config.output_dir) / f"weights-{run.group.rank}-{step}.npz", **weights)
 
 
+def hold_saves(run: Any, step: int) -> None:
+    """From now on a save begins and then waits as long as there is a file `hold` in the run's directory."""
+    write, hold = manager.write, Path(run.config.output_dir) / "hold"
+
+    def held(*given: Any) -> None:
+        while hold.exists():
+            hold.with_name("is-held").touch()
+            time.sleep(0.01)
+        write(*given)
+
+    manager.write = held  # type: ignore[assignment]
+
+
+hold_saves_from_60 = at([60], hold_saves)
 keep_weights_every_step = every(1, keep_weights)

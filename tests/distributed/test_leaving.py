@@ -119,27 +119,32 @@ def test_sigterm_to_one_rank_at_any_moment_saves_and_the_run_goes_on_bit_for_bit
     seconds = 0.1 if "evaluation" in names else 0
     slow = f"model={{name: user_models:long_run, options: {{marker: {marker}, seconds: {seconds}}}}}"
     common = [slow, "deterministic=true", "train.epochs=8", "eval.every_steps=60", "checkpoint.every_steps=10"]
+    common += ["hooks=[user_hooks:hold_saves_from_60]"]
     expected = undisturbed(config, tmp_path / "whole", np, *common, steps=120)
+
+    root_log = run_dir / "logs" / "rank-0.log"
 
     def step() -> int:
         rows = metrics_of(run_dir, "train") if (run_dir / "metrics.jsonl").exists() else []
         return int(rows[-1]["step"]) if rows else 0
 
-    def is_saving() -> bool:
-        return step() > 60 and any(path.name.startswith(".") for path in (run_dir / "checkpoints").iterdir())
-
     moments: dict[str, Callable[[Job], Callable[[], bool]]] = {
-        "first compile": lambda job: job.has_said("starting from initial weights"),
+        # After the first vote: ranks that leave there have done nothing that could be saved.
+        "first compile": lambda job: lambda: root_log.exists() and " phase compile" in root_log.read_text(),
         "step": lambda job: lambda: step() > 20,
         "evaluation": lambda job: marker.exists,
-        "save": lambda job: is_saving,
+        "save": lambda job: (run_dir / "is-held").exists,
     }
     for name in names:
         log, moment = tmp_path / f"{name}.log", moments[name]
         marker.unlink(missing_ok=True)
+        if name == "save":
+            run_dir.mkdir(exist_ok=True)
+            (run_dir / "hold").touch()
         job = Job("mpirun", np, ["--config", str(config), "--output-dir", str(run_dir), *common], log)
         job.wait_until(moment(job), name)
         random.choice(job.ranks()).send_signal(signal.SIGTERM)
+        (run_dir / "hold").unlink(missing_ok=True)
         assert job.wait() == 75, log.read_text()
         assert "(SIGTERM); saved; to resume, start it again" in log.read_text()
         assert summary_of(run_dir)["ended"] == "SIGTERM"
