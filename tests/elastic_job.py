@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from conftest import HANGS_AFTER_S
 
-PATIENCE_S = 60.0
-
 
 def elastic_words(out: Path, hosts: Sequence[str], *options: str) -> list[str]:
     """The words before `python …`: a job on one rank a host, which hold out while two are there.
@@ -62,7 +60,7 @@ class ElasticJob:
                     return time.monotonic() - began
             except FileNotFoundError:
                 pass
-            if self.process.poll() is not None or time.monotonic() - began > PATIENCE_S:
+            if self.process.poll() is not None or time.monotonic() - began > HANGS_AFTER_S:
                 pytest.fail(f"{what}: not so; exit code {self.process.poll()}\n{self.said()[-6000:]}")
             time.sleep(0.02)
 
