@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from strangers import Siege
 from horovod_train.distributed.launch.rendezvous import candidate_ports
 
 MESSAGES, IDLE = 10_000, 500
-JOB = "7654321"
+JOB = str(os.getpid())  # whose ports are others in each run of the tests
 CONFIG = """
 data: {{train: {data}/train, global_batch_size: 96}}
 model: image_mlp
