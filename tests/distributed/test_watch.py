@@ -261,6 +261,16 @@ def test_a_killed_rank_is_missed(tmp_path: Path, launcher: str) -> None:
         assert (told.state, told.rank, told.followed, told.silent) == ("disappeared", 1, [0, 2], [1])
 
 
+def test_of_two_killed_ranks_one_is_missed_though_the_other_was_the_hosts_first_one_left(tmp_path: Path) -> None:
+    with watched(tmp_path, "horovodrun", 3, 0, "none") as job:
+        job.wait_until_trained()
+        os.kill(job.pid(1), signal.SIGSTOP)  # It must not print before it is killed.
+        os.kill(job.pid(0), signal.SIGKILL)
+        os.kill(job.pid(1), signal.SIGKILL)
+        job.wait_until_gone()
+        assert our_lines(job) == ["stopped: rank 0 (HOST) disappeared: killed or out of memory?"]
+
+
 def test_without_the_watch_nobody_ends_a_frozen_run(tmp_path: Path) -> None:
     """The negative of all this."""
     with watched(tmp_path, "mpirun", 2, 1, "unwatched", 0.5, 1) as job:

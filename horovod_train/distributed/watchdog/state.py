@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.heartbeat import Beat
+from horovod_train.distributed.watchdog.host_claim import HostClaim
 from horovod_train.distributed.watchdog.stall_detector import StallDetector, intervals
 from horovod_train.distributed.watchdog.transport import Message, Transport
 from horovod_train.errors import Stalled
@@ -54,6 +56,8 @@ class WatchState:
         self.exits_since: float | None = None
         """When this process began to exit; None if it has not."""
         self.is_closed = False
+        self.host_claim: HostClaim | None = None
+        """Which rank of this host prints why the run ends; without it, the first remaining rank."""
         self.paused_until = 0.0
         """Until this time the process counts as recently frozen, or short of CPU."""
         self._has_printed = False
@@ -110,13 +114,20 @@ class WatchState:
         self.is_closed = True
 
     def print_once_per_host(self, line: str) -> None:
-        """Print a line that all ranks know, if this is its host's first remaining rank and has not printed one yet."""
+        """Print a line that all ranks of this host know, unless one of them has printed why the run ends."""
+        if self._is_first_of_host():
+            to_stderr(line)
+
+    def _is_first_of_host(self) -> bool:
+        if self.host_claim is not None:
+            with suppress(OSError):
+                return self.host_claim.take()
         hosts, this_rank = self.group.hosts, self.group.rank
         lost_rank = self.cause.rank if self.cause else None
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[this_rank] and rank != lost_rank]
-        if this_rank == min(neighbours, default=this_rank) and not self._has_printed:
-            self._has_printed = True
-            to_stderr(line)
+        is_first = this_rank == min(neighbours, default=this_rank) and not self._has_printed
+        self._has_printed |= is_first
+        return is_first
 
     def record_end(self, ended: str, exit_code: int, **facts: Any) -> None:
         beat = self.group.heartbeat.last()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
 from horovod_train.distributed.watchdog.coordinator import Coordinator
+from horovod_train.distributed.watchdog.host_claim import open_host_claim
 from horovod_train.distributed.watchdog.listener import Address
 from horovod_train.distributed.watchdog.state import ANSWER_WITHIN_S, Cause, WatchState, in_background
 from horovod_train.distributed.watchdog.transport import Server, connect
@@ -43,7 +44,7 @@ class Watchdog(Protocol):
         """Return why Horovod has shut down; None if that is still unknown after LEAVE_WITHIN_S."""
 
     def print_once_per_host(self, line: str) -> None:
-        """Print a line on one rank of each host, unless that rank has already printed why the run ends."""
+        """Print a line, unless a rank of this host has already printed why the run ends."""
 
     def reporting_failure(self) -> AbstractContextManager[None]:
         """Return a context in which this rank reports its failure. The process then ends within a limited time."""
@@ -134,6 +135,7 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
     if fields is None:
         return NullWatchdog()
     address = Address(*fields)
+    host_claim = open_host_claim(group)
     role: Role
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
@@ -148,6 +150,7 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
             return NullWatchdog()
         state = WatchState(group, log, limits, connection, watched=[0, group.rank])
         role = Worker(state)
+    state.host_claim = host_claim
     WatchThread(state, role).start()
     return RankWatchdog(state, role)
 
