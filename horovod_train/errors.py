@@ -47,3 +47,8 @@ class AlreadySaid(RunError):
 
 class FailedElsewhere(AlreadySaid):
     """Another rank failed and has reported why; this one exits silently."""
+
+
+def one_line(error: object) -> str:
+    """Return the text of an error as one line, also if it has several, as those of libraries have."""
+    return " ".join(str(error).split())

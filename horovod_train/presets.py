@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from horovod_train.config.registry import import_extra
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _TASK, _PREPROCESSOR = "task.json", "preprocessor.json"
 
@@ -44,5 +44,5 @@ def _load(folder: str, file_name: str, setting: str) -> Any:
             raise ValueError(f"this keras_hub has no {name}")
         return saved_class.from_preset(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)[:300]
         raise UserError(f"{setting}: {folder}: cannot be loaded: {text}") from error

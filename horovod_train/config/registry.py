@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from horovod_train.config.settings import Spec
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, UserError, one_line
 
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
@@ -36,7 +36,7 @@ def load_function(name: str, where: str) -> Any:
     except SyntaxError as error:
         raise UserError(f"{where}: {error.filename}:{error.lineno}: {error.msg}.") from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        text = " ".join(str(error).split())
+        text = one_line(error)
         raise UserError(
             f"{where}: {module_name} cannot be imported: {type(error).__name__}: {text}{raised_at(error)}."
         ) from error
@@ -121,7 +121,7 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
     try:
         return function(**arguments, **spec.options)
     except (TypeError, ValueError, ArithmeticError, SystemExit) as error:
-        text = " ".join(str(error).split())
+        text = one_line(error)
         raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
 _NOT_PLAIN = {"timestamp": "a date", "binary": "binary data"}
@@ -27,7 +27,7 @@ def compose(text: str, name: str) -> yaml.Node | None:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{name}:{line}: not valid YAML: {error.problem}.") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{name}: not valid YAML: {' '.join(str(error).split())}.") from error
+        raise UserError(f"{name}: not valid YAML: {one_line(error)}.") from error
 
 
 def _check_plain(node: yaml.Node, name: str, inside: tuple[yaml.Node, ...], checked: set[yaml.Node]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.checkpoint.manifest import reason
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, UserError, one_line
 
 _UNKNOWN_SIZE = 32
 """Replaces sizes that a model leaves open in the test input."""
@@ -39,7 +39,7 @@ def write_model(model: keras.Model, path: Path) -> None:
     except (NotImplementedError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
         kind = "Keras file" if is_keras else "SavedModel"
         hint = " A SavedModel, --out DIR, needs no code to load; or see docs/models.md." if is_keras else ""
-        text = " ".join(str(error).split())[:400]
+        text = one_line(error)[:400]
         raise UserError(f"export: {model.name} cannot be made a {kind}: {text}{hint}") from error
     except tf.errors.OpError as error:  # a SavedModel is written by TensorFlow's own C++
         raise OSError(reason(error)) from error

@@ -20,7 +20,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
 from horovod_train.data.pipeline.pipeline import Pipeline
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.inference.artifacts import PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace
 
@@ -48,7 +48,7 @@ class Outputs:
             outputs = tf.function(self._forward, autograph=False).get_concrete_function(batch).structured_outputs
         except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
             shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", batch.inputs)
-            text = " ".join(str(error).split())
+            text = one_line(error)
             raise UserError(f"{where}: the model does not fit inputs of {shapes}: {text}") from error
         if "record" in outputs:
             raise UserError(

@@ -14,7 +14,7 @@ import keras
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
 from horovod_train.presets import load_task
 
@@ -69,7 +69,7 @@ def _load(spec: Spec) -> keras.Model:
             warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
             return keras.saving.load_model(spec.name)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)[:300]
         raise UserError(f"model.name: {spec.name}: cannot be loaded: {text}") from error
 
 

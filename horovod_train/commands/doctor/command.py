@@ -28,7 +28,7 @@ from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.tables import open_screen
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
-from horovod_train.errors import AlreadySaid, RunError
+from horovod_train.errors import AlreadySaid, RunError, one_line
 from horovod_train.inference.artifacts import FINDINGS
 from horovod_train.output import tensorflow_noise
 
@@ -84,7 +84,7 @@ def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list
         return [fail("start", str(error), "")], True
     except Exception as error:
         # Libraries may raise anything here; doctor reports it as a result.
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)[:300]
         return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
     folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
     local_findings = [vars(finding) for finding in _checks(group, config, _existing(folder))]

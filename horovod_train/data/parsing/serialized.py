@@ -19,7 +19,7 @@ from horovod_train.data.parsing.fixed_layout import FixedLayout, NotPlain, is_pl
 from horovod_train.data.parsing.record_weights import WeightChecker
 from horovod_train.data.parsing.stored_values import pad_lists, raw_bytes, values_problem
 from horovod_train.data.source import Arrays, Data, Parser, RecordSource, split_records
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _OP_ERRORS = (tf.errors.InvalidArgumentError, tf.errors.DataLossError, tf.errors.UnknownError)
 """Errors that a record causes; decode_compressed, for example, raises the second, and py_function the third."""
@@ -112,7 +112,7 @@ class FunctionParser:
         try:
             self._function = tf.function(function).get_concrete_function(tf.TensorSpec([None], tf.string))
         except (TypeError, ValueError) as error:
-            text = " ".join(str(error).split())
+            text = one_line(error)
             raise UserError(f"data.parse: {name} cannot be traced: {text}{raised_at(error)}") from error
         self._name = name
         outputs = self._function.structured_outputs
@@ -145,7 +145,7 @@ class FunctionParser:
                 if len(tensor) != 1:
                     return f"{self._name} gives {len(tensor)} rows of {name} for it; expected 1"
         except _OP_ERRORS as error:
-            return " ".join(str(error.message).split())
+            return one_line(error.message)
         except UnicodeDecodeError:
             return "it cannot be parsed"
         return None

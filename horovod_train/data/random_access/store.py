@@ -12,7 +12,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.source import Arrays, Blocks
 from horovod_train.data.storage.storage import DEFAULT, Stamp, Storage, check_unchanged
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
 _MAX_BLOCKS = 4_000_000
@@ -177,7 +177,7 @@ def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
 def describe_error(error: BaseException) -> str:
     """Return what was raised in a library or in a user's class, and where in the user's code."""
     error = (error.__cause__ if isinstance(error, UnreadableFrom) else None) or error
-    text = " ".join(str(error).split()).rstrip(".")
+    text = one_line(error).rstrip(".")
     return ": ".join(filter(None, (type(error).__name__, text))) + raised_at(error)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import ClassVar, TypeVar
 from weakref import WeakSet
 
+from horovod_train.errors import one_line
 from horovod_train.output.logs import ANY_RANK
 
 T = TypeVar("T")
@@ -110,6 +111,6 @@ def as_os_error(error: BaseException, url: str) -> OSError:
 def describe(error: BaseException) -> str:
     """Return what a driver says, in one line without a full stop."""
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = " ".join(message.split()).rstrip(".")
+    text = one_line(message).rstrip(".")
     name = "" if isinstance(error, OSError) and text else type(error).__name__
     return ": ".join(filter(None, (name, text)))

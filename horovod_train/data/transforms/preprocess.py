@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.data.pipeline.batch import Tensors
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 Preprocess = Callable[[Tensors], Tensors]
 """Inputs [rows, …] → inputs [rows, …]."""
@@ -38,5 +38,5 @@ def apply_preprocess(preprocess: Preprocess, name: str, inputs: Tensors, rows: i
             raise ValueError(f"expected a tensor, or tensors by name; received {results}")
         return tf.nest.map_structure(lambda leaf: tf.ensure_shape(leaf, [rows, *leaf.shape[1:]]), results)
     except (ValueError, TypeError, KeyError, tf.errors.InvalidArgumentError) as error:
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)[:300]
         raise UserError(f"data.preprocess: {name}, for inputs of {input_types}: {text}{raised_at(error)}") from error

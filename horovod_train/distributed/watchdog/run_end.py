@@ -13,7 +13,7 @@ from horovod_train.config.registry import failure_of
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.state import Cause
 from horovod_train.distributed.watchdog.watchdog import Watchdog
-from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled
+from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, one_line
 from horovod_train.output.console import to_stderr, unfailing
 from horovod_train.output.rank_log import RankLog
 
@@ -105,7 +105,7 @@ def _summarize(error: Exception) -> str:
     TensorFlow's messages begin with where the operation was made; the reason follows.
     """
     if isinstance(error, RunError):
-        return " ".join(str(error).split())
+        return one_line(error)
     lines = (line.strip() for line in str(error).splitlines())
     reason = next((line for line in lines if line and not _CONTEXT_LINE.match(line)), "")
     return f"{type(error).__name__}: {reason[:300]}" if reason else type(error).__name__

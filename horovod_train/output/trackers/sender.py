@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.registry import raised_at
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.output.logs import ANY_RANK
 from horovod_train.output.trackers.record import Record
 from horovod_train.output.trackers.tracker import Ended, Row, Tracker
@@ -193,7 +193,7 @@ class Sender:
 
     def _describe(self, error: BaseException) -> str:
         """Return an error as one short sentence."""
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if isinstance(error, OSError) and error.strerror:
             text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         short = text if len(text) <= 300 else f"{text[:300]} …"

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.heartbeat import HOOK
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.training.hooks import AtEnd, Hook, StopReason, every
 
 
@@ -75,7 +75,7 @@ def raised_as(failed: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if isinstance(error, RunError) or is_connection_loss(error):
             raise
-        text = " ".join(str(error).split())
+        text = one_line(error)
         raise RunError(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.config.registry import raised_at
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.models import overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
@@ -122,7 +122,7 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
     try:
         return add_loss_scale(type(compiled).from_config(settings), config)
     except ValueError as error:
-        raise UserError(f"optimizer: the compiled one cannot be used: {' '.join(str(error).split())}") from error
+        raise UserError(f"optimizer: the compiled one cannot be used: {one_line(error)}") from error
 
 
 def prepare_optimizer(
@@ -164,7 +164,7 @@ def _compile_config(model: keras.Model) -> dict[str, Any]:
             warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
             compiled: dict[str, Any] = keras.saving.deserialize_keras_object(model.get_compile_config())
     except (TypeError, ValueError, ImportError, AttributeError) as error:
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)[:300]
         raise UserError(
             f"model.name: what the model is compiled with cannot be built again: {text}{raised_at(error)} Give loss, "
             "metrics and optimizer in the config and leave compile() out."

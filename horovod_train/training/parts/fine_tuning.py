@@ -14,7 +14,7 @@ from horovod_train.config.fine_tuning import unfrozen_by_epoch
 from horovod_train.config.patterns import find
 from horovod_train.config.settings import ModelSpec
 from horovod_train.distributed.sync_batch_norm import layers_inside
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
@@ -75,7 +75,7 @@ def enable_lora(model: keras.Model, ranks: Mapping[str, int]) -> None:
             try:
                 capable[path].enable_lora(rank)
             except (ValueError, NotImplementedError) as error:
-                raise UserError(f"{where}: layer {path}: {' '.join(str(error).split())}") from error
+                raise UserError(f"{where}: layer {path}: {one_line(error)}") from error
 
 
 def is_lora(path: str) -> bool:

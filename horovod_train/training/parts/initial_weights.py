@@ -25,7 +25,7 @@ from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import ModelSpec
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import parts_in
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.training.parts.fine_tuning import is_lora, listed
 
 _WHERE = "model.init_from"
@@ -150,7 +150,7 @@ def _from_function(name: str) -> Arrays:
     try:
         result = function()
     except Exception as error:  # a user's function may raise anything
-        text = " ".join(str(error).split())
+        text = one_line(error)
         raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
     if isinstance(result, keras.Model):
         return {weight.path: weight.numpy() for weight in result.weights}
@@ -207,7 +207,7 @@ def _layers_in(path: str) -> list[tuple[str, list[np.ndarray]]]:
                 file = stack.enter_context(zipfile.ZipFile(file).open(_IN_KERAS_FILE))
             layers = list(_walk(stack.enter_context(h5py.File(file, "r")), ()))
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
     if not layers:
         raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")

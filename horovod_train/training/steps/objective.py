@@ -17,7 +17,7 @@ from horovod_train.data.pipeline.batch import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import rows_that_count
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 from horovod_train.training.parts.losses import Loss, Weighed
 from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.steps.traced import assigned_by, check_draws, check_variables
@@ -55,7 +55,7 @@ def check_fits(
         function = tf.function(forward, autograph=False).get_concrete_function(batch)
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
-        reason = " ".join(str(error).split())[-400:] + raised_at(error)
+        reason = one_line(error)[-400:] + raised_at(error)
         raise UserError(f"{where}: model, loss and metrics do not fit records of {shapes}: {reason}") from error
     if training:
         check_draws(function, "the model", "model.name")

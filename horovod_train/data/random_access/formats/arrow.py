@@ -13,7 +13,7 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStore, Request, UnreadableFrom, blocks_of, objects
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
@@ -32,7 +32,7 @@ class _Batches(FileStore):
         try:
             schema, counts, size = self._open()
         except (arrow.ArrowException, OSError) as error:
-            raise UserError(f"{path}: cannot be read as {self.form}: {' '.join(str(error).split())}.") from error
+            raise UserError(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
         self._names = request.choose(schema.names, path)
         check_types(schema, self._names, path)
         self.blocks = blocks_of([count for count in counts if count], size)

@@ -10,7 +10,7 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, Range, RemoteFile
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _PAGES = 64
 """To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
@@ -51,7 +51,7 @@ class HDF5File(FileStore):
             # Locking: some network file systems cannot.
             self._file = h5py.File(path if self._remote is None else self._remote, "r", locking="best-effort")
         except OSError as error:
-            raise UserError(f"{path}: cannot be read as HDF5: {' '.join(str(error).split())}.") from error
+            raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}.") from error
         # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
         weakref.finalize(self, self._file.close)
         items: dict[str, Any] = {}

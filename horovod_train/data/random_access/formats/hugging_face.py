@@ -10,7 +10,7 @@ from horovod_train.data.random_access.formats.arrow import check_types, to_array
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.storage import Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -30,7 +30,7 @@ class HuggingFaceFolder(FileStore):
         try:
             dataset = datasets.load_from_disk(path)
         except (ValueError, OSError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: cannot be read as a dataset: {' '.join(str(error).split())}") from error
+            raise UserError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
         self._names = request.choose(dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")
         check_types(dataset.features.arrow_schema, self._names, path)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.errors import RunError, UserError
+from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.own.logs import Source, metrics_in, noting_results
 from horovod_train.training.steps.traced import check_draws
@@ -90,7 +90,7 @@ def _check_logs(logs: Any, method: str, where: str) -> None:
 
 def _unfit(batch: Batch, method: str, where: str, error: Exception) -> str:
     shapes = tf.nest.map_structure(lambda spec: f"{spec.dtype.name}{spec.shape}", (batch.inputs, batch.targets))
-    reason = " ".join(str(error).split())[-400:] + raised_at(error)
+    reason = one_line(error)[-400:] + raised_at(error)
     return (
         f"{where}: {method} does not fit records of {shapes}, which it gets as (x, y, sample_weight), see "
         f"keras.utils.unpack_x_y_sample_weight: {type(error).__name__}: {reason}"
