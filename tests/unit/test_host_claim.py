@@ -62,8 +62,7 @@ def states(claims: list[HostClaim | None]) -> list[WatchState]:
     made = []
     for rank, claim in enumerate(claims):
         group, limits = Group(rank), WatchConfig()
-        state = WatchState(group, NullRankLog(), limits, NoTransport(), watched=[0, rank])  # type: ignore[arg-type]
-        state.host_claim = claim
+        state = WatchState(group, NullRankLog(), limits, NoTransport(), [0, rank], claim)  # type: ignore[arg-type]
         made.append(state)
     return made
 

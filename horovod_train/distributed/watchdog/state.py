@@ -39,11 +39,21 @@ class Cause:
 
 
 class WatchState:
-    """`changed` guards all attributes, and sending. watched: the ranks whose heartbeats arrive here."""
+    """`changed` guards all attributes, and sending."""
 
     def __init__(
-        self, group: WorkerGroup, log: RankLog, limits: WatchConfig, transport: Transport, watched: Sequence[int]
+        self,
+        group: WorkerGroup,
+        log: RankLog,
+        limits: WatchConfig,
+        transport: Transport,
+        watched: Sequence[int],
+        host_claim: HostClaim | None = None,
     ) -> None:
+        """watched: the ranks whose heartbeats arrive here.
+
+        host_claim: decides which rank of this host prints why the run ends; without it the first remaining rank does.
+        """
         self.group, self.log, self.limits, self.transport = group, log, limits, transport
         self.intervals = intervals(limits, group.size)
         self.names = [group.name(rank) for rank in range(group.size)]
@@ -56,10 +66,9 @@ class WatchState:
         self.exits_since: float | None = None
         """When this process began to exit; None if it has not."""
         self.is_closed = False
-        self.host_claim: HostClaim | None = None
-        """Which rank of this host prints why the run ends; without it, the first remaining rank."""
         self.paused_until = 0.0
         """Until this time the process counts as recently frozen, or short of CPU."""
+        self._host_claim = host_claim
         self._has_printed = False
 
     def hear(self, rank: int, message: Message, now: float) -> None:
@@ -119,9 +128,9 @@ class WatchState:
             to_stderr(line)
 
     def _is_first_of_host(self) -> bool:
-        if self.host_claim is not None:
+        if self._host_claim is not None:
             with suppress(OSError):
-                return self.host_claim.take()
+                return self._host_claim.take()
         hosts, this_rank = self.group.hosts, self.group.rank
         lost_rank = self.cause.rank if self.cause else None
         neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[this_rank] and rank != lost_rank]

@@ -139,7 +139,7 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
     role: Role
     if server is not None:
         log.write("watch", f"listens at {address.host}:{address.port}")
-        state = WatchState(group, log, limits, server, watched=range(group.size))
+        state = WatchState(group, log, limits, server, range(group.size), host_claim)
         role = Coordinator(state, server)
     else:
         try:
@@ -148,9 +148,8 @@ def open_watchdog(group: WorkerGroup, log: RankLog, limits: WatchConfig) -> Watc
             where = f"root at {address.host}:{address.port}"
             to_stderr(f"warning: {group.name(group.rank)} is not watched: cannot reach {where}: {error}")
             return NullWatchdog()
-        state = WatchState(group, log, limits, connection, watched=[0, group.rank])
+        state = WatchState(group, log, limits, connection, [0, group.rank], host_claim)
         role = Worker(state)
-    state.host_claim = host_claim
     WatchThread(state, role).start()
     return RankWatchdog(state, role)
 
