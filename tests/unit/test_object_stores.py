@@ -6,7 +6,7 @@ import errno
 import gzip
 import itertools
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def test_requests_are_made_side_by_side(store: Store, tmp_path: Path, asked: lis
 
     def wait(path: str) -> None:
         if path.endswith(".tfrecord"):
-            together.wait(timeout=30)  # broken, and an error, if fewer come
+            together.wait(timeout=300)  # broken, and an error, if fewer come
 
     asked.append(wait)
     blocks = len(open_records(data(store, tmp_path), "train").source.blocks.records)
@@ -200,24 +200,30 @@ def test_what_no_time_cures_is_not_repeated(store: Store, tmp_path: Path, asked:
     asked += [tried.append, failing(10**9, lambda: PermissionError("Access Denied"))]
     with pytest.raises(UserError, match="cannot be read any more: Access Denied"), made.explaining():
         list(made.batches(0, 0, 1))
-    assert len(tried) == len(set(tried)) + 1  # one file has two blocks
+    # The threads that read ahead may or may not have tried the other files.
+    found = Counter(Path(path).name for path in tried)
+    assert found
+    assert found <= Counter({"0.tfrecord": 2, "1.tfrecord": 1, "2.tfrecord": 1})  # each block once
 
 
 def test_when_one_thread_has_given_up_the_others_do_not_wait(said: list[str]) -> None:
     """The threads of a rank come one after another: if each waited for itself, a run would end after many limits."""
-    limit_s = 2.0
-    kept = Retries(limit_s)
+    kept = Retries(2.0)
+
+    tried: list[None] = []
 
     def fail() -> None:
+        tried.append(None)
         raise TimeoutError("no answer")
 
     with pytest.raises(OSError, match="no answer; tried for 2 s"):
         kept.call("s3://a/b", fail)
-    began = time.monotonic()
+    assert len(tried) > 1
+    tried.clear()
     for _ in range(20):
         with pytest.raises(OSError, match="no answer"):
             kept.call("s3://a/b", fail)
-    assert time.monotonic() - began < 20 * limit_s / 2
+    assert len(tried) == 20
     assert kept.call("s3://a/b", lambda: 1) == 1
     answers = iter([TimeoutError("again"), None])
 

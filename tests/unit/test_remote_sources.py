@@ -129,7 +129,7 @@ def test_requests_are_made_side_by_side(form: str, tmp_path: Path, asked: list[C
         with changed:
             waiting.add(threading.get_ident())
             changed.notify_all()
-            assert changed.wait_for(lambda: len(waiting) >= 3, timeout=30), "nobody else reads"
+            assert changed.wait_for(lambda: len(waiting) >= 3, timeout=300), "nobody else reads"
 
     asked.append(meet)
     batches(made)
@@ -175,7 +175,7 @@ def test_a_process_that_leaves_a_file_open_ends_well(tmp_path: Path) -> None:
         "store = HDF5File('memory://b/a.h5', Request())\n"
         "print(len(store.read(0, 50)['x']))\n"
     )
-    finished = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, timeout=300)
     assert (finished.returncode, finished.stdout) == (0, "50\n"), finished.stderr
 
 
