@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -106,12 +108,23 @@ def test_an_mpirun_that_hangs_leaves_no_process_behind(tmp_path: Path, monkeypat
     pids = tmp_path / "pids"
     fake_mpirun(tmp_path, f"exec bash -mc 'for i in 1 2; do sleep 600 & echo $! >> {pids}; done; wait'")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(local, "_TRY_WITHIN_S", 3.0)
-    assert mpi_problem() == "mpirun did not start two processes within 3 s"
-    ranks = [int(line) for line in pids.read_text().split()]
+    ranks: list[psutil.Process] = []
+    communicate = subprocess.Popen.communicate
+
+    def until_started(process: subprocess.Popen[str], *given: Any, timeout: float | None = None) -> Any:
+        """The time is up once both are there."""
+        if timeout is None:
+            return communicate(process, *given)
+        while not (pids.exists() and pids.read_text().count("\n") == 2):
+            assert process.poll() is None
+            time.sleep(0.01)
+        ranks.extend(psutil.Process(int(pid)) for pid in pids.read_text().split())
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", until_started)
+    assert mpi_problem() == "mpirun did not start two processes within 20 s"
     assert len(ranks) == 2
-    running = [psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(running, timeout=HANGS_AFTER_S)
+    _, left = psutil.wait_procs(ranks, timeout=HANGS_AFTER_S)
     for process in left:
         process.kill()
     assert not left
