@@ -18,7 +18,7 @@ import horovod_train.tensorflow as hvd_tf
 from horovod_train.config.settings import WatchConfig
 
 OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
-STOP_S = 2.0 if TROUBLE == "hangs" else 4.0  # longer than TensorFlow traces on a busy machine
+STOP_S = 6.0  # longer than TensorFlow traces on a busy machine
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=STOP_S, first_step_after_s=60)
 LONG_S = STOP_S + 1
 watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time") else TROUBLE != "unwatched"
