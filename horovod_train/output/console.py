@@ -34,11 +34,18 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def to_stdout(line: str) -> None:
-    print(line, file=unfailing(sys.stdout), flush=True)
+    _write_line(sys.stdout, line)
 
 
 def to_stderr(line: str) -> None:
-    print(line, file=unfailing(sys.stderr), flush=True)
+    _write_line(sys.stderr, line)
+
+
+def _write_line(stream: TextIO, line: str) -> None:
+    """Write in one piece: print writes the end of the line by itself, and another thread's line may come between."""
+    shown = unfailing(stream)
+    shown.write(f"{line}\n")
+    shown.flush()
 
 
 def let_go() -> None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from horovod_train.output.console import to_stderr, to_stdout
 from horovod_train.output.run_dir import RunOutput
 
 SAYS = """
@@ -40,6 +42,17 @@ def test_words_that_are_lost_do_not_change_how_a_process_ends(listener: str) -> 
     assert exit_code(stream, "let_go()") == 75
     assert exit_code(stream, "") == 120  # the negative: Python tries once more
     os.close(stream)
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of the watchdog's thread and of the main thread do not mix."""
+    for name, show in (("stdout", to_stdout), ("stderr", to_stderr)):
+        stream = Mock()
+        monkeypatch.setattr(sys, name, stream)
+        show("a line")
+        monkeypatch.undo()
+        stream.write.assert_called_once_with("a line\n")
+        stream.flush.assert_called_once_with()
 
 
 @pytest.mark.parametrize("bar", [False, True])
