@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, reason
 from horovod_train.errors import UserError
@@ -27,14 +27,35 @@ STEP_NAME = r"step-\d{9,}"
 
 
 class WithConfig(Protocol):
-    """Has the config under which a checkpoint was written."""
+    """Has the config under which a checkpoint was written, and at which path its run began; "" if it does not say."""
 
     @property
     def config(self) -> Mapping[str, Any]: ...
 
+    @property
+    def began_at(self) -> str: ...
+
 
 Read = TypeVar("Read")
 Written = TypeVar("Written", bound=WithConfig)
+
+
+class Found(NamedTuple, Generic[Written]):
+    """The checkpoint that a run starts from; by step, the damaged ones that are skipped."""
+
+    checkpoint: Written | None
+    damaged: Mapping[int, Damaged]
+    instead_of: str = ""
+    """The path in checkpoint.resume, if the run began there and resumes from its own newest checkpoint."""
+
+    def explanation(self) -> str:
+        """Return a line about `instead_of`; "" if there is nothing to say."""
+        if not self.instead_of:
+            return ""
+        return (
+            f"checkpoint.resume: this run began at {self.instead_of}, and resumes from its own newest checkpoint. "
+            "To begin there again, choose another --output-dir."
+        )
 
 
 def step_name(step: int) -> str:
@@ -102,14 +123,25 @@ def read_at(path: str, where: str, read: Callable[[Path], Read]) -> Read:
         raise UserError(f"{where}: cannot read {path}: {reason(error)}.") from error
 
 
-def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tuple[Written | None, dict[int, Damaged]]:
+def path_in(resume: str) -> str:
+    """Return the path in checkpoint.resume; "" for auto and never."""
+    return "" if resume in ("auto", "never") else resume
+
+
+def origin(checkpoint: WithConfig) -> str:
+    """Return the path at which the run of a checkpoint began, as checkpoint.resume named it; "" if at none."""
+    # Earlier versions saved only the config.
+    return checkpoint.began_at or path_in(checkpoint.config.get("checkpoint", {}).get("resume", "auto"))
+
+
+def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Found[Written]:
     """Return the checkpoint that a run starts from: the newest whole one (auto), none (never), or the one at a path.
 
-    folder: the run's checkpoints. A run that began at a path and is restarted, for example requeued, resumes from the
-    newest whole checkpoint in `folder`.
+    folder: the run's checkpoints. A run that began at a path and is given it again, for example if it is requeued,
+    resumes from the newest whole checkpoint in `folder`, also if it was resumed by auto meanwhile.
 
-    Also returns, by step, the damaged ones that auto skips. Raises UserError for a path without a whole checkpoint, if
-    all are damaged, and for "never" in a folder that has checkpoints: they would be lost.
+    Raises UserError for a path without a whole checkpoint, if all are damaged, and for "never" in a folder that has
+    checkpoints: they would be lost.
     """
     try:
         if resume == "never":
@@ -118,13 +150,15 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tu
                     f"checkpoint.resume: never, but {folder} holds checkpoints, which the run would replace. "
                     "Choose another --output-dir, remove them, or resume from them: --resume auto."
                 )
-            return None, {}
+            return Found(None, {})
         checkpoint, damaged = newest_whole(folder, read)
     except OSError as error:
         raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
     if resume != "auto":
-        is_restart = checkpoint is not None and checkpoint.config.get("checkpoint", {}).get("resume") == resume
-        return (checkpoint if is_restart else read_at(resume, "checkpoint.resume", read)), {}
+        began_at = origin(checkpoint) if checkpoint else ""
+        if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
+            return Found(checkpoint, damaged, instead_of=resume)
+        return Found(read_at(resume, "checkpoint.resume", read), {})
     if checkpoint is None and damaged:
         newest_step = max(damaged)
         raise UserError(
@@ -132,4 +166,4 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> tu
             f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "
             "them to start anew."
         )
-    return checkpoint, damaged
+    return Found(checkpoint, damaged)

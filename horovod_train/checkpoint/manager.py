@@ -107,9 +107,12 @@ class CheckpointStore:
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        checkpoint, damaged = find_start(self.checkpoints.folder, resume, verify)
-        for step, damage in damaged.items():
+        found = find_start(self.checkpoints.folder, resume, verify)
+        for step, damage in found.damaged.items():
             self._set_aside_damaged(step, damage)
+        if explanation := found.explanation():
+            log.info(explanation)
+        checkpoint = found.checkpoint
         self._last_whole = None if checkpoint is None else checkpoint.folder
         return checkpoint
 

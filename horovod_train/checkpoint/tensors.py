@@ -56,6 +56,8 @@ class Facts:
     """The training files, as data.identity packs them; "" if an earlier version saved."""
     callbacks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The state of Keras callbacks: values that JSON can hold."""
+    began_at: str = ""
+    """The path in checkpoint.resume at which the run began; "" if at none, or if an earlier version saved."""
 
     def setting(self, path: str) -> Any:
         """Return a setting of the run that wrote it, by `section.key`; today's default if that version lacked it."""
@@ -80,6 +82,11 @@ class Checkpoint:
     def config(self) -> Mapping[str, Any]:
         """The config under which it was written."""
         return self.facts.config
+
+    @property
+    def began_at(self) -> str:
+        """See Facts."""
+        return self.facts.began_at
 
     def read(self) -> dict[str, np.ndarray]:
         """Return all arrays by name. Raises Damaged if TensorFlow cannot read files that the manifest lists."""

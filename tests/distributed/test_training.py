@@ -116,6 +116,22 @@ def test_written_config_starts_the_same_run_again(base_config: Path, tmp_path: P
     assert summary_of(first)["weights_sha256"] == summary_of(second)["weights_sha256"]
 
 
+def test_a_run_that_began_at_a_path_keeps_its_steps_if_it_is_given_again_after_auto(
+    base_config: Path, tmp_path: Path
+) -> None:
+    first, branch = tmp_path / "first", tmp_path / "branch"
+    begin = ["--resume", first / "checkpoints" / "step-000000004"]
+    for output_dir, max_steps, words in [(first, 4, []), (branch, 6, begin), (branch, 8, []), (branch, 10, begin)]:
+        arguments = ["--config", base_config, *words, f"train.max_steps={max_steps}", "--output-dir", output_dir]
+        finished = train(arguments)
+        assert finished.returncode == 0, finished.text
+    newest = branch / "checkpoints" / "step-000000008"
+    assert f"checkpoint.resume: this run began at {begin[1]}, and resumes from its own newest " in finished.stdout
+    assert f"resumed from {newest} at step 8" in finished.stdout
+    assert [row["step"] for row in metrics_of(branch, "train")] == [5, 6, 7, 8, 9, 10]
+    assert not list((branch / "checkpoints").glob("*.abandoned"))
+
+
 @pytest.mark.long  # see test_leaving
 @pytest.mark.parametrize(("launcher", "np"), [("mpirun", 2)])
 def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from horovod_train.checkpoint import manifest, tensors
 from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.layout import origin
 from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_store
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
 from horovod_train.checkpoint.tensors import Best, Facts, load, verify
@@ -328,8 +329,21 @@ def test_a_run_that_began_at_a_path_goes_on_from_its_own_newest_when_it_is_start
     own = dataclasses.replace(facts(5), config=CONFIG | {"checkpoint": {"resume": path}})
     other.store.save(arrays(5), own)
     other.store.wait()
-    assert (again := other.store.find(path)) is not None
+    again = other.store.find(f"{path}/")
+    assert again is not None
     assert again.folder == other.place(5)
+    assert [line for line in other.said if "choose another --output-dir" in line] == [
+        f"checkpoint.resume: this run began at {path}/, and resumes from its own newest checkpoint. "
+        "To begin there again, choose another --output-dir."
+    ]
+    by_auto = dataclasses.replace(facts(6), began_at=origin(again))
+    other.store.save(arrays(6), by_auto)
+    other.store.wait()
+    other.place(5).rename(other.place(7))  # Its name is not that of its files: damaged, and newer than 6.
+    (other.place(7) / "manifest.json").write_text("")
+    assert (after_auto := other.store.find(path)) is not None
+    assert after_auto.folder == other.place(6)
+    assert f"{other.place(7).name}.damaged" in other.names()
     assert (elsewhere := other.store.find(str(run.directory))) is not None  # other words mean another course
     assert elsewhere.folder == run.place(2)
 

@@ -20,10 +20,11 @@ from horovod_train.errors import UserError
 from horovod_train.main import main
 
 
-def save(run_dir: Path, step: int, name: str = "", *, config: dict[str, Any] | None = None) -> Path:
+def save(run_dir: Path, step: int, name: str = "", *, config: dict[str, Any] | None = None, began_at: str = "") -> Path:
     folder = run_dir / "checkpoints" / (name or f"step-{step:09d}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write(folder, {"w": np.arange(step)}, Facts(step, 0, 0, ranks=2, config=config or {}, versions={}))
+    facts = Facts(step, 0, 0, ranks=2, config=config or {}, versions={}, began_at=began_at)
+    write(folder, {"w": np.arange(step)}, facts)
     return folder
 
 
@@ -38,6 +39,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(tmp_path / "other", 3)
     save(tmp_path / "other", 7)
     save(tmp_path / "again", 9, config={"checkpoint": {"resume": "other"}})
+    save(tmp_path / "by-auto", 8, config={"checkpoint": {"resume": "auto"}}, began_at="other")
     next(save(tmp_path / "broken", 4).glob("state.data*")).write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -62,6 +64,9 @@ def step_or_words(find: Callable[[], Any]) -> str:
         ("new", "other/checkpoints", "other/checkpoints/step-000000007"),
         ("new", "other/checkpoints/step-000000003", "other/checkpoints/step-000000003"),
         ("again", "other", "again/checkpoints/step-000000009"),
+        ("again", "./other/", "again/checkpoints/step-000000009"),
+        ("by-auto", "other", "by-auto/checkpoints/step-000000008"),
+        ("by-auto", "run/checkpoints/step-000000010", "run/checkpoints/step-000000010"),
         ("again", "other/checkpoints", "other/checkpoints/step-000000007"),
         ("run", "never", "checkpoint.resume: never, but run/checkpoints holds checkpoints"),
         ("new", "nowhere", "checkpoint.resume: no checkpoint at nowhere"),
@@ -101,6 +106,15 @@ def test_the_checkpoint_to_resume_from_is_shown_however_it_is_named(
     assert any("the checkpoint of step 15 is damaged" in note for note in facts["notes"])
     for path, step in (("other", 7), ("other/checkpoints", 7), ("other/checkpoints/step-000000003", 3)):
         assert plan(capsys, "output_dir=new", f"checkpoint.resume={path}")["resume"]["step"] == step
+
+
+def test_that_a_run_does_not_begin_at_its_path_again_is_said(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = plan(capsys, "output_dir=by-auto", "checkpoint.resume=other")
+    assert facts["resume"]["step"] == 8
+    assert any("this run began at other, and resumes from its own newest" in note for note in facts["notes"])
+    assert not any("began at" in note for note in plan(capsys, "output_dir=by-auto")["notes"])
 
 
 def test_a_checkpoint_that_cannot_be_resumed_from_is_one_fault_and_the_figures_are_shown(

@@ -119,6 +119,7 @@ def run_of(store: CheckpointStore) -> Any:
     best = SimpleNamespace(metric="loss", value=tf.Variable(0.0), step=tf.Variable(-1))
     return SimpleNamespace(
         clock=Stopwatch(),
+        checkpoint=None,
         config=Config(),
         group=Alone(),
         output=NullOutput(),

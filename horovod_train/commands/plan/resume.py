@@ -21,6 +21,7 @@ class Start:
     ranks: int | None
     size: int
     config: Mapping[str, Any]
+    began_at: str
 
     @property
     def global_batch_size(self) -> int | None:
@@ -29,7 +30,7 @@ class Start:
 
 
 def find_resume(config: Config) -> tuple[Start | None, list[str]]:
-    """Return the checkpoint that a run of this config would resume from, and a sentence for each that it skips.
+    """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
 
     Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
     refuse to start.
@@ -37,14 +38,16 @@ def find_resume(config: Config) -> tuple[Start | None, list[str]]:
     if config.output_dir is None:
         return None, []
     folder = Path(config.output_dir) / CHECKPOINTS
-    start, damaged = find_start(folder, config.checkpoint.resume, _read)
-    return start, [f"the checkpoint of step {step} is damaged: {error}" for step, error in damaged.items()]
+    found = find_start(folder, config.checkpoint.resume, _read)
+    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in found.damaged.items()]
+    return found.checkpoint, [*notes, *filter(None, [found.explanation()])]
 
 
 def _read(folder: Path) -> Start:
     manifest = read_manifest(folder)
     try:
         size = sum(file["bytes"] for file in manifest["files"].values())
-        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, manifest.get("config") or {})
+        config, began_at = manifest.get("config") or {}, manifest.get("began_at") or ""
+        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, config, began_at)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"its manifest lacks what plan shows: {error}") from error

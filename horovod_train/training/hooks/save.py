@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from horovod_train.checkpoint.layout import origin, path_in
 from horovod_train.checkpoint.tensors import Best, Facts
 from horovod_train.config.loader import as_dict
 from horovod_train.data.audit import Audit
@@ -97,6 +98,7 @@ def check_agreement(run: Run, step: int) -> None:
 def _facts(run: Run) -> Facts:
     state, parts = run.state, run.parts
     best = Best(parts.best.metric, float(parts.best.value), int(parts.best.step))
+    resumed_from = origin(run.checkpoint) if run.checkpoint else ""
     return Facts(
         step=int(state.step),
         epoch=int(state.epoch),
@@ -107,5 +109,6 @@ def _facts(run: Run) -> Facts:
         data=parts.train.fingerprint,
         data_files=parts.train.files,
         callbacks=parts.callbacks.state(),
+        began_at=path_in(run.config.checkpoint.resume) or resumed_from,
         best=best if run.config.checkpoint.best and best.step >= 0 else None,
     )
