@@ -37,7 +37,7 @@ def _list_hosts(out: Path, hosts: Sequence[str]) -> None:
 
 @dataclass
 class ElasticJob:
-    """A job of programs/elastic.py. hosts: by the names that Horovod has for them."""
+    """A job of programs/elastic_rank.py. hosts: by the names that Horovod has for them."""
 
     out: Path
     process: subprocess.Popen[bytes]

@@ -36,7 +36,7 @@ def test_a_lost_host_costs_no_record_and_may_come_back(
         lost, out = cluster.hosts[number % 3], tmp_path / str(number)
         out.mkdir()
         options = ("--network-interface", "eth0", "--gloo-timeout-seconds", str(GLOO_TIMEOUT_S))
-        program = [sys.executable, str(PROGRAMS / "elastic.py"), str(out), "loop"]
+        program = [sys.executable, str(PROGRAMS / "elastic_rank.py"), str(out), "loop"]
         words = cluster.command(HEAD, [*elastic_words(out, cluster.hosts, *options), *program], cwd=PROJECT)
         with (out / "said").open("wb") as said:
             process = subprocess.Popen(words, env=job_environment(), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
@@ -56,7 +56,7 @@ def test_a_lost_host_costs_no_record_and_may_come_back(
             process.wait()
             for host in cluster.hosts:
                 for left in cluster.processes(host):
-                    if "elastic.py" in " ".join(left.cmdline()):
+                    if "elastic_rank.py" in " ".join(left.cmdline()):
                         left.kill()
         assert len({fact["weights"] for fact in facts}) == 1
         for fact in facts:

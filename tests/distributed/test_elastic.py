@@ -18,7 +18,7 @@ HOSTS = ("127.0.0.1", "127.0.1", "127.1")
 
 @contextmanager
 def job_of(out: Path, mode: str, *options: str) -> Iterator[ElasticJob]:
-    program = [*warm_python(), str(PROGRAMS / "elastic.py"), str(out), mode]
+    program = [*warm_python(), str(PROGRAMS / "elastic_rank.py"), str(out), mode]
     with (out / "said").open("wb") as said:
         process = subprocess.Popen(
             [*elastic_words(out, HOSTS, "--network-interface", "lo", *options), *program],

@@ -1,4 +1,4 @@
-"""Elastic training, in a loop of its own or by fit, until the file `enough` is there: elastic.py OUT loop|fit.
+"""Elastic training, in a loop of its own or by fit, until the file `enough` is there: elastic_rank.py OUT loop|fit.
 
 Each rank keeps OUT/at-HOST up to date: process id, number of ranks, steps that count. At the end it writes its facts to
 OUT/end-HOST.json. The file OUT/fails-HOST lets the next rank on a host fail before it meets the others.
