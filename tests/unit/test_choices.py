@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import user_models  # noqa: F401  found by its name below
 
-from horovod_train.config.settings import Config, LrScheduleConfig, Spec
+from horovod_train.config.settings import Config, LrScheduleConfig, OptimizerSpec, Spec
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer
@@ -20,7 +20,7 @@ HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 
 
 def optimizer(name: str, **options: object) -> object:
-    return build_optimizer(Config(optimizer=Spec(name, options)), HORIZON)
+    return build_optimizer(Config(optimizer=OptimizerSpec(name, options)), HORIZON)
 
 
 def decay(name: str, **options: object) -> object:

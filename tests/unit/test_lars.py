@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 from conftest import run_process
 
-from horovod_train.config.settings import Config, Spec, TrainConfig
+from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
 from horovod_train.optim.optimizers import Horizon, build_optimizer, limit_weight_decay
@@ -70,13 +70,13 @@ def test_lars_is_not_momentum_sgd() -> None:
 @pytest.mark.parametrize("options", [{"momentum": 1.0}, {"weight_decay": -1.0}, {"trust_coefficient": 0.0}])
 def test_lars_refuses_what_has_no_meaning(options: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"optimizer: lars with options .*{next(iter(options))} must be"):
-        build_optimizer(Config(optimizer=Spec("lars", options)), HORIZON)
+        build_optimizer(Config(optimizer=OptimizerSpec("lars", options)), HORIZON)
 
 
 def test_a_model_saved_with_lars_goes_on_where_there_is_no_horovod(tmp_path: Path) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    optimizer = build_optimizer(Config(optimizer=Spec("lars", {"trust_coefficient": 0.5})), HORIZON)
+    optimizer = build_optimizer(Config(optimizer=OptimizerSpec("lars", {"trust_coefficient": 0.5})), HORIZON)
     model.compile(optimizer, "mse")
     x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
     model.fit(x, x[:, :2], verbose=0)
@@ -106,7 +106,7 @@ def decayed(name: str, options: dict[str, Any], **limits: Any) -> list[float]:
     """How much smaller each of a kernel, a bias and a second kernel is after one step without any gradient."""
     variables = [keras.Variable(np.ones(shape, np.float32), name=n) for shape, n in (((2, 2), "a"), ((2,), "b"))]
     variables.append(keras.Variable(np.ones((2, 2), np.float32), name="second"))
-    config = Config(optimizer=Spec(name, options), train=TrainConfig(**limits))
+    config = Config(optimizer=OptimizerSpec(name, options), train=TrainConfig(**limits))
     optimizer = build_optimizer(config, HORIZON)
     limit_weight_decay(optimizer, variables, config)
     optimizer.build(variables)
@@ -133,7 +133,7 @@ def test_weight_decay_leaves_out_what_a_pattern_names() -> None:
 
 def test_weight_decay_is_limited_inside_a_loss_scale_optimizer() -> None:
     variables = [keras.Variable(np.ones(shape, np.float32)) for shape in ((2, 2), (2,))]
-    config = Config(optimizer=Spec("sgd", DECAY), precision="mixed_float16")
+    config = Config(optimizer=OptimizerSpec("sgd", DECAY), precision="mixed_float16")
     optimizer = build_optimizer(config, HORIZON)
     limit_weight_decay(optimizer, variables, config)
     optimizer.build(variables)

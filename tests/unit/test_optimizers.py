@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from horovod_train.config.settings import Config, LrScheduleConfig, Spec, TrainConfig
+from horovod_train.config.settings import Config, LrScheduleConfig, OptimizerSpec, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon, build_formula
@@ -109,14 +109,14 @@ def test_warm_up_survives_saving() -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "sgd", "adam_w", "AdamW", "RMSprop", "lamb", "Lion", "adafactor"])
 def test_any_keras_optimizer_by_name(name: str) -> None:
-    optimizer = build_optimizer(Config(optimizer=Spec(name)), HORIZON)
+    optimizer = build_optimizer(Config(optimizer=OptimizerSpec(name)), HORIZON)
     assert type(optimizer).__name__.lower() == name.replace("_", "").lower()
 
 
 def test_clip_norm_reaches_the_optimizer_and_is_refused_twice() -> None:
     config = Config(train=TrainConfig(clip_norm=0.5))
     assert build_optimizer(config, HORIZON).global_clipnorm == 0.5
-    twice = Config(train=TrainConfig(clip_norm=0.5), optimizer=Spec("sgd", {"global_clipnorm": 1.0}))
+    twice = Config(train=TrainConfig(clip_norm=0.5), optimizer=OptimizerSpec("sgd", {"global_clipnorm": 1.0}))
     with pytest.raises(UserError, match="global_clipnorm"):
         build_optimizer(twice, HORIZON)
 
@@ -136,14 +136,14 @@ def scaled(learning_rate: float, scales: int = 1, **options: object) -> keras.op
 
 @pytest.mark.parametrize("precision", ["mixed_float16", "float32"])
 def test_a_loss_scale_of_the_users_own_is_the_only_one(precision: str) -> None:
-    config = Config(precision=precision, optimizer=Spec(f"{__name__}:scaled"))  # type: ignore[arg-type]
+    config = Config(precision=precision, optimizer=OptimizerSpec(f"{__name__}:scaled"))  # type: ignore[arg-type]
     optimizer = build_optimizer(config, HORIZON)
     assert isinstance(optimizer.inner_optimizer, keras.optimizers.SGD)
     assert optimizer.initial_scale == 8.0
 
 
 def test_two_loss_scales_are_refused() -> None:
-    config = Config(precision="mixed_float16", optimizer=Spec(f"{__name__}:scaled", {"scales": 2}))
+    config = Config(precision="mixed_float16", optimizer=OptimizerSpec(f"{__name__}:scaled", {"scales": 2}))
     with pytest.raises(UserError, match=r"^optimizer.name: .*:scaled scales the loss twice; expected one loss scale"):
         build_optimizer(config, HORIZON)
 
@@ -152,7 +152,7 @@ def test_two_loss_scales_are_refused() -> None:
 def test_a_loss_scale_goes_with_exchange_at_every_step_only(synchronization: str) -> None:
     train = TrainConfig(synchronization=synchronization)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=f"needs train.synchronization: every_step; received {synchronization}"):
-        build_optimizer(Config(train=train, optimizer=Spec(f"{__name__}:scaled")), HORIZON)
+        build_optimizer(Config(train=train, optimizer=OptimizerSpec(f"{__name__}:scaled")), HORIZON)
 
 
 @pytest.mark.parametrize(
