@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
 from horovod_train.commands import build_horovod
+from horovod_train.errors import UserError
 from horovod_train.main import main
 
 
@@ -73,7 +75,7 @@ def test_a_folder_of_another_content_is_not_removed(tmp_path: Path) -> None:
     folder = tmp_path / "horovod-cp311-of-somebody"
     folder.mkdir()
     (folder / "thesis.tex").touch()
-    with pytest.raises(build_horovod.UserError, match=r"holds thesis\.tex"):
+    with pytest.raises(UserError, match=r"holds thesis\.tex"):
         build_horovod._make_room(folder)
     assert (folder / "thesis.tex").exists()
 
@@ -107,7 +109,7 @@ def test_an_older_environment_gets_the_new_prefix_without_a_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build_horovod, "_is_installed", lambda name: True)
-    monkeypatch.setattr(build_horovod.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert main(["build-horovod", "--mpi", "none"]) == 0
     assert not list(tmp_path.iterdir())
     assert main(["build-horovod", "--mpi", "wheel"]) == 0

@@ -18,6 +18,7 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.data.dataset import build_plan, open_records
 from horovod_train.data.tfrecord import index as index_module
+from horovod_train.data.tfrecord.index_file import load_entries
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame
 
@@ -71,8 +72,8 @@ def test_each_index_is_read_a_few_times_whatever_the_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images(tmp_path / "train", shards=[1] * 20)
-    loaded, load = [], index_module.load_entries
-    monkeypatch.setattr(index_module, "load_entries", lambda place: (loaded.append(place), load(place))[1])
+    loaded: list[str] = []
+    monkeypatch.setattr(index_module, "load_entries", lambda place: (loaded.append(place), load_entries(place))[1])
     assert run(check_data, tmp_path / "train") == 0
     assert loaded.count(str(tmp_path / "train/index.npz")) <= 2
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
@@ -131,10 +132,10 @@ def test_a_host_whose_gpus_are_not_seen_is_named(monkeypatch: pytest.MonkeyPatch
 
     seen, unseen = Device("GPU 0", "", ("GPU-aa",), ("GPU:0",)), Device("CPU", "", (), ("CPU:0",))
     group = WorkerGroup(0, 3, 0, 1, "srun", "NCCL", ("a", "b", "c"), (seen, unseen, seen))
-    monkeypatch.setattr(start.hvd, "nccl_built", lambda: 22005)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: 22005)
     with pytest.raises(UserError, match=r"^1 of 3 ranks see no GPU, though the others do: rank 1 \(b\)\. "):
         start.check_devices(group)
-    monkeypatch.setattr(start.hvd, "nccl_built", lambda: 0)
+    monkeypatch.setattr(hvd, "nccl_built", lambda: 0)
     start.check_devices(group)
 
 

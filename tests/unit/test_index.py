@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import os
 import subprocess
@@ -19,7 +20,7 @@ import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.cache_paths import paths_beside
+from horovod_train.data.cache_paths import paths_beside, save_to_first
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
 from horovod_train.data.files import INDEX_NAME, list_files
 from horovod_train.data.reader import Reader
@@ -48,7 +49,6 @@ def list_tfrecords(*paths: Path | str) -> list[str]:
 def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that have been scanned so far."""
     names: list[str] = []
-    scan = index_module.scan
     monkeypatch.setattr(index_module, "scan", lambda path: (names.append(os.path.basename(path)), scan(path))[1])
     return names
 
@@ -135,10 +135,9 @@ def test_an_unreadable_index_is_made_again(tmp_path: Path) -> None:
 def test_the_index_of_a_read_only_folder_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_images(tmp_path / "train")
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    save = index_module.save_to_first
 
     def read_only(places: Sequence[Path], write: Callable[[Path], None]) -> None:
-        save([Path(str(place).replace(str(folder), "/proc/no")) for place in places], write)
+        save_to_first([Path(str(place).replace(str(folder), "/proc/no")) for place in places], write)
 
     monkeypatch.setattr(index_module, "save_to_first", read_only)
     open_records(config(folder), "train")
@@ -162,8 +161,7 @@ def test_a_stale_index_that_cannot_be_written_does_not_hide_the_fresh_one(
     for file in folder.glob("*.tfrecord"):
         os.utime(file, ns=(0, 12345))  # as copied by a program that keeps no times
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    save = index_module.save_to_first
-    monkeypatch.setattr(index_module, "save_to_first", lambda places, write: save(places[1:], write))
+    monkeypatch.setattr(index_module, "save_to_first", lambda places, write: save_to_first(places[1:], write))
     open_records(config(folder), "train")
     assert len(scanned) == 6
     open_records(config(folder), "train")
@@ -254,7 +252,7 @@ def test_an_unlockable_folder_is_scanned_all_the_same(tmp_path: Path, monkeypatc
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(index_file.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     assert open_records(config(make_images(tmp_path / "train")), "train").num_records == 70
 
 

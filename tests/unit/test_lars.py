@@ -15,7 +15,8 @@ from conftest import run_process
 from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS
-from horovod_train.optim.optimizers import Horizon, build_optimizer, limit_weight_decay
+from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
+from horovod_train.optim.schedules import Horizon
 from horovod_train.subclass import take_class
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
@@ -33,7 +34,8 @@ def lars_in_numpy(steps: int, rate: float, momentum: float, decay: float, trust:
     velocities = [np.zeros_like(weight) for weight in weights]
     for step in range(steps):
         for i, gradient in enumerate(draws(step + 1)):
-            local, decayed = 1.0, gradient.astype(np.float64)
+            local: Any = 1.0
+            decayed = gradient.astype(np.float64)
             if weights[i].ndim > 1:
                 norm = np.linalg.norm(weights[i])
                 local = trust * norm / (np.linalg.norm(gradient) + decay * norm) or 1.0
@@ -53,7 +55,7 @@ def trained(optimizer: keras.optimizers.Optimizer, steps: int) -> list[np.ndarra
 
 
 def test_lars_is_the_papers_update() -> None:
-    given = {"momentum": 0.8, "weight_decay": 0.1, "trust_coefficient": 0.02}
+    given: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.1, "trust_coefficient": 0.02}
     found = trained(LARS(learning_rate=0.5, **given), 5)
     for ours, expected in zip(found, lars_in_numpy(5, 0.5, *given.values()), strict=True):
         assert np.allclose(ours, expected, rtol=1e-5, atol=1e-6)

@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import pytest
 
-from horovod_train.distributed.launch import initialize
+from horovod_train.distributed.launch import initialize, launcher
 from horovod_train.distributed.launch.launcher import Launch, Launcher, read_launch
 from horovod_train.distributed.launch.local import start_program, wait_for_all
 from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
@@ -173,8 +174,8 @@ def test_variables_that_contradict_each_other_are_refused(environment: dict[str,
 
 
 def test_the_end_of_the_job_is_known_under_every_launcher() -> None:
-    for launcher in ({}, horovodrun(0, 1), mpirun(0, 1), step(0)):
-        environment = launcher | {"SLURM_JOB_END_TIME": "1800000000", "SLURM_JOB_ID": "7"}
+    for started_by in ({}, horovodrun(0, 1), mpirun(0, 1), step(0)):
+        environment = started_by | {"SLURM_JOB_END_TIME": "1800000000", "SLURM_JOB_ID": "7"}
         found = read_launch(environment)
         assert isinstance(found, Launch)
         assert (found.end_time, found.job) == (1.8e9, "7")
@@ -200,8 +201,8 @@ def test_cross_ranks_count_the_hosts_that_have_this_local_rank() -> None:
 def test_ranks_of_mpi_are_refused_by_a_horovod_without_mpi(
     monkeypatch: pytest.MonkeyPatch, how: Launcher, instead: str
 ) -> None:
-    monkeypatch.setattr(initialize.hvd, "mpi_built", lambda: False)
-    monkeypatch.setattr(initialize.launcher, "ROOT_REPORTS_FIRST_S", 0.0)
+    monkeypatch.setattr(hvd, "mpi_built", lambda: False)
+    monkeypatch.setattr(launcher, "ROOT_REPORTS_FIRST_S", 0.0)
     with pytest.raises(UserError, match=f"{how} started 2 ranks, but Horovod was built without MPI.*{instead}, or"):
         initialize.initialise(Launch(how, 0, 2))
     with pytest.raises(FailedElsewhere):

@@ -16,6 +16,7 @@ from facts import leave
 from small_run import config_of
 
 from horovod_train import main
+from horovod_train.checkpoint import tensors
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
@@ -55,10 +56,9 @@ def _count(group: WorkerGroup, facts: Mapping[str, str], when: str, *kind: type[
 
 def _lose(patch: Patch, prefix: str) -> None:
     """A resume leaves some variables as they are at a start."""
-    original = resume.load
 
     def load(variables: dict[str, tf.Variable], *arguments: Any) -> Any:
-        return original({name: v for name, v in variables.items() if not name.startswith(prefix)}, *arguments)
+        return tensors.load({name: v for name, v in variables.items() if not name.startswith(prefix)}, *arguments)
 
     patch.setattr(resume, "load", load)
 
