@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import h5py
@@ -47,7 +47,7 @@ def make(records: int, has_lists: bool) -> tuple[Arrays, list[np.ndarray]]:
     return {"x": images, "y": rng.integers(0, 10, records)}, lists
 
 
-def pad(lists: Iterator[np.ndarray] | np.ndarray, rows: int) -> np.ndarray:
+def pad(lists: Iterable[np.ndarray], rows: int) -> np.ndarray:
     padded = np.zeros((rows, LONGEST), np.int64)
     for row, values in zip(padded, lists, strict=True):
         row[: len(values)] = values

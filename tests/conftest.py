@@ -137,7 +137,7 @@ def run_process(
 
 
 def train(
-    arguments: Sequence[str | Path],
+    arguments: Sequence[object],
     *,
     launcher: str = "none",
     np: int = 1,
@@ -145,7 +145,7 @@ def train(
     environment: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Finished:
-    """`python -m horovod_train.main …` under a launcher.
+    """`python -m horovod_train.main …` under a launcher. arguments: each as str() gives it.
 
     fresh: whether each rank is a new process, not a fork of one that has loaded TensorFlow (see warm.py). By default
     where it has an environment of its own; a test of how ranks start, or of what they do before they load TensorFlow,
@@ -206,7 +206,7 @@ def split_records(data: bytes) -> Iterator[bytes]:
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "summary.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 RankFacts = Callable[[str, str, int], list[dict[str, Any]]]
@@ -289,7 +289,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a tmpfs needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk]
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.strip()}")

@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 from array_record.python.array_record_module import ArrayRecordWriter
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
 
 
 def write_npy(folder: Path, arrays: Arrays) -> Path:

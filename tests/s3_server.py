@@ -56,7 +56,7 @@ class S3Server:
             self.failed += 1
             start_response("500 Internal Server Error", [("Content-Length", "0")])
             return [b""]
-        return self._moto(environ, start_response)  # type: ignore[no-any-return]
+        return self._moto(environ, start_response)
 
     def start(self) -> None:
         """Answer, again with what was stored before."""

@@ -30,7 +30,7 @@ class Items:
         self.read_records: list[int] = []
 
     def __len__(self) -> int:
-        return self.records if self.says is None else self.says  # type: ignore[no-any-return]
+        return self.records if self.says is None else self.says
 
     def __getitem__(self, record: int) -> dict[str, Any]:
         if record >= self.records:
@@ -53,7 +53,7 @@ class Named(Items):
         return "first edition" if self.says is None else self.says
 
     def __len__(self) -> int:
-        return self.records  # type: ignore[no-any-return]
+        return self.records
 
 
 class Many:

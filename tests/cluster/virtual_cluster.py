@@ -7,6 +7,7 @@ shared file system. Everything that runs on a host ends with the cluster.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -113,7 +114,7 @@ class VirtualCluster:
             words = ["unshare", "-m", "-n", "-u", "--propagation", "private", "sleep", "infinity"]
             self._holders[host] = subprocess.Popen(words, start_new_session=True)
         for host, holder in self._holders.items():
-            _wait(lambda holder=holder: psutil.Process(holder.pid).name() == "sleep", f"namespaces of {host}")
+            _wait(functools.partial(_sleeps, holder.pid), f"namespaces of {host}")
             mounts = "mount --bind {0}/etc/hosts /etc/hosts; mount --bind {0}/etc/ssh_config /etc/ssh/ssh_config"
             self._shell(host, f"hostname {host}; ip link set lo up; {mounts.format(self.folder)}")
         self._shell(HEAD, "ip link add eth0 type bridge && ip link set eth0 up && ip addr add 10.77.0.100/24 dev eth0")
@@ -306,6 +307,10 @@ def _is_rank(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return len(words) > 2 and Path(words[0]).name.startswith("python") and "horovod_train.main" in words[:5]
+
+
+def _sleeps(pid: int) -> bool:
+    return psutil.Process(pid).name() == "sleep"
 
 
 def _wait(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:

@@ -42,7 +42,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(here: Path, tmp_path: Path) -> Start:
     def start_run(words: list[Any], np_: int = 1, command: tuple[str, ...] = ()) -> Finished:
-        launched = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
+        launched: dict[str, Any] = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
         return train([*command, "--config", here / "run.yaml", *words, "--output-dir", tmp_path / "run"], **launched)
 
     return start_run

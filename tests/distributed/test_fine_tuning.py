@@ -55,7 +55,7 @@ Start = Callable[..., Finished]
 @pytest.fixture
 def start(here: Path, tmp_path: Path) -> Start:
     def start_run(words: list[Any], *, np_: int = 1, out: str = "run", command: tuple[str, ...] = ()) -> Finished:
-        launched = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
+        launched: dict[str, Any] = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
         data = [f"data.train={here / 'high/train'}", f"data.eval={here / 'high/train'}"]
         environment = rank_environment() | {"USERS_FILE": str(here / "low.keras")}
         given = ["--config", here / "run.yaml", *data, *words, "--output-dir", tmp_path / out]

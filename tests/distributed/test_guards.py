@@ -56,8 +56,8 @@ sys.exit(main.main(sys.argv[1:]))
 def unguarded(patch: str, launcher: str, np: int, folder: Path, *words: str | Path) -> Finished:
     script = folder / "unguarded.py"
     script.write_text(UNGUARDED.format(patch=patch))
-    words = [*words, "--output-dir", folder / "run"]
-    return run_process([*launcher_command(launcher, np), *warm_python(), str(script), *map(str, words)])
+    given = [str(script), *map(str, words), "--output-dir", str(folder / "run")]
+    return run_process([*launcher_command(launcher, np), *warm_python(), *given])
 
 
 @pytest.fixture(scope="session")

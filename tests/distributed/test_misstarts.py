@@ -70,7 +70,7 @@ def test_ranks_meet_beside_a_stranger_on_their_port(tmp_path: Path) -> None:
 
 def test_horovods_log_does_not_have_the_key_of_the_rendezvous(tmp_path: Path) -> None:
     """Horovod writes the address, which has the key, at these levels; and reads its level once."""
-    secret = {"HOROVOD_TRAIN_TOKEN": "secret"}
+    secret: dict[str, Any] = {"HOROVOD_TRAIN_TOKEN": "secret"}
     for facts in meet(tmp_path / "secret", HOROVOD_LOG_LEVEL="trace", **secret):
         assert facts["inside"]["HOROVOD_LOG_LEVEL"] == "info"
     for facts in meet(tmp_path / "no secret", HOROVOD_LOG_LEVEL="trace"):

@@ -81,7 +81,7 @@ def test_a_run_that_fails_tells_its_trackers(digits: Path, tmp_path: Path) -> No
 
 def words(digits: Path, tracker: str, *more: str) -> list[str | Path]:
     data = [f"data.train={digits}/train", f"data.eval={digits}/eval"]
-    config = ["--config", PROJECT / "configs" / "digits_convnet.yaml"]
+    config = ["--config", str(PROJECT / "configs" / "digits_convnet.yaml")]
     return [*config, *data, *SMALL, f"log.trackers=[{tracker}]", *more]
 
 

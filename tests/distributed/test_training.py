@@ -58,7 +58,7 @@ print(json.dumps(history.history["loss"]))
 """
     finished = run_process([sys.executable, "-c", script])
     assert finished.returncode == 0, finished.text
-    return json.loads(finished.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(finished.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_stopped_and_started_again_a_run_ends_as_if_it_had_not(
     whole, parts, branch = tmp_path / "whole", tmp_path / "parts", tmp_path / "branch"
     model = "model={name: user_models:mixed, options: {batch_norm: false}}"
     common = ["--config", base_config, model, "optimizer=adam", "lr_schedule.base_lr=0.01"]
-    begin = ["--resume", parts / "checkpoints" / "step-000000022"]
+    begin = ["--resume", str(parts / "checkpoints" / "step-000000022")]
     for output_dir, max_steps, words in [
         (whole, 40, ["horovod.cycle_time_ms=1"]),
         (parts, 22, []),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def started(out: Path, commands: Sequence[Sequence[str]], np: int) -> Iterator[J
 
 def watched(
     out: Path, launcher: str, np: int, victim: int, trouble: str, warn_s: float = WARN_S, stop_s: float = STOP_S
-):
+) -> AbstractContextManager[Job]:
     program = [*warm_python(), str(PROGRAMS / "watched.py"), str(out), str(victim), trouble, str(warn_s), str(stop_s)]
     return started(out, [[*launcher_command(launcher, np), *program]], np)
 

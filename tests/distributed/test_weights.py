@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -77,7 +77,7 @@ Start = Callable[..., Finished]
 @pytest.fixture
 def start(here: Path, tmp_path: Path) -> Start:
     def start_run(words: list[str], np_: int = 1) -> Finished:
-        launched = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
+        launched: dict[str, Any] = {"launcher": "mpirun", "np": np_} if np_ > 1 else {}
         return train(["--config", here / "run.yaml", *words, "--output-dir", tmp_path / "run"], **launched)
 
     return start_run

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from command_scenarios import broken_checkpoints, load_tensorflow, lost_audit, rows
@@ -97,7 +98,7 @@ def save_three_times(resume: str, course: float) -> int:
     store.rewind(first)
     config = {"seed": 1, "checkpoint": {"resume": resume}}
     for step in range(first + 1, first + 4):
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "model/kernel": np.full((3, 5), step + course, np.float32),
             "progress/step": np.asarray(step, np.int64),
         }
@@ -167,11 +168,11 @@ def write_predictions(name: str) -> Callable[[], int]:
     def run() -> int:
         from horovod_train.inference.predictions import open_predictions
 
-        specs = {"output": ((3,), np.dtype(np.float32)), "label": ((), np.dtype(np.int64))}
+        specs: dict[str, Any] = {"output": ((3,), np.dtype(np.float32)), "label": ((), np.dtype(np.int64))}
         with contextlib.closing(open_predictions(name, specs, 10, is_root=True)) as file:
             for first in (0, 5):
                 ids = np.arange(first, first + 5)
-                rows = {"output": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "label": ids}
+                rows: dict[str, Any] = {"output": np.repeat(ids[:, None], 3, axis=1).astype(np.float32), "label": ids}
                 file.put(ids, rows)
             file.finish()
         return 0

@@ -10,8 +10,8 @@ import re
 from collections import Counter
 from typing import Any
 
-FILE_ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
-SEND_ERRORS = (errno.EPIPE, errno.ECONNRESET, *FILE_ERRORS)
+FILE_ERRORS: tuple[int, ...] = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.ENOENT)
+SEND_ERRORS: tuple[int, ...] = (errno.EPIPE, errno.ECONNRESET, *FILE_ERRORS)
 MODES = {"once": 0, "on": 1, "half": 2, "full": 3}
 """once: one call fails; on: it and all after it, of sends or of the rest; half: a write is cut in two; full: so it is,
 and the disk is full."""

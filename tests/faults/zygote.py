@@ -102,7 +102,8 @@ class Zygote:
             os._exit(code)
 
     def _try_each(self, faults: list[Fault], plain: Finished) -> dict[str, Any]:
-        complaints, hit = [], 0
+        complaints: list[Any] = []
+        hit = 0
         for fault in faults:
             finished = self.run(fault)
             hit += bool(finished.hits)

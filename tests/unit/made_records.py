@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -72,15 +72,25 @@ def pipeline(data: DataConfig, rank: int = 0, size: int = 1, *, batch: int = 8, 
     return build_pipeline(records, data, Ranks(rank, size), seed=1, training=training, global_batch_size=batch)
 
 
-def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[Batch]:
+class NumpyBatch(NamedTuple):
+    """A Batch as numpy arrays."""
+
+    inputs: Any
+    targets: Any
+    weights: np.ndarray
+    ids: np.ndarray
+    count: Any  # which a tuple has as a method
+
+
+def batches(made: Pipeline, epoch: int = 0, first_step: int = 0, epochs: int = 1) -> list[NumpyBatch]:
     """The batches as the model gets them, as numpy arrays."""
     return [as_numpy(made.scaled(batch)) for batch in made.batches(epoch, first_step, epochs)]
 
 
-def as_numpy(batch: Batch) -> Batch:
-    return tf.nest.map_structure(lambda values: values.numpy(), batch)
+def as_numpy(batch: Batch) -> NumpyBatch:
+    return NumpyBatch(**tf.nest.map_structure(lambda values: values.numpy(), batch._asdict()))
 
 
-def ids(found: Sequence[Batch]) -> list[int]:
+def ids(found: Sequence[NumpyBatch]) -> list[int]:
     """The records in order, without padding."""
     return [number for batch in found for number in batch.ids.tolist() if number >= 0]

@@ -140,16 +140,17 @@ def values_of(key: str, hint: Any, field: dataclasses.Field[Any]) -> list[Any]:
     """Values to try, none of them the default."""
     if key in VALUES:
         return VALUES[key]
+    default: Any = field.default
     if typing.get_origin(hint) is Literal:
-        return [choice for choice in typing.get_args(hint) if choice != field.default]
+        return [choice for choice in typing.get_args(hint) if choice != default]
     kinds = [kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)]
     (kind,) = kinds
     if kind is bool:
-        return [not field.default]
+        return [not default]
     if kind is int:
-        return [(field.default or field.metadata["minimum"]) + 1]
+        return [(default or field.metadata["minimum"]) + 1]
     if kind in (float, Seconds):
-        return [field.default / 2 if field.default else 3600.0 if kind is Seconds else 0.5]
+        return [default / 2 if default else 3600.0 if kind is Seconds else 0.5]
     raise AssertionError(f"{key}: give a value to try in VALUES")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -44,6 +45,7 @@ def test_the_slots_of_an_optimizer_are_what_keras_ends_with(build: Callable[[], 
     steps(optimizer, model)
     trained = model.get_weights()
     averages = slots.averages()
+    assert averages is not None
     averages.put_in()
     averages.put_in()  # does nothing
     shown = model.get_weights()
@@ -69,7 +71,7 @@ def test_weights_return_bit_for_bit_however_large_their_averages() -> None:
     assert np.array_equal(model.get_weights()[1], np.zeros(2))
 
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[dict[str, Any], float | None, tuple[str, str]]] = {
     "two kinds": ({"use_ema": True}, 0.9, ("train.ema_decay", "optimizer.options.use_ema keeps averages too; give")),
     "a momentum of none": ({"ema_momentum": 0.9}, None, ("optimizer.options.ema_momentum", "has no effect without")),
     "a frequency of none": (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_records import batches, config, example, ids, pipeline, write_file
+from made_records import NumpyBatch, batches, config, example, ids, pipeline, write_file
 
 from horovod_train.config.loader import load
 from horovod_train.config.settings import DataConfig
@@ -17,7 +17,6 @@ from horovod_train.data.order import lengths
 from horovod_train.data.order.buckets import Buckets
 from horovod_train.data.order.rank_shares import padding_share as padding_share_of
 from horovod_train.data.order.sampler import Plan
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.source import mark_skipped
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
@@ -53,11 +52,11 @@ def data_of(folder: Path, tmp_path: Path, by: str | None = "words", **values: An
     return config(folder, **{**given, "bucket_by_length": by, "index_dir": str(tmp_path / "kept"), **values})
 
 
-def of_ranks(data: DataConfig, size: int, **values: Any) -> list[list[Batch]]:
+def of_ranks(data: DataConfig, size: int, **values: Any) -> list[list[NumpyBatch]]:
     return [batches(pipeline(data, rank, size, batch=32), **values) for rank in range(size)]
 
 
-def padding_share(found: list[Batch]) -> float:
+def padding_share(found: list[NumpyBatch]) -> float:
     """The share of `words` that are padding."""
     values = np.concatenate([batch.inputs["words"][batch.ids >= 0].ravel() for batch in found])
     return float((values == -1).mean())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import PROJECT, run_process
-from made_records import batches, config, example, ids, pipeline, write_file
+from made_records import as_numpy, batches, config, example, ids, pipeline, write_file
 from PIL import Image
 
 from horovod_train.config.settings import Spec
@@ -194,11 +194,11 @@ def test_a_cut_jpeg_fails_or_is_right() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1), (5, 7), (375, 500), (4000, 3)])
 def test_a_random_box_is_inside_the_image(size: tuple[int, int]) -> None:
-    made = random_resized_crop(area=(0.01, 1.0))  # type: ignore[operator]
+    made = random_resized_crop(area=(0.01, 1.0))
     crop: Augmentation = made((4, 4, 3), "bilinear")
     assert crop.box is not None
     last = np.float32(1) - np.float32(2**-24)
-    corners = np.random.default_rng(0).choice([0, 0.3, last], (100, crop.draws)).astype(np.float32)
+    corners = np.random.default_rng(0).choice([0, 0.3, float(last)], (100, crop.draws)).astype(np.float32)
     found = np.array([crop.box(tf.constant(size), tf.constant(draws)).numpy() for draws in corners])
     assert (found[:, :2] >= 0).all()
     assert (found[:, 2:] >= 1).all()
@@ -208,7 +208,7 @@ def test_a_random_box_is_inside_the_image(size: tuple[int, int]) -> None:
 
 def drawn_box(size: tuple[int, int], areas: Any, aspects: Any, place: float = 0.9, **options: Any) -> list[int]:
     """The box for draws given as one number, or as one for each of the ten tries."""
-    crop: Augmentation = random_resized_crop(**options)((4, 4, 3), "bilinear")  # type: ignore[operator]
+    crop: Augmentation = random_resized_crop(**options)((4, 4, 3), "bilinear")
     assert crop.box is not None
     draws = np.concatenate([np.broadcast_to(numbers, 10) for numbers in (areas, aspects)] + [np.full(2, place)])
     box: list[int] = crop.box(tf.constant(size), tf.constant(draws, tf.float32)).numpy().tolist()
@@ -236,7 +236,7 @@ def test_if_no_random_part_fits_it_is_the_largest_of_an_allowed_aspect() -> None
 
 def test_random_parts_are_of_the_areas_and_aspects_that_were_asked_for() -> None:
     """Parts that were cut to the image would be narrower, and those of a wide image lower than allowed."""
-    crop: Augmentation = random_resized_crop()((4, 4, 3), "bilinear")  # type: ignore[operator]
+    crop: Augmentation = random_resized_crop()((4, 4, 3), "bilinear")
     assert crop.box is not None
     draws = np.random.default_rng(0).random((400, crop.draws), np.float32)
     box = partial(crop.box, tf.constant((375, 500)))
@@ -323,7 +323,7 @@ def test_images_leave_the_pipeline_as_bytes_and_are_scaled_in_the_step(tmp_path:
     assert made.element_spec.inputs == tf.TensorSpec((8, 8, 10, 3), tf.uint8)
     assert made.scaled_spec.inputs == tf.TensorSpec((8, 8, 10, 3), tf.float32)
     batch = next(made.batches(0, epochs=1))
-    expected = batch.inputs.numpy().astype(np.float32) * np.float32(1 / 127.5) + np.float32(-1.0)
+    expected = as_numpy(batch).inputs.astype(np.float32) * np.float32(1 / 127.5) + np.float32(-1.0)
     assert np.array_equal(tf.function(made.scaled)(batch).inputs, expected)
 
 

@@ -93,8 +93,8 @@ def test_quota_of_a_container_is_read(tmp_path: Path) -> None:
 
 
 def test_mean_over_ranks_is_proved() -> None:
-    own = [np.float32([0.0, 2.0]), np.float32([2.0, 4.0])]
-    mean = np.float32([1.0, 3.0])
+    own = [np.array([0.0, 2.0], np.float32), np.array([2.0, 4.0], np.float32)]
+    mean = np.array([1.0, 3.0], np.float32)
     assert judge_averaging(own, [mean, mean], "3").level == "ok"
     assert judge_averaging(own, own, "3").level == "fail"  # nobody averages
     assert judge_averaging(own, [mean * 2, mean * 2], "3").level == "fail"  # a sum

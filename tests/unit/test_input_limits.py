@@ -156,7 +156,7 @@ def test_an_image_one_pixel_wide_can_be_cropped_at_random(tmp_path: Path, size: 
     made = pipeline(config(tmp_path, features=features, inputs=("image",), augment=(Spec("random_resized_crop"),)))
     with made.explaining():
         (batch,) = batches(made)
-    assert np.array_equal(batch.inputs, np.broadcast_to(np.uint8([200, 100, 50]), (8, 4, 4, 3)))
+    assert np.array_equal(batch.inputs, np.broadcast_to(np.array([200, 100, 50], np.uint8), (8, 4, 4, 3)))
 
 
 def test_the_bytes_of_a_record_do_not_matter_to_a_cache_of_numbers(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_path_may_have_an_equals_sign(tmp_path: Path) -> None:
 
 def test_a_name_that_is_no_function_is_one_line() -> None:
     with pytest.raises(UserError, match=r"model: os:path must be a function or a class; it is module\."):
-        call(json, Spec("os:path"), "model")
+        call(json, Spec("os:path"), "model")  # type: ignore[arg-type]
 
 
 def test_a_stopped_run_without_logs_is_not_finished(tmp_path: Path) -> None:

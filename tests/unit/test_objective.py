@@ -62,5 +62,5 @@ def test_gradients_in_parts_are_those_of_the_whole_in_value_and_kind(accumulate_
     assert parts["tokens/embeddings"].values.shape == (ROWS * 3, 2)
     for path, gradient in whole.items():
         if gradient is not None:
-            dense = [tf.convert_to_tensor(each).numpy() for each in (gradient, parts[path])]
-            assert np.allclose(*dense, rtol=1e-5, atol=1e-7)
+            one, other = (tf.convert_to_tensor(each).numpy() for each in (gradient, parts[path]))
+            assert np.allclose(one, other, rtol=1e-5, atol=1e-7)

@@ -96,7 +96,7 @@ def test_a_writer_of_the_users_own_gets_what_metrics_jsonl_gets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_writer.py").write_text(OWN_WRITER)
-    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(tmp_path)
     own = LogConfig(tensorboard=False, writers=("own_writer:Csv",))
     output = open_output(str(tmp_path / "run"), own, is_root=True, launched=True)
     output.rewind(5)

@@ -77,7 +77,8 @@ def test_padding_repeats_real_records(images: Path) -> None:
 
 def test_shapes_are_static(images: Path) -> None:
     made = pipeline(config(images), 1, 3, batch=16)
-    assert made.element_spec.inputs.shape == (6, 4, 4, 1)
+    inputs: Any = made.element_spec.inputs
+    assert inputs.shape == (6, 4, 4, 1)
     assert made.element_spec.weights.shape == made.element_spec.ids.shape == (6,)
     assert {batch.inputs.shape for batch in batches(made)} == {(6, 4, 4, 1)}
 
@@ -385,9 +386,10 @@ def test_a_users_augment_function_is_used(images: Path) -> None:
 
 
 def test_features_of_all_kinds_become_tensors(tmp_path: Path) -> None:
+    pairs = [np.array([n, -n], np.int16).tobytes() for n in range(1, 5)]
     rows = [
-        example(i=[n, n + 1], f=[n / 2], s=b"word", v=list(range(n)), w=[b"a"] * n, x=np.int16([n, -n]).tobytes())
-        for n in range(1, 5)
+        example(i=[n, n + 1], f=[n / 2], s=b"word", v=list(range(n)), w=[b"a"] * n, x=pair)
+        for n, pair in enumerate(pairs, 1)
     ]
     write_file(tmp_path / "a.tfrecord", rows)
     features = {

@@ -56,7 +56,7 @@ def facts_of(config_file: Path, capsys: pytest.CaptureFixture[str], *words: str)
     parser = argparse.ArgumentParser()
     plan.add_arguments(parser)
     assert plan.run(parser.parse_args(["--config", str(config_file), "--json", *words])) == 0
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+    return json.loads(capsys.readouterr().out)
 
 
 def test_figures_of_a_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

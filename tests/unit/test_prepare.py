@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,8 +125,12 @@ def test_made_samples_follow_a_rule_of_their_seed(tmp_path: Path) -> None:
 
 def test_arrays_become_records(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    arrays = {"x": rng.random((30, 3)).astype(np.float32), "y": rng.integers(-5, 5, 30), "picture": rng.integers(
-        0, 256, (30, 5, 4, 3)).astype(np.uint8), "word": np.array([f"w{n}" for n in range(30)])}  # fmt: skip
+    arrays: dict[str, Any] = {
+        "x": rng.random((30, 3)).astype(np.float32),
+        "y": rng.integers(-5, 5, 30),
+        "picture": rng.integers(0, 256, (30, 5, 4, 3)).astype(np.uint8),
+        "word": np.array([f"w{n}" for n in range(30)]),
+    }
     arrays["flag"] = arrays["y"] > 0
     np.savez(tmp_path / "a.npz", **arrays)
     run(
@@ -191,9 +196,9 @@ def test_image_folders_become_records(tmp_path: Path) -> None:
     run("images", "--images", tmp_path / "images", "--size", 16, "--eval-fraction", 0.25, "--out", tmp_path / "out")
     found = [*values(tmp_path / "out").values(), *values(tmp_path / "out", "eval").values()]
     assert len(found) == 12
-    for image, label in found:
+    for image, target in found:
         assert image.shape == (16, 16, 3)
-        assert np.abs(image - (label * 200 / 127.5 - 1)).max() < 0.05
+        assert np.abs(image - (target * 200 / 127.5 - 1)).max() < 0.05
     (raw,) = tf.data.TFRecordDataset(str(next((tmp_path / "out/train").glob("00000*")))).take(1)
     names = tf.train.Example.FromString(raw.numpy()).features.feature
     assert {"image/encoded", "image/class/label", "image/class/text", "image/filename"} <= set(names)

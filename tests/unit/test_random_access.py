@@ -13,13 +13,23 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from made_records import batches, config, example, ids, image_record, make_images, pipeline, pixels, write_file
+from made_records import (
+    NumpyBatch,
+    batches,
+    config,
+    example,
+    ids,
+    image_record,
+    make_images,
+    pipeline,
+    pixels,
+    write_file,
+)
 from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hdf5, write_npy, write_parquet
 from user_sources import RECORDS, row
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.data.random_access.formats.arrow import ParquetFile
 from horovod_train.data.validation import check_split
@@ -34,7 +44,7 @@ def of_class(name: str, **options: Any) -> DataConfig:
     return DataConfig(train=("anywhere",), source=Spec(f"user_sources:{name}", options), targets=("y",))
 
 
-def read(made: Pipeline, epoch: int = 0) -> list[Batch]:
+def read(made: Pipeline, epoch: int = 0) -> list[NumpyBatch]:
     with made.explaining():
         return batches(made, epoch)
 

@@ -129,7 +129,7 @@ def test_every_epoch_and_every_seed_has_another_order(seed: int, epoch: int) -> 
     blocks = np.full(10, 50)
 
     def order(seed: int, epoch: int) -> list[int]:
-        return np.concatenate(taken(Plan(blocks, 64, seed), epoch, 1)).tolist()  # type: ignore[no-any-return]
+        return np.concatenate(taken(Plan(blocks, 64, seed), epoch, 1)).tolist()
 
     assert order(seed, epoch) != order(seed, epoch + 1)
     assert order(seed, epoch) != order(seed + 1, epoch)

@@ -29,7 +29,7 @@ from horovod_train.training.hooks.save import Save
 from horovod_train.training.state import TrainState
 from horovod_train.training.stopwatch import Stopwatch
 
-VALUES = {
+VALUES: dict[str, np.ndarray] = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
     "half": np.array([1.5, -2.0], np.float16),
     "number": np.asarray(7, np.int64),

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from made_records import batches, config, example, ids, pipeline, write_file
+from made_records import NumpyBatch, batches, config, example, ids, pipeline, write_file
 from PIL import Image
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.features import parse_feature
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import UserError
 
@@ -55,12 +54,12 @@ def made(
     return pipeline(config(folder, features=features, inputs=("image",), targets=("mask",), **values))
 
 
-def read(pipeline: Pipeline) -> list[Batch]:
+def read(pipeline: Pipeline) -> list[NumpyBatch]:
     with pipeline.explaining():
         return batches(pipeline)
 
 
-def differs(one: Batch) -> bool:
+def differs(one: NumpyBatch) -> bool:
     return not np.array_equal(one.inputs, np.repeat(one.targets * 10, 3, axis=3))
 
 

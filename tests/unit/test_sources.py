@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_records import as_numpy, batches, config, example, ids, pipeline, write_file
+from made_records import NumpyBatch, as_numpy, batches, config, example, ids, pipeline, write_file
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.audit import AuditLog, Start, audit
 from horovod_train.data.dataset import SOURCES, open_records
 from horovod_train.data.features import Feature
 from horovod_train.data.parsing.serialized import SchemaParser
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.data.source import Arrays, Blocks, Data, LoadBlock, LoadedBlock, Parser, Part, split_records
 from horovod_train.data.validation import check_split
@@ -105,7 +104,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return store
 
 
-def read(made: Pipeline, epoch: int = 0) -> list[Batch]:
+def read(made: Pipeline, epoch: int = 0) -> list[NumpyBatch]:
     with made.explaining():
         return batches(made, epoch)
 

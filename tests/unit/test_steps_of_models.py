@@ -73,12 +73,13 @@ def train(batches: Pipeline, model: keras.Model, **sections: Any) -> Training:
 
 def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> None:
     as_compiled = train(batches, made())
-    rate = as_compiled.optimizer.learning_rates["learning_rate"]
-    assert float(rate) == pytest.approx(0.25)
-    assert len(as_compiled.optimizer.variables) == 4  # counter, rate, and momentum of two weights
+    optimizer: Any = as_compiled.optimizer
+    assert float(optimizer.learning_rates["learning_rate"]) == pytest.approx(0.25)
+    assert len(optimizer.variables) == 4  # counter, rate, and momentum of two weights
     other = train(batches, made(), optimizer="adam", lr_schedule={"base_lr": 0.5})
-    assert float(other.optimizer.learning_rates["learning_rate"]) == pytest.approx(0.5)
-    assert len(other.optimizer.variables) == 6
+    optimizer = other.optimizer
+    assert float(optimizer.learning_rates["learning_rate"]) == pytest.approx(0.5)
+    assert len(optimizer.variables) == 6
     built = train(batches, made(compiled=False), optimizer="adam")
     assert len(built.optimizer.variables) == 6
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import keras
 import numpy as np
@@ -52,7 +53,7 @@ facts = {
 
 keras.utils.set_random_seed(3)
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
-optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
+optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.5), op="adasum")
 optimizer.build(model.trainable_variables)
 x = np.random.default_rng(rank).normal(size=(32, 6)).astype(np.float32)
 y = x.sum(axis=1, keepdims=True)

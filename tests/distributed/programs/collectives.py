@@ -23,7 +23,7 @@ from horovod_train.errors import FailedElsewhere, RanksDisagree, RunError, UserE
 group = start(HorovodConfig(), DeviceConfig(), environment={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 rank, size = group.rank, group.size
 everyone = range(size)
-facts: dict[str, object] = {"rank": rank, "size": size, "exchange": group.exchange, "launcher": group.launcher}
+facts: dict[str, Any] = {"rank": rank, "size": size, "exchange": group.exchange, "launcher": group.launcher}
 
 facts["sum"] = [part.tolist() for part in group.sum([rank + 1, [[1.0, rank], [2.0, 3.0]]])]
 facts["sum_counts_exactly"] = group.sum([2**53 - 1 if rank == 0 else 0])[0] == 2**53 - 1
@@ -78,14 +78,15 @@ def sha(values: Any) -> str:
 # The same bits whatever exchanges; an odd length, so that the slices of the ranks are filled up.
 values = np.random.default_rng(100 + rank).normal(size=1001).astype(np.float32)
 in_order = dataclasses.replace(group, deterministic=True)
+exchanges: dict[str, dict[str, Any]] = {
+    "average": {"op": "average", "compression": "none"},
+    "sum": {"op": "sum", "compression": "none"},
+    "fp16": {"op": "average", "compression": "fp16"},
+    "predivided": {"op": "average", "compression": "none", "predivide": 4.0},
+}
 everywhere = {
     name: GradientExchange(deterministic=True, **options)(tf.constant(values), f"in_order.{name}")
-    for name, options in {
-        "average": {"op": "average", "compression": "none"},
-        "sum": {"op": "sum", "compression": "none"},
-        "fp16": {"op": "average", "compression": "fp16"},
-        "predivided": {"op": "average", "compression": "none", "predivide": 4.0},
-    }.items()
+    for name, options in exchanges.items()
 }
 repeated = tf.IndexedSlices(tf.reshape(values, [143, 7]), tf.range(143) % 5, tf.constant([5, 7]))
 everywhere["sparse"] = tf.convert_to_tensor(GradientExchange("sum", "none", deterministic=True)(repeated, "rows"))

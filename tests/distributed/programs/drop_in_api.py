@@ -75,7 +75,7 @@ facts["refused"] = {
         )
     ),
     "groups": error_of(lambda: distributed(groups=0)),
-    "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),  # type: ignore[arg-type]
+    "no_optimizer": error_of(lambda: hvd.DistributedOptimizer("sgd")),
     "global_variables": error_of(lambda: hvd.broadcast_global_variables(0)),
     "elastic_unbuilt": error_of(lambda: hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))),
     "elastic_no_variables": error_of(lambda: hvd_tf.elastic.TensorFlowState(epoch=0)),
@@ -127,8 +127,8 @@ for _ in range(2):
 facts["two_sets"] = [float(variable.numpy()[0]) for variable in pair]
 last = keras.Variable([1.0])
 summing = distributed(lambda: keras.optimizers.SGD(1.0), backward_passes_per_step=2)
-for gradient in (tf.constant([5.0]), None):
-    summing.apply([gradient], [last])
+for only in (tf.constant([5.0]), None):
+    summing.apply([only], [last])
 facts["late_none"] = last.numpy()
 
 averages, logs = hvd.callbacks.MetricAverageCallback(), {"f1": np.array([float(rank), 1.0])}

@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.watchdog.coordinator import Coordinator
@@ -45,7 +46,7 @@ out, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 limits = WatchConfig(
     warn_after_s=float(sys.argv[4]), stop_after_s=float(sys.argv[5]), first_step_after_s=float(sys.argv[5])
 )
-group = Group(rank, size)
+group: Any = Group(rank, size)
 meeting_point = out / "address"
 role: Role
 

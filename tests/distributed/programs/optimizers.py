@@ -138,13 +138,13 @@ facts["unwrapped"] = sha(fit(keras.optimizers.SGD(0.01)))
 facts["stock_horovod"] = sha(fit(stock.DistributedOptimizer(keras.optimizers.SGD(0.01))))
 facts["accumulating"] = sha(fit(DistributedOptimizer(keras.optimizers.SGD(0.01, gradient_accumulation_steps=2))))
 
-different_start = {"seed": rank, "optimizer": DistributedOptimizer(keras.optimizers.Adam(0.01))}
+different_start: dict[str, Any] = {"seed": rank, "optimizer": DistributedOptimizer(keras.optimizers.Adam(0.01))}
 facts["without_broadcast"] = sha(fit(**different_start))
 different_start["optimizer"] = DistributedOptimizer(keras.optimizers.Adam(0.01))
 facts["with_broadcast"] = sha(fit(**different_start, callbacks=[BroadcastGlobalVariablesCallback()]))
 
 # XLA: what Keras chooses where there is a GPU.
-with_xla = {"compiled": {"jit_compile": True}}
+with_xla: dict[str, Any] = {"compiled": {"jit_compile": True}}
 facts["xla_with_broadcast"] = sha(fit(sgd(), callbacks=[BroadcastGlobalVariablesCallback()], **with_xla))
 facts["xla_without_broadcast"] = error_of(lambda: fit(sgd(), **with_xla))
 normed = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
@@ -187,7 +187,7 @@ inputs = keras.Input((6,))
 hidden = keras.layers.Dense(3)(inputs)
 spare = keras.layers.Dense(2, name="spare")(hidden)
 two_headed = keras.Model(inputs, [keras.layers.Dense(1)(hidden), spare])
-optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1))
+optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.1))
 with tf.GradientTape() as tape:
     loss = tf.reduce_sum(two_headed(data(rank)[0])[0])
 optimizer.apply(tape.gradient(loss, two_headed.trainable_variables), two_headed.trainable_variables)
@@ -195,7 +195,7 @@ facts["none_gradients"] = int(optimizer.iterations)
 
 # An overflow on one rank: the scale must fall on all, and no weights move.
 growing = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=2)
-scaled = DistributedOptimizer(growing)
+scaled: Any = DistributedOptimizer(growing)
 weight = keras.Variable([1.0, 2.0])
 scaled.build([weight])
 scaled.apply([tf.constant([float("inf") if rank == 0 else 1.0, 1.0])], [weight])

@@ -20,7 +20,8 @@ from horovod_train.distributed.launch import launcher
 OUT = Path(sys.argv[1])
 RANK = launcher.detect().rank
 RECORDS, BATCH, STEPS = 74, 16, 20  # the last of 5 steps of an epoch has 10 records
-ARRAYS, EVAL = user_steps.arrays(RECORDS), user_steps.arrays(45, seed=1)
+ARRAYS: dict[str, Any] = user_steps.arrays(RECORDS)
+EVAL: dict[str, Any] = user_steps.arrays(45, seed=1)
 INPUTS = {
     "vae": ["image", "noise"],
     "wgan": ["image", "noise", "mix"],

@@ -88,7 +88,7 @@ for name, (optimizer_name, options) in SPARSE.items():
 
 # Negative: the mean of each rank's own mean is not the mean over records once the shares are uneven.
 naive = build_model()
-optimizer = DistributedOptimizer(keras.optimizers.SGD(0.5))
+optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.5))
 for step in range(3):
     batch = share(step)
     with tf.GradientTape() as tape:

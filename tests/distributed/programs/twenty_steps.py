@@ -6,7 +6,7 @@ Shared by the rank programs of horovod_train.keras and .tensorflow; starts Horov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -25,8 +25,8 @@ rank, size = hvd.rank(), hvd.size()
 if rank == 0:  # Keras numbers what it makes, so nothing here has the same name on all ranks
     made_before = [keras.optimizers.SGD(), keras.Sequential([keras.layers.Dense(1)])]
 ALL = tuple(range(size))
-Model = keras.Model
-Optimizer = keras.optimizers.Optimizer
+Model: TypeAlias = keras.Model
+Optimizer: TypeAlias = keras.optimizers.Optimizer
 Wrap = Callable[[tf.GradientTape], tf.GradientTape]
 
 

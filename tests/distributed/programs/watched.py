@@ -56,7 +56,7 @@ def inputs() -> Iterator[tuple[np.ndarray]]:
             with (OUT / "train-00031.tfrecord").open("wb"):
                 time.sleep(600)
         time.sleep(0.02)
-        yield (np.float32(number),)
+        yield (np.array(number, np.float32),)
 
 
 feed = Feed(inputs(), [tf.TensorSpec([], tf.float32)], on_failure=print)
