@@ -33,7 +33,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def told(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "lease.json").read_text())  # type: ignore[no-any-return]
+    return json.loads((directory / "lease.json").read_text())
 
 
 def leave(directory: Path, *, age_s: float = 0, **changes: Any) -> None:
@@ -380,7 +380,7 @@ def test_a_full_or_read_only_disk_takes_no_lease_away(full_disk: Path) -> None:
     held = open_lease(full_disk, refresh_s=0.05)
     fill(full_disk)
     assert is_refreshed(full_disk / "lease.json")  # needs no room
-    remount = ["mount", "-o", "remount,ro", full_disk]
+    remount: list[Any] = ["mount", "-o", "remount,ro", full_disk]
     assert wait_for(lambda: subprocess.run(remount, check=False).returncode == 0)  # not while the holder has it open
     time.sleep(0.2)
     assert held.is_ours()
@@ -439,7 +439,7 @@ def refuse_locks(barrier: Barrier) -> None:
             time.sleep(seconds)
 
     fcntl.flock = no_locks  # type: ignore[assignment]
-    lease.time = SimpleNamespace(**vars(time) | {"sleep": sleep})  # type: ignore[assignment]
+    pytest.MonkeyPatch().setattr(lease, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
 
 
 def race(directories: list[Path], guard: str, barrier: Barrier, first_has_it: Event, won: Any) -> None:

@@ -22,7 +22,7 @@ from horovod_train.training.steps.objective import check_fits
 
 LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)
-ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
+ENTROPY: dict[str, Any] = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
 
 
 def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
@@ -205,6 +205,6 @@ def test_losses_that_layers_make_of_records_are_told_from_those_of_weights(optio
         tf.TensorSpec((None,), tf.int64),
         tf.TensorSpec((None,)),
         tf.TensorSpec((None,), tf.int64),
-        (),  # type: ignore[arg-type]
+        (),
     )
     assert check_fits(model, loss, Accumulator(loss, []), spec, "data.train").has_own_losses == are_own

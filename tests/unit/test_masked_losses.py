@@ -165,7 +165,7 @@ def test_the_weights_of_a_step_are_counted_without_computing_the_model() -> None
     loss = build_loss(LossSpec("sparse_categorical_crossentropy", ENTROPY))
     batch: Any = Batch(tf.constant(TOKENS), tf.constant(TAGS), RECORDS, tf.range(3, dtype=tf.int64), ())
     assert check_fits(model, loss, Accumulator(loss, []), batch, "data.train", training=True).has_masks
-    objective = Objective(model, SimpleNamespace(), loss, size=1, has_masks=True)  # type: ignore[arg-type]
+    objective = Objective(model, SimpleNamespace(), loss, size=1, has_masks=True)
     assert tf.function(objective.total_weights, autograph=False)(batch).numpy().tolist() == [7]
     with pytest.raises(tf.errors.InvalidArgumentError):
         model(TOKENS)
