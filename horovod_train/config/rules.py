@@ -59,7 +59,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 """For each setting, what it needs to have an effect; without that it is refused. All needs must hold: `section.key`
 (given), `section.key: value` or `section.key: not value`, or several alternatives with ` or `. Settings not listed here
-are always used, or refused where their part is built. tests/unit/test_settings_are_used.py checks that.
+are always used, or refused where their part is built. tests/unit/config/test_settings_are_used.py checks that.
 """
 
 

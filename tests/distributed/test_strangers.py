@@ -1,6 +1,7 @@
 """A run whose ports strangers besiege, from before its ranks meet until its end, trains as if it were alone.
 
-`make test` has the quick part, on the same servers in one process: tests/unit/test_transport.py, test_rendezvous.py.
+`make test` has the quick part, on the same servers in one process: test_transport.py and test_rendezvous.py in
+tests/unit/distributed/.
 """
 
 from __future__ import annotations

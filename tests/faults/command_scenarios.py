@@ -45,7 +45,7 @@ def make_data() -> int:
     """70 records, a packed file among them, and the config. Outside the folder that faults come to."""
     import gzip
 
-    sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+    sys.path.insert(0, str(Path(__file__).parent.parent))
     from made_records import make_images
 
     data = Path.cwd().parent / "data"

@@ -14,7 +14,7 @@ import pytest
 from horovod_train.commands.slurm.script import TEMPLATE, Job, render
 from horovod_train.main import main
 
-PROJECT = Path(__file__).parent.parent.parent
+PROJECT = Path(__file__).parents[3]
 CONFIG = PROJECT / "configs" / "digits_convnet.yaml"
 SHIPPED = PROJECT / "scripts" / "slurm" / "train.sbatch"
 HOUR = ("--time", "01:00:00")
@@ -44,7 +44,10 @@ def renewed() -> str:
 
 
 def test_the_shipped_script_is_the_commands_own() -> None:
-    """To renew it: PYTHONPATH=tests/unit python -c 'import test_slurm as t; t.SHIPPED.write_text(t.renewed())'"""
+    """To renew it:
+
+    PYTHONPATH=tests:tests/unit/commands python -c 'import test_slurm as t; t.SHIPPED.write_text(t.renewed())'
+    """
     assert SHIPPED.read_text() == renewed()
 
 

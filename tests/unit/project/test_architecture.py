@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent.parent / "horovod_train"
+PACKAGE = Path(__file__).parents[3] / "horovod_train"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = [

@@ -331,7 +331,7 @@ ON_DEVICE = """
 import sys
 import numpy as np
 import tensorflow as tf
-sys.path.insert(0, "tests/unit")
+sys.path.insert(0, "tests")
 from made_records import config
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline.loader import Ranks
