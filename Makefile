@@ -27,11 +27,11 @@ test-all: install ## and those that are one more of a kind
 	$(TEST)
 
 test-faults: install ## kill ranks at random moments, ROUNDS times, at 2 and at 3 ranks; the result must not change
-	ROUNDS=$(or $(ROUNDS),25) python -m pytest -rP -o faulthandler_timeout=7200 tests/distributed/test_leaving.py -k killed
+	ROUNDS=$(or $(ROUNDS),25) python -m pytest -rP -o faulthandler_timeout=7200 tests/distributed/ends/test_leaving.py -k killed
 
 test-trackers: install ## with a real MLflow server and W&B offline, which it installs in build/trackers
 	tests/install_trackers.sh
-	python -m pytest tests/distributed/test_tracked_runs.py
+	python -m pytest tests/distributed/output/test_tracked_runs.py
 
 test-cluster: install ## every way to start, requeues and losses, on virtual hosts with a real SLURM; needs root, Debian
 	@tests/cluster/install_packages.sh

@@ -245,7 +245,7 @@ def test_a_connection_receives_beyond_a_thousand_open_files(polled: Polled) -> N
 
 
 def test_pending_connections_that_send_anything_change_nothing(polled: Polled) -> None:
-    """The whole, on a run that trains, is in tests/distributed/test_strangers.py."""
+    """The whole, on a run that trains, is in tests/distributed/ends/test_strangers.py."""
     connection = connect(polled.address, 0, 300)
     with ExitStack() as stack:
         for number, message in enumerate(messages(random.Random(7), 300, polled.address.token)):

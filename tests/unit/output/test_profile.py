@@ -1,4 +1,4 @@
-"""Profiles that cannot be read are said so, in one line. Those of real steps: distributed/test_tensorboard.py."""
+"""Profiles that cannot be read are reported in one line. Of real steps: distributed/output/test_tensorboard.py."""
 
 from __future__ import annotations
 
