@@ -6,6 +6,8 @@ inference.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +21,8 @@ from horovod_train.errors import UserError
 from horovod_train.subclass import take_class
 
 T = TypeVar("T")
+_layer_numbers = itertools.count()
+"""Layers are numbered over all models, in the order of their first call in training: the same order on all ranks."""
 _row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)
 
 
@@ -39,8 +43,8 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
     layers = [layer for layer in layers_inside(model) if isinstance(layer, keras.layers.BatchNormalization)]
     if not layers:
         raise UserError("train.sync_batch_norm: the model has no BatchNormalization layer. Leave it out.")
-    for number, layer in enumerate(layers):
-        _synchronise(layer, f"sync_batch_norm.{number}", deterministic=deterministic)
+    for layer in layers:
+        _synchronise(layer, deterministic=deterministic)
     return model
 
 
@@ -78,7 +82,7 @@ def parts_in(value: Any, kind: type[T]) -> Iterator[T]:
             yield from parts_in(part, kind)
 
 
-def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, deterministic: bool) -> None:
+def _synchronise(layer: keras.layers.BatchNormalization, *, deterministic: bool) -> None:
     base = type(layer)
     if issubclass(base, _Synchronised):
         return
@@ -86,6 +90,8 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, determini
     if base.call is not keras.layers.BatchNormalization.call or renorm:
         reason = "renorm=True" if renorm else f"its own call() ({base.__name__})"
         raise UserError(f"train.sync_batch_norm: cannot synchronise layer {layer.path}: it has {reason}.")
+
+    number_of_layer = functools.cache(lambda: next(_layer_numbers))
 
     class Synchronised(base, _Synchronised):  # type: ignore[misc, valid-type]
         def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
@@ -98,7 +104,7 @@ def _synchronise(layer: keras.layers.BatchNormalization, name: str, *, determini
                 _position_weights(x, axis, mask, layer.path),
                 axis,
                 self.epsilon,
-                exchange_name(name),
+                exchange_name(f"sync_batch_norm.{number_of_layer()}"),
                 deterministic=deterministic,
             )
             for average, value in ((self.moving_mean, mean), (self.moving_variance, variance)):

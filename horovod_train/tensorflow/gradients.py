@@ -114,10 +114,10 @@ class GradientCombiner:
 
     def _exchange_prefix(self, variables: Sequence[Any] | None) -> str:
         """Return the first part of the names of exchanges: the same on all ranks, and different for each use."""
-        first = variables[0] if variables else None
-        if self._arguments.name or first is None or isinstance(first, tf.Tensor):
-            return self._arguments.name or self._owner
-        return f"{self._owner}.{number_of(first, self.ranks)}"
+        prefix, first = self._arguments.name or self._owner, variables[0] if variables else None
+        if first is None or isinstance(first, tf.Tensor):
+            return prefix
+        return f"{prefix}.{number_of(first, self.ranks)}"  # two optimizers of a script may have one name
 
     def _combine(self, grad: Any, name: str) -> Any:
         is_sparse = isinstance(grad, tf.IndexedSlices) and not self._arguments.sparse_as_dense
