@@ -62,6 +62,13 @@ class Dawdle(keras.callbacks.Callback):
             time.sleep(LONG_S / 4)
 
 
+def batches_of(x: np.ndarray, y: np.ndarray) -> tf.data.Dataset:
+    """Batches without TensorFlow's autotuning: `fit` would wait for its thread, at times for seconds, when it ends."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(4).with_options(options)
+
+
 def penalise_inputs() -> None:
     """Differentiate by weights and by inputs, which are other ones on each rank, as adversarial training does."""
     weights = model.trainable_variables
@@ -113,8 +120,10 @@ elif TROUBLE == "takes-its-time":
 elif TROUBLE == "trains-on":
     callbacks.append(Tell())
 epochs = 100_000 if TROUBLE == "trains-on" else 4
-own: Any = {"validation_data": (x[:24], y[:24]), "validation_freq": 4} if TROUBLE == "takes-its-time" else {}
-history = model.fit(x, y, batch_size=4, epochs=epochs, verbose=0, callbacks=callbacks, **own)
+own: Any = {"x": x, "y": y, "batch_size": 4}
+if TROUBLE == "takes-its-time":
+    own = {"x": batches_of(x, y), "validation_data": batches_of(x[:24], y[:24]), "validation_freq": 4}
+history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **own)
 print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)
 print(f"{int(optimizer.iterations)} steps", flush=True)
 if TROUBLE == "takes-its-time":
