@@ -19,8 +19,8 @@ from horovod_train.output.rank_log_reader import TROUBLE, Entry, Introduction, r
 _LAST_STEP = re.compile(r"ends at step (\d+)$")
 _LOG = re.compile(r"rank-(\d+)\.log")
 GONE_AFTER_S = 10.0
-"""A run without a lease, whose logs do not say how it ended, is over after this long. A run that fails gives its lease
-up before its ranks write how they ended.
+"""A run without a lease, whose logs do not say how it ended, is over if they are this old. A run that fails gives its
+lease up before its ranks write how they ended.
 """
 
 
@@ -108,15 +108,13 @@ class Follower:
     _last_step: int | None = None
     _refreshed: tuple[float, float] | None = None
     """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
-    _missing_since: float | None = None
-    """When this process first saw no lease, by its clock."""
 
     def __post_init__(self) -> None:
         require_run(self.run_dir)
 
     def look(self) -> Look:
         silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
-        for path in sorted((self.run_dir / FOLDER).glob("rank-*.log")):
+        for path in self._logs():
             self._read_log(path)
         self._read_rows()
         size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
@@ -132,6 +130,9 @@ class Follower:
             is_over=has_ended or (silent_s is not None and silent_s > STALE_S),
         )
         return self.last
+
+    def _logs(self) -> list[Path]:
+        return sorted((self.run_dir / FOLDER).glob("rank-*.log"))
 
     def _new(self, path: Path) -> tuple[bool, list[str]]:
         return self._tails.setdefault(path.name, _Tail(path)).new_lines()
@@ -171,10 +172,8 @@ class Follower:
         try:
             _, refreshed, runs_here = read_lease(self.run_dir)
         except OSError:
-            if self._missing_since is None:
-                self._missing_since = time.monotonic()
-            return float("inf") if time.monotonic() - self._missing_since > GONE_AFTER_S else None
-        self._missing_since = None
+            last_written = max((path.stat().st_mtime for path in self._logs()), default=0.0)
+            return float("inf") if time.time() - last_written > GONE_AFTER_S else None
         if runs_here is not None:
             return None if runs_here else float("inf")
         if self._refreshed is None or self._refreshed[0] != refreshed:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,9 +143,7 @@ def test_a_run_whose_process_has_gone_is_over(run: Run) -> None:
     assert "no sign of life" in "\n".join(shown(follower))
 
 
-def test_a_run_that_has_given_up_its_lease_has_time_to_say_how_it_ended(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_given_up_its_lease_has_time_to_say_how_it_ended(run: Run) -> None:
     run.train(10)
     follower = Follower(run.folder)
     run.lease.close()
@@ -154,13 +151,15 @@ def test_a_run_that_has_given_up_its_lease_has_time_to_say_how_it_ended(
     run.end()
     assert follower.look().is_over
     assert follower.last.silent_s is None
-    silent = Follower(run.folder)
+
+
+def test_a_run_without_lease_and_end_whose_logs_are_old_has_gone(run: Run) -> None:
+    run.train(10)
+    run.lease.close()
+    assert not Follower(run.folder).look().is_over
     for log in (run.folder / "logs").iterdir():
-        log.unlink()
-    assert not silent.look().is_over
-    now = time.monotonic() + GONE_AFTER_S
-    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: now + 1))
-    assert silent.look().is_over
+        os.utime(log, (time.time() - GONE_AFTER_S - 1,) * 2)
+    assert Follower(run.folder).look().is_over
 
 
 def test_a_run_that_ends_between_two_looks_at_its_files_has_not_gone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
