@@ -19,6 +19,7 @@ from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.errors import RunError
 from horovod_train.training.parts.losses import Loss, LossFunction, Term, build_loss
 from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.training.parts.per_record import RecordLosses
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.objective import Objective
 from horovod_train.training.steps.step import TrainStep
@@ -51,15 +52,15 @@ def batches(bad: range, *, inputs: bool) -> Iterator[Batch]:
         )
 
 
-def jumpy(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    plain = build_loss(LOSS)(targets, outputs)["loss"]
-    return plain + tf.where(targets == WEIRD, np.inf, 0.0)
+def jumpy(targets: tf.Tensor, outputs: tf.Tensor) -> RecordLosses:
+    plain = build_loss(LOSS)(targets, outputs)["loss"].values
+    return RecordLosses(plain + tf.where(targets == WEIRD, np.inf, 0.0), None)
 
 
-def steep(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+def steep(targets: tf.Tensor, outputs: tf.Tensor) -> RecordLosses:
     """Of WEIRD labels finite, and its gradient is not: that of a root at 0."""
-    plain = build_loss(LOSS)(targets, outputs)["loss"]
-    return plain + tf.sqrt(tf.where(targets == WEIRD, 0.0 * tf.reduce_sum(outputs, axis=-1), 1.0))
+    plain = build_loss(LOSS)(targets, outputs)["loss"].values
+    return RecordLosses(plain + tf.sqrt(tf.where(targets == WEIRD, 0.0 * tf.reduce_sum(outputs, axis=-1), 1.0)), None)
 
 
 def why_not_saved(state: TrainState) -> str:

@@ -92,7 +92,7 @@ optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.5))
 for step in range(3):
     batch = share(step)
     with tf.GradientTape() as tape:
-        values = build_loss(LOSS)(batch.targets, naive(batch.inputs))["loss"] * batch.weights
+        values = build_loss(LOSS)(batch.targets, naive(batch.inputs))["loss"].values * batch.weights
         mean = tf.reduce_sum(values) / tf.maximum(tf.reduce_sum(batch.weights), 1.0)
     optimizer.apply(tape.gradient(mean, naive.trainable_variables), naive.trainable_variables)
 plain = build_model()
