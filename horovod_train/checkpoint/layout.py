@@ -40,7 +40,7 @@ Read = TypeVar("Read")
 Written = TypeVar("Written", bound=WithConfig)
 
 
-class Found(NamedTuple, Generic[Written]):
+class ResumePoint(NamedTuple, Generic[Written]):
     """The checkpoint that a run starts from; by step, the damaged ones that are skipped."""
 
     checkpoint: Written | None
@@ -134,7 +134,7 @@ def origin(checkpoint: WithConfig) -> str:
     return checkpoint.began_at or path_in(checkpoint.config.get("checkpoint", {}).get("resume", "auto"))
 
 
-def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Found[Written]:
+def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> ResumePoint[Written]:
     """Return the checkpoint that a run starts from: the newest whole one (auto), none (never), or the one at a path.
 
     folder: the run's checkpoints. A run that began at a path and is given it again, for example if it is requeued,
@@ -150,15 +150,15 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Fo
                     f"checkpoint.resume: never, but {folder} holds checkpoints, which the run would replace. "
                     "Choose another --output-dir, remove them, or resume from them: --resume auto."
                 )
-            return Found(None, {})
+            return ResumePoint(None, {})
         checkpoint, damaged = newest_whole(folder, read)
     except OSError as error:
         raise UserError(f"checkpoint.resume: {resume}: cannot read {folder}: {reason(error)}.") from error
     if resume != "auto":
         began_at = origin(checkpoint) if checkpoint else ""
         if began_at and os.path.abspath(began_at) == os.path.abspath(resume):
-            return Found(checkpoint, damaged, instead_of=resume)
-        return Found(read_at(resume, "checkpoint.resume", read), {})
+            return ResumePoint(checkpoint, damaged, instead_of=resume)
+        return ResumePoint(read_at(resume, "checkpoint.resume", read), {})
     if checkpoint is None and damaged:
         newest_step = max(damaged)
         raise UserError(
@@ -166,4 +166,4 @@ def find_start(folder: Path, resume: str, read: Callable[[Path], Written]) -> Fo
             f"the newest, step {newest_step}: {damaged[newest_step]}. Choose another --output-dir, or remove "
             "them to start anew."
         )
-    return Found(checkpoint, damaged)
+    return ResumePoint(checkpoint, damaged)

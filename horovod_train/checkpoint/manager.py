@@ -107,12 +107,12 @@ class CheckpointStore:
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def find(self, resume: str) -> Checkpoint | None:
-        found = find_start(self.checkpoints.folder, resume, verify)
-        for step, damage in found.damaged.items():
+        start = find_start(self.checkpoints.folder, resume, verify)
+        for step, damage in start.damaged.items():
             self._set_aside_damaged(step, damage)
-        if explanation := found.explanation():
+        if explanation := start.explanation():
             log.info(explanation)
-        checkpoint = found.checkpoint
+        checkpoint = start.checkpoint
         self._last_whole = None if checkpoint is None else checkpoint.folder
         return checkpoint
 

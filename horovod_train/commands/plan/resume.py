@@ -38,9 +38,9 @@ def find_resume(config: Config) -> tuple[Start | None, list[str]]:
     if config.output_dir is None:
         return None, []
     folder = Path(config.output_dir) / CHECKPOINTS
-    found = find_start(folder, config.checkpoint.resume, _read)
-    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in found.damaged.items()]
-    return found.checkpoint, [*notes, *filter(None, [found.explanation()])]
+    point = find_start(folder, config.checkpoint.resume, _read)
+    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
+    return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
 
 
 def _read(folder: Path) -> Start:
