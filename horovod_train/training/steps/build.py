@@ -54,7 +54,7 @@ def build_training(
         loss.check_classes(schema)
     metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
     where = "data.dataset" if config.data.dataset else "data.train"
-    fit = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
+    traced = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
     plain, slots = prepare_optimizer(config, model, horizon)
     optimizer = DistributedOptimizer(plain, **exchange_options(config))
     optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
@@ -67,7 +67,7 @@ def build_training(
             size=group.size,
             accumulate_steps=config.train.accumulate_steps,
             l2=config.train.l2,
-            has_masks=fit.has_masks,
+            has_masks=traced.has_masks,
             jit_compile=config.jit_compile,
         )
         return TrainStep(
@@ -87,7 +87,7 @@ def build_training(
         [*loss.names, "penalty"],
         build_step,
         tuple(origins(model, config)),
-        tuple(_warnings(config, group.size, train, fit.has_own_losses, _needs_sums(config, loss, fit.has_masks))),
+        tuple(_warnings(config, group.size, train, traced.has_own_losses, _needs_sums(config, loss, traced.has_masks))),
         slots.averages(),
     )
 

@@ -23,7 +23,7 @@ from horovod_train.training.parts.metrics import Accumulator
 from horovod_train.training.steps.traced import assigned_by, check_draws, check_variables
 
 
-class Fit(NamedTuple):
+class TraceResult(NamedTuple):
     """What tracing shows of a model and its loss."""
 
     has_own_losses: bool
@@ -34,13 +34,13 @@ class Fit(NamedTuple):
 
 def check_fits(
     model: keras.Model, loss: Loss, metrics: Accumulator, batch: Batch, where: str, *, training: bool = False
-) -> Fit:
+) -> TraceResult:
     """Trace model, loss and metrics on the shapes of `batch` (of tf.TensorSpec), without computing.
 
     Raises UserError where the model does not accept the records, and in training for draws and changes of variables
     that a checkpoint would not have.
     """
-    fits: list[Fit] = []
+    results: list[TraceResult] = []
 
     def forward(records: Batch) -> None:
         with rows_that_count(records.real):
@@ -48,7 +48,7 @@ def check_fits(
         of_weights = [weight for weight in model.trainable_weights if weight.regularizer is not None]
         losses = loss.weigh(records.targets, outputs, records.weights)
         has_masks = any(of_term.mask is not None for of_term in loss(records.targets, outputs).values())
-        fits[:] = [Fit(len(model.losses) > len(of_weights), has_masks)]
+        results[:] = [TraceResult(len(model.losses) > len(of_weights), has_masks)]
         metrics.add(losses, records.targets, outputs, records.real)
 
     try:
@@ -61,7 +61,7 @@ def check_fits(
         check_draws(function, "the model", "model.name")
         known = [*model.variables, *metrics.variables]
         check_variables(assigned_by(function), known, "the model changes", "model.name")
-    return fits[0]
+    return results[0]
 
 
 class PassResult(NamedTuple):
