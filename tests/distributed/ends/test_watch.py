@@ -113,8 +113,11 @@ def plain(line: str) -> str:
 
 
 def our_lines(job: Job) -> list[str]:
-    """horovodrun may put the end of a line after another that Horovod writes at the same moment on another rank."""
-    said = [re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+: E .*", "", line) for line in job.said]
+    """Horovod writes a line at the same moment, on another rank and on this one, where its "[" comes before the rest.
+
+    Our line may stand before what it writes, or after that "[".
+    """
+    said = [re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+: E .*|\[(?=(warning|error|stopped): )", "", line) for line in job.said]
     return [plain(line) for line in said if re.search(r"(^|:)(warning|error|stopped): ", line)]
 
 
