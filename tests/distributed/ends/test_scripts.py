@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PROGRAMS, Finished, launcher_command, run_process, warm_python
-from test_watch import started, until
+from test_watch import ours_among, started, until
 
 BEFORE_RANKS_MEET = ("decides-too-early", "forgets", "wraps-twice")
 """Each rank shows its own line: the ranks of a script meet at the first broadcast."""
@@ -23,7 +23,7 @@ def run_script(tmp_path: Path, launcher: str, trouble: str) -> Finished:
 
 
 def own_lines(finished: Finished) -> list[str]:
-    return [line for line in finished.stderr.splitlines() if line.startswith(("error:", "stopped:", "warning:"))]
+    return ours_among(finished.stderr.splitlines())
 
 
 def test_a_script_that_is_right_ends_with_0_and_says_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,13 +112,17 @@ def plain(line: str) -> str:
     return re.sub(r"for \d+ s", "for N s", re.sub(r"(rank \d+) \([^)]+\)", r"\1 (HOST)", line))
 
 
-def our_lines(job: Job) -> list[str]:
+def ours_among(lines: Iterable[str]) -> list[str]:
     """Horovod writes a line at the same moment, on another rank and on this one, where its "[" comes before the rest.
 
     Our line may stand before what it writes, or after that "[".
     """
-    said = [re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+: E .*|\[(?=(warning|error|stopped): )", "", line) for line in job.said]
-    return [plain(line) for line in said if re.search(r"(^|:)(warning|error|stopped): ", line)]
+    said = [re.sub(r"\[\d{4}-\d\d-\d\d [\d:.]+: E .*|\[(?=(warning|error|stopped): )", "", line) for line in lines]
+    return [line for line in said if re.search(r"(^|:)(warning|error|stopped): ", line)]
+
+
+def our_lines(job: Job) -> list[str]:
+    return [plain(line) for line in ours_among(job.said)]
 
 
 @pytest.mark.parametrize(
