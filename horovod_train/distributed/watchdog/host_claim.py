@@ -1,7 +1,7 @@
 """Which rank of a host prints a line that all of its ranks know: the first that asks. A rank that died cannot ask.
 
-The ranks of a host share an empty file without a name, so nothing is left when they end, however they end. In memory,
-not on a disk or in the run directory: those may hang when a run fails, and whoever asks must not wait.
+The ranks of a host share an empty file. It loses its name when all have opened it, so that nothing is left from then
+on, however they end. It lies in memory, not on a disk, which may hang when a run fails: a rank that asks must not wait.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Weighed(NamedTuple):
     """float32: Σ weight over the records."""
     weights: dict[str, tf.Tensor]
     """float32 [batch]: the weight of each record, 0 for padding; with a mask [batch, ...], of each position."""
-    masks: Any = None
+    masks: Any
     """The mask of each output, or None: bool [batch, ...], in the structure of the outputs."""
 
 
