@@ -200,6 +200,10 @@ class GradientExchange:
             values = values / tf.cast(number_of_ranks(ranks), values.dtype)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
+    def combining(self, name: str) -> Combine:
+        """Return the exchange as `distribute` takes it. name: of the gradients, for `combine_each`."""
+        return lambda gradients, variables, optimizer_name: self.combine_each(gradients, name)
+
     def combine_each(self, gradients: Sequence[Any], name: str) -> list[Any]:
         """Combine each gradient, None where it is None; small dense ones of a dtype as one tensor.
 

@@ -14,6 +14,7 @@ import keras
 
 from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.config.settings import Config
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
@@ -24,6 +25,7 @@ from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.inference.restore import Weights, build_bare_model, load_weights
 from horovod_train.output.rank_log import NullRankLog
 from horovod_train.training.build import build_split
+from horovod_train.training.parts.compiled import compile_model
 from horovod_train.training.shared_records import open_on_all_ranks
 from horovod_train.training.steps.build import build_evaluation
 
@@ -50,7 +52,8 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         records = open_on_all_ranks(config.data, ["eval"], group)["eval"]
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
-            step = build_evaluation(config, group, trained.model, pipeline).step
+            compiled = compile_model(config, trained.model, None)
+            step = build_evaluation(config, group, compiled, pipeline).step
         group.heartbeat.set_probe(step.counter)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)
@@ -79,7 +82,7 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             outputs = Outputs(model, pipeline, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 
-        def collect(batches: Batches, steps: int) -> None:
+        def collect(batches: Batches, steps: int, _: StepSize) -> None:
             ids, rows = outputs.compute(batches, steps)
             file.put(group.to_root(ids), {name: group.to_root(values) for name, values in rows.items()})
 
@@ -115,9 +118,9 @@ def _with_batch(config: Config, size: int) -> Config:
     return dataclasses.replace(config, data=data)
 
 
-def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Batches, int], None]) -> None:
-    """Call act(batches, steps), with at most `most` steps each time, until every record has been used once."""
+def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[Batches, int, StepSize], None]) -> None:
+    """Call act(batches, steps, size), with at most `most` steps each time, until every record has been used once."""
     with pipeline.explaining():
-        for batches, steps in pipeline.one_epoch(most):
+        for batches, steps, size in pipeline.one_epoch(most):
             group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
-            act(batches, steps)
+            act(batches, steps, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,14 +27,13 @@ from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.parts.callbacks import Callbacks, load_callbacks
+from horovod_train.training.parts.compiled import compile_model
 from horovod_train.training.parts.fine_tuning import Freezing, enable_lora
 from horovod_train.training.parts.initial_weights import check_source
 from horovod_train.training.state import TrainState
-from horovod_train.training.steps.build import build_evaluation, build_training
-from horovod_train.training.steps.built import Evaluation, Training
+from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
 from horovod_train.training.steps.graph import check_names
 from horovod_train.training.steps.histograms import find_layers
-from horovod_train.training.steps.own.step import OwnEvalStep, OwnTrainStep
 from horovod_train.training.steps.step import EvalStep, TrainStep
 from horovod_train.training.sync import build_strategy
 from horovod_train.training.sync.strategy import SyncParts
@@ -46,8 +46,8 @@ class Components:
     train: BatchSource
     eval: BatchSource | None
     state: TrainState
-    train_step: TrainStep | OwnTrainStep
-    eval_step: EvalStep | OwnEvalStep | None
+    train_step: TrainStep
+    eval_step: EvalStep | None
     """None: there is no evaluation."""
     best: BestTracker
     early_stopping: EarlyStopping
@@ -81,8 +81,11 @@ def build_components(
     model = _build_model(config, group)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
-    training = build_training(config, group, model, train, horizon, data.schema if isinstance(data, Records) else None)
-    evaluation = build_evaluation(config, group, model, eval_) if eval_ else None
+    compiled = compile_model(config, model, horizon)
+    if isinstance(data, Records):
+        compiled.check_classes(data.schema)
+    training = build_training(config, group, compiled, train)
+    evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
     _check_watched(config, evaluation)
     find_layers(model, config.log.activations)
     check_names(model, config.log.graph_names)
@@ -95,7 +98,7 @@ def build_components(
     state = _build_state(config, group, model, training, tracked)
     freezing.apply(0)
     train_step = training.make_step(state)
-    _attach_callbacks(callbacks, state, train_step.metrics.names, evaluation, horizon)
+    _attach_callbacks(callbacks, state, train_step.figures.names, evaluation, horizon)
     return Components(
         train=train,
         eval=eval_,
@@ -107,11 +110,11 @@ def build_components(
         evaluated=evaluated,
         last_step=horizon.total_steps,
         freezing=freezing,
-        origins=(*training.origins, *(evaluation.origins if evaluation else ())),
+        origins=training.origins,
         averages=_use_of_averages(state.averages, callbacks, evaluation),
         callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),
-        warnings=(*training.warnings, *(evaluation.warnings if evaluation else ())),
+        warnings=training.warnings,
     )
 
 
@@ -123,11 +126,22 @@ def _build_state(
         raise UserError("train.ema_decay: the optimizer keeps averages itself (use_ema); leave out one of the two.")
     # Slots of an optimizer are among its variables.
     averaged = [] if averages.are_of_optimizer else list(averages.variables.values())
-    optimizer = training.optimizer
+    optimizers, exchange = training.optimizers, training.exchange
     strategy = build_strategy(
-        SyncParts(config.train, group, model, optimizer, averaged, config.horovod.sparse_as_dense)
+        SyncParts(
+            config.train,
+            group,
+            model,
+            functools.partial(exchange.combine_each, name="settled.gradient"),
+            optimizers.variables,
+            [*optimizers.learning_rates.values()],
+            training.forward_state.variables,
+            averaged,
+            config.horovod.sparse_as_dense,
+        )
     )
-    return TrainState(model, optimizer, tracked, averages=averages, synchronization=strategy, losses=training.losses)
+    losses = ["loss"] if training.knows_loss else []
+    return TrainState(model, optimizers, tracked, averages=averages, synchronization=strategy, losses=losses)
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:

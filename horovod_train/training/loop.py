@@ -43,7 +43,7 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         last_step = min(parts.last_step, sync_step if requested else parts.last_step)
         hook_step = min((hook.next_step(step) for hook in hooks), default=last_step)
         until = int(min(last_step, step + run.config.train.steps_per_call, hook_step))
-        step = _train_until(run, until, batches, audit)
+        step = _train_until(run, parts.train.same_size_until(position(state, parts.train), step, until), batches, audit)
         ended = _call(run, step, [hook for hook in hooks if hook.is_due(step)])
         # A hook that ends the run may be an evaluation interrupted by a stop request.
         requested = requested or (stopping.vote() if ended else stopping.vote_periodically())
@@ -72,7 +72,8 @@ def _remaining_batches(run: Run) -> Batches:
 def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
     """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
     state, clock, stopping = run.state, run.clock, run.stopping
-    done, continues, ids = run.parts.train_step.run(batches, step - int(state.step))
+    size = run.parts.train.size_of(position(state, run.parts.train))
+    done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
     run.group.heartbeat.phase("train")
     run.group.heartbeat.record_first_step()
     if not clock.is_running:

@@ -32,10 +32,10 @@ class Failure:
         self._variable = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
-    def note(self, step: tf.Tensor, local_gradients: Sequence[Any], loss: tf.Tensor, skips: tf.Tensor) -> None:
-        """In the compiled step: note that the combined gradients are not finite."""
+    def note(self, step: tf.Tensor, is_cause: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor) -> None:
+        """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above."""
         self.step.assign(step)
-        self.is_cause.assign(tf.logical_not(are_finite(local_gradients)))
+        self.is_cause.assign(is_cause)
         self.loss.assign(loss)
         self.skips.assign(skips)
 
@@ -112,12 +112,24 @@ def restored_if_nonfinite(variables: Sequence[tf.Variable], checked: Sequence[tf
     """
     before = [variable.read_value() for variable in variables]
     yield
+    if checked:
+        _restore_if(tf.logical_not(are_finite(checked)), variables, before)
 
+
+@contextmanager
+def restored_if(condition: tf.Tensor, variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """In a compiled step: set variables back to their values after the block, if a condition holds; bool scalar."""
+    before = [variable.read_value() for variable in variables]
+    yield
+    _restore_if(condition, variables, before)
+
+
+def _restore_if(condition: tf.Tensor, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     def restore() -> None:
-        for variable, value in zip(variables, before, strict=True):
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
 
-    tf.cond(are_finite(checked), lambda: None, restore)
+    tf.cond(condition, restore, lambda: None)
 
 
 def poison_if_nonfinite(loss: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:

@@ -34,7 +34,7 @@ from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
 from horovod_train.training.shared_records import open_on_all_ranks
-from horovod_train.training.steps.step import Steps
+from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
 from horovod_train.training.streams import open_streams
 
@@ -91,7 +91,7 @@ def open_run(config: Config) -> Iterator[Run]:
         yield Run(config, group, output, store, stopping, run_end, parts, checkpoint, started, times)
 
 
-def _measured_phase(group: WorkerGroup, train_step: Steps) -> str | None:
+def _measured_phase(group: WorkerGroup, train_step: TrainStep) -> str | None:
     """Return this rank's phase as PhaseTimes counts it. The step's own phase is inside the compiled call."""
     name, outer_phase = group.heartbeat.name, group.heartbeat.outer_phase
     if name == TRAIN:

@@ -129,9 +129,10 @@ def _open_audit(run: Run) -> Audit:
 
 
 def _draw_graph(run: Run) -> None:
-    spec, names, rank = run.parts.train.element_spec, run.config.log.graph_names, run.group.rank
+    train, names, rank = run.parts.train, run.config.log.graph_names, run.group.rank
+    spec, size = train.element_spec, train.size_of(0)
     with run.group.heartbeat.phase("compile"):
-        run.output.tensorboard.add_graph(lambda: draw_step(run.parts.train_step, spec, rank=rank, names=names))
+        run.output.tensorboard.add_graph(lambda: draw_step(run.parts.train_step, spec, size, rank=rank, names=names))
 
 
 @contextmanager

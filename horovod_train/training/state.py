@@ -41,7 +41,7 @@ class TrainState:
         *,
         averages: Averages | None = None,
         synchronization: SyncStrategy | None = None,
-        losses: Sequence[str] = ("loss", "penalty"),
+        losses: Sequence[str] = ("loss",),
     ) -> None:
         """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
 
@@ -53,7 +53,7 @@ class TrainState:
         self.model, self.optimizer = model, optimizer
         self.tracked = dict(tracked or {})
         self.averages = averages or MovingAverages(model, None)
-        self.synchronization = synchronization or EveryStep(optimizer)
+        self.synchronization = synchronization or EveryStep()
         # On the host: the watchdog reads them, and a device that is stuck could not be read.
         with tf.device("CPU:0"):
             self.step, self.epoch, self.records = (
@@ -93,11 +93,10 @@ class TrainState:
         statistics = (variable for variable in weights if not variable.trainable and variable.dtype.is_floating)
         return [*statistics, *self._losses]
 
-    @property
-    def finite_statistics(self) -> list[tf.Variable]:
-        """Those of the statistics that must stay finite."""
+    def finite(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """Return those of some variables that must stay finite."""
         must = {variable.ref() for name, variable in self._numbers().items() if name in self._must_stay_finite}
-        return [variable for variable in self.statistics if variable.ref() in must]
+        return [variable for variable in variables if variable.ref() in must]
 
     @property
     def rates(self) -> dict[str, tf.Variable]:

@@ -26,6 +26,15 @@ class StepRange(NamedTuple):
     last: int
 
 
+class StepSize(NamedTuple):
+    """How many records a step has, as far as the plan of the epoch tells; a step is compiled once for each size."""
+
+    rows: int | None
+    """Of this rank; None: only the data tells."""
+    is_full: bool
+    """Whether all ranks have all rows of their batches."""
+
+
 class BatchSource(ABC):
     """One rank's batches, epoch by epoch, in steps that all ranks take together."""
 
@@ -42,6 +51,8 @@ class BatchSource(ABC):
     """Equal for two sources, of any rank and size, if a position in an epoch means the same records."""
     content: str
     """A digest of what the records hold; "" if it is not known."""
+    has_weights: bool = False
+    """Whether the records have weights in the loss."""
     data_sets: Sequence[DataSet] = ()
     """The data sets that the records are from."""
     files: str
@@ -98,6 +109,21 @@ class BatchSource(ABC):
         """Return the number of records over all ranks in a step of an epoch, counted from 0."""
 
     @abstractmethod
+    def size_of(self, step: int) -> StepSize:
+        """Return the size of a step of an epoch, counted from 0."""
+
+    def same_size_until(self, step: int, first: int, last: int) -> int:
+        """Return the last of the steps first + 1 … last of a run such that all up to it have one size.
+
+        step: that of the epoch which comes after `first` steps of the run.
+        """
+        size = self.size_of(step % self.steps_per_epoch)
+        for ahead in range(1, last - first):
+            if self.size_of((step + ahead) % self.steps_per_epoch) != size:
+                return first + ahead
+        return last
+
+    @abstractmethod
     def scaled(self, batch: Batch) -> Batch:
         """Return the batch as the model gets it: cast, scaled and offset.
 
@@ -116,11 +142,16 @@ class BatchSource(ABC):
     def _set_failure(self, failure: Exception) -> None:
         self._failure = failure
 
-    def one_epoch(self, max_steps: int) -> Iterator[tuple[Batches, int]]:
-        """Yield (batches, steps) for one epoch; the caller takes `steps` batches each time, at most `max_steps`."""
-        batches = self.batches(epoch=0, epochs=1)
-        for first in range(0, self.steps_per_epoch, max_steps):
-            yield batches, min(max_steps, self.steps_per_epoch - first)
+    def one_epoch(self, max_steps: int) -> Iterator[tuple[Batches, int, StepSize]]:
+        """Yield (batches, steps, their size) for one epoch.
+
+        The caller takes `steps` batches each time, at most `max_steps`.
+        """
+        batches, first = self.batches(epoch=0, epochs=1), 0
+        while first < self.steps_per_epoch:
+            last = self.same_size_until(first, first, min(first + max_steps, self.steps_per_epoch))
+            yield batches, last - first, self.size_of(first)
+            first = last
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from horovod_train.data.order import counter_rng
 from horovod_train.data.order.sampler import Plan
 from horovod_train.data.parsing.serialized import build_parser
 from horovod_train.data.pipeline.batch import Batch, Tensors, pick, tensors_by_name
-from horovod_train.data.pipeline.batch_source import BatchSource, StepRange
+from horovod_train.data.pipeline.batch_source import BatchSource, StepRange, StepSize
 from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
 from horovod_train.data.pipeline.feed import prefetch_to
 from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, Unparsed
@@ -40,7 +40,9 @@ class Pipeline(BatchSource):
     """What one rank reads of one split. Made by build_pipeline."""
 
     def __init__(self, records: Records, plan: Plan, config: DataConfig, ranks: Ranks, *, training: bool) -> None:
-        self._plan, self._records, self._config = plan, records, config
+        self._plan, self._records, self._config, self._ranks = plan, records, config, ranks
+        self._sizes: dict[int, StepSize] = {}
+        self.has_weights = config.weight is not None
         used = {*records.schema.inputs, *records.schema.targets}
         self._features = {n: f for n, f in records.schema.features.items() if n in used or n == config.weight}
         self._parser = build_parser(records.source, self._features, config)
@@ -72,6 +74,15 @@ class Pipeline(BatchSource):
 
     def count(self, step: int) -> int:
         return self._plan.count(step)
+
+    def size_of(self, step: int) -> StepSize:
+        if self._config.on_bad_record == "skip":
+            return StepSize(None, False)
+        if step not in self._sizes:  # all steps are alike but the last
+            rows = int(self._plan.positions(self._ranks.rank, self._ranks.size, step, step + 1)[1].sum())
+            is_full = self._plan.count(step) == self.batch_size_per_rank * self._ranks.size
+            self._sizes[step] = StepSize(rows, is_full)
+        return self._sizes[step]
 
     @property
     def bytes_to_cache(self) -> int:

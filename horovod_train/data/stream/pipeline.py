@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.batch_source import BatchSource, StepRange
+from horovod_train.data.pipeline.batch_source import BatchSource, StepRange, StepSize
 from horovod_train.data.pipeline.feed import prefetch_to
 from horovod_train.data.stream.users import WHERE, Stream
 from horovod_train.errors import UserError
@@ -39,6 +39,7 @@ class StreamPipeline(BatchSource):
         """rows: of a rank's batch. lengths: the records of each rank in epoch 0, if the steps are made for them."""
         self._stream, self._lengths, self._prefetch = stream, lengths, prefetch_batches
         ranks, self.batch_size_per_rank = stream.ranks, rows
+        self.has_weights = len(stream.elements) == 3
         self.global_batch_size = self.batch_size_per_rank * ranks.size
         self.steps_per_epoch = steps_per_epoch
         self.num_records = steps_per_epoch * self.global_batch_size
@@ -63,6 +64,9 @@ class StreamPipeline(BatchSource):
         if self._lengths is None:
             return self.global_batch_size
         return sum(min(max(length - step * rows, 0), rows) for length in self._lengths)
+
+    def size_of(self, step: int) -> StepSize:
+        return StepSize(None, False)
 
     def scaled(self, batch: Batch) -> Batch:
         return batch

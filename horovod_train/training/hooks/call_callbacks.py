@@ -88,7 +88,7 @@ def _end_epoch(run: Run, step: int) -> StopReason | None:
 
 def _logs(run: Run, step: int) -> dict[str, float]:
     """Return on root the figures of the newest line of training, and of the evaluation at this step, as `val_…`."""
-    figures = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.metrics.names}
+    figures = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.figures.names}
     if run.parts.eval_step and is_evaluated(run, step):
         values = run.output.last_metrics("eval")
         figures |= {f"val_{name}": values.get(name) for name in run.parts.eval_step.metrics.names}

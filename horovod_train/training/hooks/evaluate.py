@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.training.hooks.tell_callbacks import tell
 from horovod_train.training.run_record import Run
-from horovod_train.training.steps.own.step import OwnEvalStep
 from horovod_train.training.steps.step import EvalStep
 from horovod_train.training.stopping import StopReason
 
@@ -45,12 +44,12 @@ def is_evaluated(run: Run, step: int) -> bool:
     return int(run.parts.evaluated) == step
 
 
-def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep | OwnEvalStep) -> StopReason | None:
+def _evaluate_all(run: Run, pipeline: BatchSource, step: EvalStep) -> StopReason | None:
     step.counter.step = int(run.state.step)
-    for batches, steps in pipeline.one_epoch(run.config.train.steps_per_call):
+    for batches, steps, size in pipeline.one_epoch(run.config.train.steps_per_call):
         # By default errors are explained from the training data, and progress is that of training.
         with run.group.heartbeat.probing(step.counter), pipeline.explaining():
-            step.run(batches, steps)
+            step.run(batches, steps, size)
         if reason := run.stopping.vote_periodically():
             return reason
     return None

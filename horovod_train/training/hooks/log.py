@@ -73,15 +73,8 @@ class LogTraining:
 
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:
-    values = run.parts.train_step.metrics.result(run.group)
+    values = run.parts.train_step.figures.result(run.group)
     averages = run.state.average_losses(run.group)
-    if not averages:  # the figures of a model's own step
-        return values
-    for losses in (values, averages):
-        losses["total_loss"] = losses["loss"] + losses["penalty"]
-    if not values["penalty"]:  # without a penalty, total_loss is the loss
-        for name in ("penalty", "total_loss"):
-            del values[name], averages[name]
     return values | {f"{name}_average": average for name, average in averages.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.training.run_record import Run
 from horovod_train.training.steps.histograms import Summaries
-from horovod_train.training.steps.step import TrainStep
 
 
 def show_progress(run: Run, step: int) -> None:
@@ -14,13 +13,12 @@ def show_progress(run: Run, step: int) -> None:
 
 class ShowHistograms:
     def __init__(self, run: Run) -> None:
-        step = run.parts.train_step
-        assert isinstance(step, TrainStep)  # settings of histograms are refused with a model's own
+        train, step = run.parts.train, run.parts.train_step
 
         def first_batch() -> Batch:
-            return run.parts.train.scaled(next(run.parts.train.batches(epoch=0, epochs=1)))
+            return train.scaled(next(train.batches(epoch=0, epochs=1)))
 
-        self._summaries = Summaries(run.group, step, first_batch, run.config.log.activations)
+        self._summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
 
     def __call__(self, run: Run, step: int) -> None:
         with run.outside_training("histograms"):

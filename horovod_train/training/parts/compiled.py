@@ -1,42 +1,122 @@
-"""What a compiled model brings along: loss, loss weights, metrics, optimizer. What the config names wins.
+"""Compiles the model that a run trains: by its own `compile`, and by what the config names, which wins.
 
-Takes what `compile` was given, by `get_compile_config`, and builds it anew, so that two splits have metrics of their
-own and the optimizer begins without state. The trainer computes the loss of each record and weights it itself: the
-reduction of a compiled loss does not matter, except that a sum is refused.
+After that the model is what `fit` would train. Also says what a step is given of a batch, as `fit` hands it over.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from horovod_train.config.registry import raised_at
+from horovod_train.config.rules import lookup
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
-from horovod_train.models import overridden
+from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
+from horovod_train.training.keras_seams import compile_arguments
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
-from horovod_train.training.parts.losses import Loss, LossFunction, Term, build_class_weights, build_loss, pick
+from horovod_train.training.parts.losses import ChosenLoss, build_loss, pick
 from horovod_train.training.parts.lr_multipliers import multiply_rates
-from horovod_train.training.parts.metrics import Metric, OfOutput, build_metrics
-from horovod_train.training.parts.per_record import RecordLosses, check_is_per_record, per_record
+from horovod_train.training.parts.metrics import build_metrics, targets_of
+from horovod_train.training.steps.optimizers import optimizers_in
+from horovod_train.training.steps.trial import Data
 
-_SHORT = ("accuracy", "acc", "crossentropy", "ce")
-"""Names that stand for another metric by the shapes of targets and outputs."""
+_OF_THE_OPTIMIZER = (
+    *("optimizer", "lr_schedule", "train.clip_norm", "train.weight_decay_1d", "train.weight_decay_exclude"),
+)
+"""Settings of the optimizer that the trainer builds or changes."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What is known of a compiled model besides the model."""
+
+    config: Config
+    model: keras.Model
+    loss: ChosenLoss
+    """That of the config; without a loss if the model's is taken."""
+    own: tuple[str, ...]
+    """The methods of a step that the model's class overrides: train_step, compute_loss, …"""
+    targets: Mapping[str, str]
+    """By output, the target that it is compared with; empty: targets are handed over as they are."""
+    has_own_optimizers: bool
+    """Whether the optimizers are the model's, so that settings of the config do not change them."""
+    slots: AverageSlots | None = None
+    """Of the averages of the optimizer, if it is not one of those."""
+
+    def data_of(self, outputs: Any, *, has_weights: bool, training: bool) -> Callable[[Batch], Data]:
+        """Return what gives a step its data: (x,), (x, y) or (x, y, sample_weight).
+
+        outputs: specs of the model's, in their structure. has_weights: whether the records have weights.
+        """
+
+        def data(batch: Batch) -> Data:
+            has_targets = not isinstance(batch.targets, dict) or bool(batch.targets)
+            if not has_targets:
+                return (batch.inputs,)
+            y = _arranged(batch.targets, self.targets, outputs)
+            by_class = self.loss.class_weights if training else {}
+            if not has_weights and not by_class:
+                return batch.inputs, y
+            return batch.inputs, y, self._weights(batch, outputs, by_class, has_weights=has_weights)
+
+        return data
+
+    def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
+        """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.
+
+        Keras multiplies weights [rows] with values [rows, …] of a loss as NumPy would: by the last axis.
+        """
+        weights = batch.weights if has_weights else batch.real
+        if "train_step" in self.own and not by_class:
+            return weights
+
+        def of(name: Any, output: Any) -> tf.Tensor:
+            counted = by_class.get(name, by_class.get(None))
+            of_output = weights if counted is None else weights * counted(batch.targets)
+            return tf.reshape(of_output, [-1, *[1] * max(0, output.shape.rank - 2)])
+
+        if isinstance(outputs, Mapping):
+            return {name: of(name, output) for name, output in outputs.items()}
+        if isinstance(outputs, list | tuple):
+            names = getattr(self.model, "output_names", range(len(outputs)))
+            return type(outputs)([of(name, output) for name, output in zip(names, outputs, strict=True)])
+        return of(next(iter(by_class), None), outputs)
+
+    def check_classes(self, schema: Schema) -> None:
+        """Raise UserError for a weight of a class that the schema excludes."""
+        self.loss.check_classes(schema)
+
+    def origins(self) -> Iterator[str]:
+        """Yield for the log where each part comes from, if the model is compiled or has a step of its own."""
+        compiled = compile_arguments_of_own(self.model, self.config)
+        for part, is_compiled in brings(self.model, self.config).items():
+            if is_compiled:
+                yield f"{part}: as the model was compiled"
+            elif compiled.get(part):
+                yield f"{part}: of the config, not as the model was compiled"
+
+
+_BROUGHT = "_horovod_train_compiled_with"
+
+
+def compile_arguments_of_own(model: keras.Model, config: Config) -> dict[str, Any]:
+    """Return what the model was compiled with before the trainer compiled it with what the config names."""
+    return vars(model).get(_BROUGHT, compile_arguments(model))
 
 
 def brings(model: keras.Model, config: Config) -> dict[str, bool]:
     """Return for each of loss, metrics, weighted_metrics and optimizer whether the run takes the compiled model's."""
-    compiled = _compile_config(model)
+    compiled = compile_arguments_of_own(model, config)
     in_config = {
         "loss": config.loss.name != AUTO,
         "metrics": bool(config.metrics),
@@ -46,65 +126,97 @@ def brings(model: keras.Model, config: Config) -> dict[str, bool]:
     return {part: bool(compiled.get(part)) and not in_config[part] for part in in_config}
 
 
-def origins(model: keras.Model, config: Config) -> Iterator[str]:
-    """Yield for the log where each part comes from, if the model is compiled."""
-    compiled = _compile_config(model)
-    for part, is_compiled in brings(model, config).items():
-        if is_compiled:
-            yield f"{part}: as the model was compiled"
-        elif compiled.get(part):
-            yield f"{part}: of the config, not as the model was compiled"
+def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:
+    """Compile the model with what the config names, if that is needed. Raises UserError.
 
-
-def choose_loss(config: Config, model: keras.Model) -> Loss:
-    """Build the config's loss or the compiled model's. Raises UserError."""
-    if not brings(model, config)["loss"]:
-        refuse_probabilities(config)
-        return build_loss(config.loss)
-    if config.loss.options:
-        raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
-    compiled = _compile_config(model)
-    loss, factors = compiled["loss"], compiled.get("loss_weights")
-    if isinstance(loss, list) and len(loss) == 1:
-        (loss,) = loss
-    if isinstance(loss, list):
-        raise UserError("model.name: is compiled with a list of losses; expected one loss, or a dict by output.")
-    if not isinstance(loss, Mapping):
-        (factor,) = keras.tree.flatten(1.0 if factors is None else factors)  # Keras has checked that there is one
-        weights = build_class_weights(config.loss.class_weight, None, "loss")
-        return Loss({"loss": Term(float(factor), _per_record(loss, None), weights)})
-    if config.loss.class_weight:
-        raise UserError("loss.class_weight: is for one loss; the model is compiled with one for each output.")
-    if isinstance(factors, list | tuple):
-        factors = dict(zip(loss, factors, strict=True))
-    factors = factors or {}
-    terms = {
-        f"{output}_loss": Term(float(factors.get(output, 1.0)), _per_record(output_loss, output))
-        for output, output_loss in loss.items()
-        if output_loss is not None
-    }
-    return Loss(terms)
-
-
-def choose_metrics(config: Config, model: keras.Model, part: str, batch: Batch) -> list[Metric]:
-    """Build the config's metrics or the compiled model's. part: "metrics" or "weighted_metrics". Raises UserError.
-
-    batch: its tf.TensorSpecs. With them short names such as "accuracy" are resolved as `fit` does.
+    horizon: None: it will only be evaluated, so that it needs no optimizer.
     """
-    if not brings(model, config)[part]:
-        return build_metrics(getattr(config, part))
-    metrics: list[Metric] = []
-    compiled = _compile_config(model)
-    unweighted = list(_by_output(compiled["metrics"], "metrics")) if part == "weighted_metrics" else []
-    for output, entry in _by_output(compiled[part], part):
-        # The same metric twice gets another name, as in `fit`.
-        metric = _metric(entry, output, model, batch, "weighted_" if (output, entry) in unweighted else "")
-        metrics.append(metric if output is None else OfOutput(metric, output, output, f"{output}_{metric.name}"))
-    return metrics
+    own = tuple(overridden(model, sorted({*OWN_TRAINING, *OWN_EVALUATION})))
+    compiles_itself = bool(overridden(model, ["compile"]))
+    holds = optimizers_in(model)
+    has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
+    given = {} if compiles_itself else compile_arguments(model)
+    object.__setattr__(model, _BROUGHT, given)
+    arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
+    arguments, chosen = _with_config(config, model, arguments, own)
+    optimizer, slots = model.optimizer if model.compiled else None, None
+    if has_own_optimizers:
+        _refuse_settings(config, holds)
+    elif horizon is not None:
+        optimizer, slots = _prepare_optimizer(config, model, horizon)
+    changes = any(arguments[name] is not given.get(name) for name in arguments)
+    if changes or not model.compiled:
+        keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
+    if not has_own_optimizers and optimizer is not None:
+        model.optimizer = optimizer
+    targets = _targets(config, chosen)
+    return Compiled(config, model, chosen, own, targets, has_own_optimizers, slots)
 
 
-def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
-    """Build the config's optimizer or the compiled model's.
+def _with_config(
+    config: Config, model: keras.Model, arguments: dict[str, Any], own: Sequence[str]
+) -> tuple[dict[str, Any], ChosenLoss]:
+    """Return the arguments of `compile` with what the config names, and what it says of the loss."""
+    chosen = ChosenLoss(None)
+    is_loss_known = arguments["loss"] is not None or model.compiled or "train_step" in own
+    if config.loss.name != AUTO or not is_loss_known:
+        refuse_probabilities(config)
+        chosen = build_loss(config.loss)
+        arguments |= {"loss": chosen.loss, "loss_weights": chosen.factors}
+    elif config.loss.options:
+        raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
+    elif config.loss.class_weight:
+        if isinstance(arguments["loss"], Mapping | list | tuple) and len(arguments["loss"]) > 1:
+            raise UserError("loss.class_weight: is for one loss; the model is compiled with one for each output.")
+        chosen = build_loss(config.loss)._replace(loss=None)
+    for part in ("metrics", "weighted_metrics"):
+        if specs := getattr(config, part):
+            arguments[part] = build_metrics(specs)
+    return arguments, chosen
+
+
+def _targets(config: Config, chosen: ChosenLoss) -> Mapping[str, str]:
+    """Return the target of each output that the config names. Raises UserError."""
+    targets = dict(chosen.targets)
+    for output, target in targets_of([*config.metrics, *config.weighted_metrics]).items():
+        if targets.setdefault(output, target) != target:
+            raise UserError(
+                f"metrics: {output} is compared with {target}, but in the loss with {targets[output]}; the model's "
+                "outputs have one target each."
+            )
+    return targets
+
+
+def _arranged(targets: Any, by_output: Mapping[str, str], outputs: Any) -> Any:
+    """Return the targets as `fit` would get them: as they are, or in the structure of outputs that the config names."""
+    if not by_output:
+        return targets
+    if isinstance(outputs, Mapping):
+        names = list(outputs)
+    elif isinstance(outputs, list | tuple):
+        return targets
+    else:
+        return pick(targets, next(iter(by_output.values())))
+    missing = [output for output in by_output if output not in names]
+    if missing:
+        raise ValueError(f"there is no output {missing[0]!r}; there are {', '.join(names)}")
+    any_target = next(iter(by_output.values()))
+    return {name: pick(targets, by_output.get(name, any_target)) for name in names}
+
+
+def _prepare_optimizer(
+    config: Config, model: keras.Model, horizon: Horizon
+) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
+    """Return the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
+    optimizer = _choose_optimizer(config, model, horizon)
+    multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
+    slots = AverageSlots(optimizer)
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=brings(model, config)["optimizer"])
+    return optimizer, slots
+
+
+def _choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
+    """Return the config's optimizer or the compiled model's, with what the config changes of it.
 
     The compiled one keeps its learning rate or schedule unless the config has lr_schedule; without base_lr that begins
     at the compiled rate. Raises UserError.
@@ -113,34 +225,22 @@ def choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> ke
         return build_optimizer(config, horizon)
     if config.optimizer.options:
         raise UserError("optimizer.options: the model is compiled with an optimizer; give optimizer.name too.")
-    compiled = _compile_config(model)["optimizer"]
-    settings = compiled.get_config()
-    if config.lr_schedule != LrScheduleConfig():
-        settings["learning_rate"] = build_schedule(_with_base_rate(config.lr_schedule, compiled), horizon)
-    if config.train.clip_norm is not None:
-        settings["global_clipnorm"] = config.train.clip_norm
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     try:
-        return add_loss_scale(type(compiled).from_config(settings), config)
-    except ValueError as error:
+        if config.lr_schedule != LrScheduleConfig():
+            inner.learning_rate = build_schedule(_with_base_rate(config.lr_schedule, inner), horizon)
+        if config.train.clip_norm is not None:
+            inner.global_clipnorm = config.train.clip_norm
+            _check_clips_once(inner)
+    except (AttributeError, ValueError) as error:
         raise UserError(f"optimizer: the compiled one cannot be used: {one_line(error)}") from error
+    return add_loss_scale(optimizer, config)
 
 
-def prepare_optimizer(
-    config: Config, model: keras.Model, horizon: Horizon
-) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
-    """Build the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
-    optimizer = choose_optimizer(config, model, horizon)
-    multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
-    slots = AverageSlots(optimizer)
-    is_compiled = brings(model, config)["optimizer"]
-    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
-    return optimizer, slots
-
-
-def exchange_options(config: Config) -> dict[str, Any]:
-    """Return the fields of a GradientExchange that the config sets."""
-    names = ("op", "compression", "sparse_as_dense", "predivide")
-    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}
+def _check_clips_once(optimizer: keras.optimizers.Optimizer) -> None:
+    if optimizer.clipnorm is not None or optimizer.clipvalue is not None:
+        raise ValueError("train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two.")
 
 
 def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Optimizer) -> LrScheduleConfig:
@@ -155,108 +255,17 @@ def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Opti
     return dataclasses.replace(schedule, base_lr=float(rate))
 
 
-def _compile_config(model: keras.Model) -> dict[str, Any]:
-    """Return new objects of what Keras' own `compile` was given; empty if it was not called. Raises UserError."""
-    if not model.compiled or overridden(model, ["compile"]):
-        return {}
-    try:
-        with warnings.catch_warnings():  # of lambdas, which are an error here
-            warnings.filterwarnings("ignore", "The object being serialized includes a `lambda`")
-            compiled: dict[str, Any] = keras.saving.deserialize_keras_object(model.get_compile_config())
-    except (TypeError, ValueError, ImportError, AttributeError) as error:
-        text = one_line(error)[:300]
-        raise UserError(
-            f"model.name: what the model is compiled with cannot be built again: {text}{raised_at(error)} Give loss, "
-            "metrics and optimizer in the config and leave compile() out."
-        ) from error
-    return compiled
+def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
+    """Raise UserError for settings of an optimizer where the model keeps its own."""
+    for key in _OF_THE_OPTIMIZER:
+        if lookup(config, key) != lookup(Config(), key):
+            raise UserError(
+                f"{key}: has no effect, because the model trains by its own train_step, with optimizers that it keeps "
+                f"itself: {', '.join(holds) or 'none'}. Leave it out."
+            )
 
 
-def _per_record(entry: Any, output: str | None) -> LossFunction:
-    """Return what gives the loss of each record for a loss as `compile` takes it."""
-    try:
-        loss = keras.losses.get(entry)
-    except ValueError as error:
-        raise UserError(f"model.name: is compiled with {entry!r}; expected the full name of a loss.") from error
-    name = getattr(loss, "name", getattr(loss, "__name__", str(entry)))
-    check_is_per_record(loss, name, "model.name: the compiled loss")
-    if isinstance(loss, keras.losses.Loss):
-        if loss.reduction == "sum":
-            raise UserError(f"model.name: is compiled with a sum, {name}; the trainer takes means: leave it out.")
-        loss = copy.copy(loss)
-        loss.reduction = "none"
-    else:
-        loss = _OfFunction(loss, name)
-
-    def of_records(targets: Any, outputs: Any) -> RecordLosses:
-        if output is not None:
-            targets, outputs = pick(targets, output, "target"), pick(outputs, output, "output")
-        return per_record(loss, targets, outputs, name)
-
-    return of_records
-
-
-class _OfFunction(keras.losses.Loss):
-    """Calls a function as `fit` does: with floats, and without a last axis of length 1 that only one argument has.
-
-    [batch] becomes [batch, 1] instead.
-    """
-
-    def __init__(self, function: Callable[[Any, Any], Any], name: str) -> None:
-        super().__init__(name, reduction="none")
-        self._function = function
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        arguments = [y_true, y_pred]
-        if not any(map(keras.tree.is_nested, arguments)):
-            short, long = sorted((0, 1), key=lambda index: len(arguments[index].shape))
-            rank = len(arguments[short].shape)
-            if rank + 1 == len(arguments[long].shape) and arguments[long].shape[-1] == 1:
-                if rank == 1:
-                    arguments[short] = keras.ops.expand_dims(arguments[short], -1)
-                else:
-                    arguments[long] = keras.ops.squeeze(arguments[long], -1)
-        return self._function(*arguments)
-
-
-def _by_output(entries: Any, part: str) -> Iterator[tuple[str | None, Any]]:
-    """Yield (output, metric) from metrics as `compile` takes them; output None: of the only one."""
-    if isinstance(entries, Mapping):
-        for output, metrics in entries.items():
-            for metric in metrics if isinstance(metrics, list | tuple) else [metrics]:
-                yield output, metric
-        return
-    for metric in entries if isinstance(entries, list | tuple) else [entries]:
-        if isinstance(metric, list | tuple):
-            raise UserError(f"model.name: is compiled with lists of {part}; expected one list, or a dict by output.")
-        yield None, metric
-
-
-def _metric(entry: Any, output: str | None, model: keras.Model, batch: Batch, prefix: str = "") -> keras.metrics.Metric:
-    """Build a metric from what `compile` takes: a metric, a function or a name. prefix: of the name that it shows."""
-    is_short = isinstance(entry, str) and entry in _SHORT
-    metric = _resolve(entry, output, model, batch) if is_short else keras.metrics.get(entry)
-    if isinstance(metric, keras.metrics.Metric):
-        return metric
-    name = entry if isinstance(entry, str) else getattr(metric, "__name__", str(entry))
-    return keras.metrics.MeanMetricWrapper(metric, name=f"{prefix}{name}", dtype="float64")
-
-
-def _resolve(name: str, output: str | None, model: keras.Model, batch: Batch) -> Callable[[Any, Any], Any]:
-    """Return the function that a short name stands for, as Keras' documentation of `compile` says."""
-
-    def forward(inputs: Any) -> Any:
-        return model(inputs, training=False)
-
-    outputs = tf.function(forward, autograph=False).get_concrete_function(batch.inputs).structured_outputs
-    targets = batch.targets
-    if output is not None:
-        targets, outputs = pick(targets, output, "target"), pick(outputs, output, "output")
-    if isinstance(targets, Mapping) or isinstance(outputs, Mapping | list | tuple):
-        raise UserError(f"model.name: is compiled with the metric {name!r} for several outputs; give a dict by output.")
-    is_binary = outputs.shape[-1] == 1
-    is_sparse = targets.shape.rank < outputs.shape.rank or targets.shape[-1] == 1
-    kind = "binary" if is_binary else "sparse_categorical" if is_sparse else "categorical"
-    measure = "accuracy" if name in ("accuracy", "acc") else "crossentropy"
-    function: Callable[[Any, Any], Any] = getattr(keras.metrics, f"{kind}_{measure}")
-    return function
+def exchange_options(config: Config) -> dict[str, Any]:
+    """Return the fields of a GradientExchange that the config sets."""
+    names = ("op", "compression", "sparse_as_dense", "predivide")
+    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}

@@ -1,14 +1,12 @@
-"""Builds losses by name: Keras', ours, a user's function, or a weighted sum with one for each output. No exchange.
+"""Losses that a config names: Keras', ours, a user's function, or one for each output; weights of records by class.
 
-A loss knows how much each record counts in it: the weight that the batch carries, times that of the record's class.
+They become arguments of `compile`. Computes no loss of a step; Keras does.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,10 +20,6 @@ from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 from horovod_train.training.parts.logits import refuse_logits
-from horovod_train.training.parts.per_record import RecordLosses, check_is_per_record, mask_of, per_record
-
-LossFunction = Callable[[Any, Any], RecordLosses]
-"""(targets, outputs) → the loss of each record."""
 
 
 def smoothed_sparse_categorical_crossentropy(
@@ -64,7 +58,7 @@ class ClassWeights(NamedTuple):
 
         A target [batch, classes] stands for its largest entry, as in Keras' `fit`.
         """
-        target = targets if self.target is None else pick(targets, self.target, "target")
+        target = targets if self.target is None else pick(targets, self.target)
         if isinstance(target, Mapping):
             raise ValueError(f"{self.where} needs one target; there are {', '.join(target) or 'none'}")
         largest = max(self.by_class)
@@ -83,144 +77,90 @@ class ClassWeights(NamedTuple):
             )
 
 
-class Term(NamedTuple):
-    """A loss in the sum."""
+class ChosenLoss(NamedTuple):
+    """What a config says of the loss, as `compile` and a step take it."""
 
-    factor: float
-    function: LossFunction
-    class_weights: ClassWeights | None = None
-    """None: all classes count alike."""
-
-
-class Weighed(NamedTuple):
-    """The losses of a batch on this rank, by name, with what each is divided by for a mean."""
-
-    sums: dict[str, tf.Tensor]
-    """float32: Σ weight · loss over the records."""
-    totals: dict[str, tf.Tensor]
-    """float32: Σ weight over the records."""
-    weights: dict[str, tf.Tensor]
-    """float32 [batch]: the weight of each record, 0 for padding; with a mask [batch, ...], of each position."""
-    masks: Any
-    """The mask of each output, or None: bool [batch, ...], in the structure of the outputs."""
-
-
-class Loss:
-    """The mean loss: Σ factor · mean of term(targets, outputs) over records, each mean by the records' weights.
-
-    `names`: "loss" and, with several outputs, `<output>_loss`, as in Keras' `fit`. `terms`: those that are added up.
-    """
-
-    def __init__(self, terms: Mapping[str, Term]) -> None:
-        """terms: by name; a single one is called "loss"."""
-        self._terms = terms
-        self.terms = list(terms)
-        self.names = list({"loss": ..., **terms})
-
-    @property
-    def has_class_weights(self) -> bool:
-        return any(term.class_weights is not None for term in self._terms.values())
+    loss: Any
+    """A loss of Keras, or a dict of them by output."""
+    factors: dict[str, float] | None = None
+    """`loss_weights` of compile."""
+    targets: Mapping[str, str] = {}
+    """By output, the target that it is compared with; empty: targets are handed over as they are."""
+    class_weights: Mapping[str | None, ClassWeights] = {}
+    """By output; None: of the only one."""
 
     def check_classes(self, schema: Schema) -> None:
         """Raise UserError for a weight of a class that the schema excludes."""
-        for term in self._terms.values():
-            if term.class_weights is not None:
-                term.class_weights.check(schema)
-
-    def __call__(self, targets: Any, outputs: Any) -> dict[str, RecordLosses]:
-        """Return the unweighted losses of the records by the name of the term."""
-        return {name: term.function(targets, outputs) for name, term in self._terms.items()}
-
-    def weigh(self, targets: Any, outputs: Any, weights: tf.Tensor) -> Weighed:
-        """Return the weighted sums over a batch. weights: float32 [batch], one for each record.
-
-        Where there is a mask, a record counts by its weight in each position that the mask keeps.
-        """
-        losses, by_record = self(targets, outputs), self.record_weights(targets, weights)
-        counted = {name: spread(by_record[name], losses[name].mask) for name in self.terms}
-        sums = {name: tf.reduce_sum(tf.math.multiply_no_nan(losses[name].values, counted[name])) for name in self.terms}
-        masks = keras.tree.map_structure(mask_of, outputs)
-        return Weighed(sums, {name: tf.reduce_sum(counted[name]) for name in self.terms}, counted, masks)
-
-    def record_weights(self, targets: Any, weights: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Return how much each record counts in each term: its weight times that of its class, float32 [batch]."""
-        return {
-            name: weights if term.class_weights is None else weights * term.class_weights(targets)
-            for name, term in self._terms.items()
-        }
-
-    def total_weights(self, targets: Any, weights: tf.Tensor) -> tf.Tensor:
-        """Return Σ weight over a batch for each term, float32 [terms], for `means`. There must be no masks."""
-        return tf.stack([tf.reduce_sum(counted) for counted in self.record_weights(targets, weights).values()])
-
-    def means(self, sums: Mapping[str, tf.Tensor], totals: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Divide the sums of the terms by the total weights, [terms] or one for all; return them and "loss".
-
-        A term whose records weigh nothing is 0.
-        """
-        totals = tf.cast(totals, tf.float32)
-        divisors = tf.unstack(totals) if totals.shape.rank else [totals] * len(self.terms)
-        pairs = zip(self.terms, divisors, strict=True)
-        means = {name: tf.math.divide_no_nan(sums[name], divisor) for name, divisor in pairs}
-        return means | {"loss": self.add_up(means)}
-
-    def add_up(self, means: Mapping[str, Any]) -> Any:
-        """Return the loss that the means of the terms make, tensors or numbers."""
-        parts = [means[name] if term.factor == 1 else term.factor * means[name] for name, term in self._terms.items()]
-        return functools.reduce(operator.add, parts)
+        for weights in self.class_weights.values():
+            weights.check(schema)
 
 
-def build_loss(spec: Spec) -> Loss:
+class LossOfFunction(keras.losses.Loss):
+    """Calls a function (targets, outputs, **options) as `fit` calls one.
+
+    A last axis of length 1 that only one of the two has is added to, or taken from, the other, as in Keras.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._function, self._options = function, dict(options)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        if not any(map(keras.tree.is_nested, (y_true, y_pred))):
+            y_true, y_pred = _to_same_rank(y_true, y_pred)
+        return self._function(y_true, y_pred, **self._options)
+
+
+def _to_same_rank(first: Any, second: Any) -> tuple[Any, Any]:
+    ranks = len(first.shape), len(second.shape)
+    if ranks[0] + 1 == ranks[1] and second.shape[-1] == 1:
+        return (keras.ops.expand_dims(first, -1), second) if ranks[0] == 1 else (first, keras.ops.squeeze(second, -1))
+    if ranks[1] + 1 == ranks[0] and first.shape[-1] == 1:
+        return (first, keras.ops.expand_dims(second, -1)) if ranks[1] == 1 else (keras.ops.squeeze(first, -1), second)
+    return first, second
+
+
+def build_loss(spec: Spec) -> ChosenLoss:
     """Build a loss: Keras' or ours by name, a user's function by package.module:function, or one for each output.
 
-    For one per output, the name is per_output, whose options map outputs to such losses. Values [batch, ...] are
-    averaged over all axes but the batch. Raises UserError.
+    For one per output, the name is per_output, whose options map outputs to such losses. Raises UserError.
     """
     if spec.name == AUTO:
         spec = dataclasses.replace(spec, name="sparse_categorical_crossentropy")
     if spec.name == PER_OUTPUT:
         return _build_terms(spec.options)
-    function = _build_function(spec, "loss")
-
-    def loss(targets: Any, outputs: Any) -> RecordLosses:
-        return per_record(function, targets, outputs, spec.name)
-
     class_weight = spec.class_weight if isinstance(spec, LossSpec) else {}
-    return Loss({"loss": Term(1.0, loss, build_class_weights(class_weight, None, "loss"))})
+    weights = build_class_weights(class_weight, None, "loss")
+    return ChosenLoss(_build_one(spec, "loss"), class_weights={None: weights} if weights else {})
 
 
-def _build_function(spec: Spec, where: str) -> Callable[[Any, Any], Any]:
+def _build_one(spec: Spec, where: str) -> keras.losses.Loss:
     factory = OUR_LOSSES.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
     if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
-        if "reduction" in spec.options:
-            raise UserError(f"{where}.options.reduction: the trainer takes the mean over records; leave it out.")
-        function = call(factory, spec, where, reduction="none")
-        check_is_per_record(function, spec.name, where)
-        return function
+        return call(factory, spec, where)
     try:
         inspect.signature(factory).bind(None, None, **spec.options)
     except TypeError as error:
         takes = ", ".join(list(inspect.signature(factory).parameters)[2:]) or "no options"
         raise UserError(f"{where}.options: {spec.name}(targets, outputs, …): {error}; it takes: {takes}.") from error
-    return lambda targets, outputs: factory(targets, outputs, **spec.options)
+    return LossOfFunction(factory, spec.name.rpartition(":")[2], spec.options)
 
 
-def _build_terms(options: Mapping[str, Any]) -> Loss:
+def _build_terms(options: Mapping[str, Any]) -> ChosenLoss:
     if not options:
         raise UserError("loss.options: per_output needs a loss for each output, like {digit: {name: …, weight: 1.0}}.")
-    return Loss({f"{output}_loss": _build_term(output, value) for output, value in options.items()})
-
-
-def _build_term(output: str, value: Any) -> Term:
-    """Return the loss of targets[target] and outputs[output]."""
-    where = f"loss.options.{output}"
-    term = build(LossTerm, value, where)
-    function, target = _build_function(term, where), term.target or output
-
-    def loss_of_output(targets: Any, outputs: Any) -> RecordLosses:
-        return per_record(function, pick(targets, target, "target"), pick(outputs, output, "output"), output)
-
-    return Term(term.weight, loss_of_output, build_class_weights(term.class_weight, target, where))
+    terms = {output: build(LossTerm, value, f"loss.options.{output}") for output, value in options.items()}
+    targets = {output: term.target or output for output, term in terms.items()}
+    weights = {
+        output: build_class_weights(term.class_weight, targets[output], f"loss.options.{output}")
+        for output, term in terms.items()
+    }
+    return ChosenLoss(
+        {output: _build_one(term, f"loss.options.{output}") for output, term in terms.items()},
+        {output: term.weight for output, term in terms.items()},
+        targets,
+        {output: each for output, each in weights.items() if each is not None},
+    )
 
 
 def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
@@ -232,16 +172,6 @@ def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: 
     return ClassWeights(
         {int(name): float(weight) for name, weight in by_class.items()}, target, f"{where}.class_weight"
     )
-
-
-def spread(weights: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Return the weight of each position, 0 where the mask is False; without a mask, the weights of the records.
-
-    weights: float32 [batch]. mask: bool [batch, ...]. Returns float32 of the mask's shape.
-    """
-    if mask is None:
-        return weights
-    return tf.reshape(weights, [-1] + [1] * (mask.shape.rank - 1)) * tf.cast(mask, weights.dtype)
 
 
 def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
@@ -256,12 +186,10 @@ def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
     return tf.argmax(targets, axis=1)
 
 
-def pick(values: Any, name: str, kind: str) -> Any:
-    """Return the target or output with this name. kind: "target" or "output", for the ValueError."""
-    if not isinstance(values, Mapping):
-        if kind == "target":
-            return values  # a single target is used for every output
-        raise ValueError(f"there is no output {name!r}: the model must return a dict of its outputs by name")
-    if name not in values:
-        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(values)}")
-    return values[name]
+def pick(targets: Any, name: str) -> Any:
+    """Return the target with this name; a single one stands for each. Raises ValueError."""
+    if not isinstance(targets, Mapping):
+        return targets
+    if name not in targets:
+        raise ValueError(f"there is no target {name!r}; there are {', '.join(targets)}")
+    return targets[name]

@@ -1,149 +1,273 @@
-"""Builds what a run trains and evaluates with: the trainer's own steps, or those of a model that has some.
+"""Builds the steps of a run from a compiled model: tries them on the shapes of a batch, and distributes what they use.
 
-Does not build the model, the data or the state.
+Does not compile the model (see parts.compiled), and builds neither data nor state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import keras
-import tensorflow as tf
 
+from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.batch_source import BatchSource
-from horovod_train.data.schema import Schema
-from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.optimizer import DistributedOptimizer
-from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.optimizer import GradientExchange
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
+from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import follow_inputs
-from horovod_train.optim.schedules import Horizon
-from horovod_train.training.parts.compiled import (
-    choose_loss,
-    choose_metrics,
-    exchange_options,
-    origins,
-    prepare_optimizer,
-)
-from horovod_train.training.parts.losses import Loss
-from horovod_train.training.parts.metrics import Accumulator
-from horovod_train.training.state import TrainState
-from horovod_train.training.steps.built import Evaluation, Training
-from horovod_train.training.steps.objective import Objective, check_fits
-from horovod_train.training.steps.own.build import (
-    build_own_evaluation,
-    build_own_training,
-    check_loss_is_known,
-    refuse_unused_loss,
-)
-from horovod_train.training.steps.step import EvalStep, TrainStep
+from horovod_train.training.keras_seams import compiled_losses
+from horovod_train.training.parts.averages import OptimizerAverages
+from horovod_train.training.parts.compiled import Compiled, exchange_options
+from horovod_train.training.state import TrainState, find_seeds
+from horovod_train.training.steps.figures import Figures, metrics_in
+from horovod_train.training.steps.forward_state import ForwardState
+from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
+from horovod_train.training.steps.passes import Passes
+from horovod_train.training.steps.shares import Shares
+from horovod_train.training.steps.step import EvalStep, Rows, Seeds, TrainStep
+from horovod_train.training.steps.traced import check_variables
+from horovod_train.training.steps.trial import Tried, try_outputs, try_step
+
+_OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
+"""Losses of Keras that compare all records of a batch, so that they are no mean over records."""
 
 
-def build_training(
-    config: Config, group: WorkerGroup, model: keras.Model, train: BatchSource, horizon: Horizon, schema: Schema | None
-) -> Training:
-    """Build loss, metrics and optimizer, and try them on the shapes of a batch. Raises UserError."""
-    if overridden(model, OWN_TRAINING):
-        if not (config.data.eval or config.data.dataset):
-            refuse_unused_loss(config)
-        return build_own_training(config, group, model, horizon, train, _counting(config, group, None))
-    loss = choose_loss(config, model)
-    if schema is not None:
-        loss.check_classes(schema)
-    metrics = build_accumulator(config, model, loss, train.scaled_spec, also=["penalty"])
-    where = "data.dataset" if config.data.dataset else "data.train"
-    traced = check_fits(model, loss, metrics, train.scaled_spec, where, training=True)
-    plain, slots = prepare_optimizer(config, model, horizon)
-    optimizer = DistributedOptimizer(plain, **exchange_options(config))
-    optimizer.build(model.trainable_variables)  # slots must exist before the broadcast
+@dataclass(frozen=True)
+class Training:
+    """What a state is built with, and then a step with the state. The optimizers have their slots."""
 
-    def build_step(state: TrainState) -> TrainStep:
-        objective = Objective(
-            state.model,
-            state.optimizer,
-            loss,
-            size=group.size,
-            accumulate_steps=config.train.accumulate_steps,
-            l2=config.train.l2,
-            has_masks=traced.has_masks,
+    optimizers: Optimizers
+    exchange: GradientExchange
+    forward_state: ForwardState
+    knows_loss: bool
+    """Whether the step calls `compute_loss`."""
+    make_step: Callable[[TrainState], TrainStep]
+    origins: tuple[str, ...]
+    warnings: tuple[str, ...]
+    averages: OptimizerAverages | None
+    """Those that the optimizer keeps, if it does."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The step of an evaluation."""
+
+    step: EvalStep
+
+
+def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train: BatchSource) -> Training:
+    """Try the model's train_step, build slots, and distribute its optimizers. Raises UserError."""
+    model, where = compiled.model, _where(config, "train")
+    shares = Shares(group)
+    held = optimizers_in(model)
+    optimizers = Optimizers(held, are_kept_by_the_model=compiled.has_own_optimizers)
+    rows = _rows(config, group, compiled, train, training=True)
+    tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
+    _check_step(config, compiled, optimizers, tried)
+    losses = _take_on_losses(model, shares)
+    _add_l2(model, config.train.l2)
+    changed = _changed_by_forward_pass(model, tried)
+    forward_state = ForwardState(group, changed)
+    needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
+
+    def make_step(state: TrainState) -> TrainStep:
+        phase_variable = PhaseVariable(state.step)
+        exchange = GradientExchange(**exchange_options(config))
+        update = Update(optimizers, exchange, state.synchronization, shares, state.step, phase_variable.enter)
+        optimizers.distribute(update)
+        figures = Figures(tried.sources, metrics_in(model))
+        passes = Passes(
+            model,
+            rows.data_of,
+            shares,
+            update,
+            lambda: figures.variables,
+            counts_ahead=needs_divisors and "train_step" not in compiled.own,
             jit_compile=config.jit_compile,
         )
+        state.failure.knows_loss = tried.calls_compute_loss
         return TrainStep(
             state,
-            objective,
-            metrics,
-            rank=group.rank,
+            rows,
+            passes,
+            update,
+            shares,
+            forward_state,
+            figures,
             seed=config.seed,
+            phase_variable=phase_variable,
+            accumulate_steps=config.train.accumulate_steps,
             max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
-            count_over_ranks=_counting(config, group, objective),
-            scaled=train.scaled,
             placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
         )
 
+    origins = [*compiled.origins()]
+    if compiled.own:
+        applied = f"; it applies {', '.join(optimizers.by_path)}" if "train_step" in compiled.own else ""
+        origins.append(f"training step: the model's own {', '.join(compiled.own)}{applied}")
     return Training(
-        optimizer,
-        [*loss.names, "penalty"],
-        build_step,
-        tuple(origins(model, config)),
-        tuple(_warnings(config, group.size, train, traced.has_own_losses, _needs_sums(config, loss, traced.has_masks))),
-        slots.averages(),
+        optimizers,
+        GradientExchange(**exchange_options(config)),
+        forward_state,
+        tried.calls_compute_loss,
+        make_step,
+        tuple(origins),
+        (*_warnings(config, group.size, losses, forward_state),),
+        compiled.slots.averages() if compiled.slots else None,
     )
 
 
-def build_evaluation(config: Config, group: WorkerGroup, model: keras.Model, pipeline: BatchSource) -> Evaluation:
-    """Build the evaluation of a split, and try it on the shapes of a batch. Raises UserError."""
-    if overridden(model, OWN_EVALUATION):
-        return build_own_evaluation(config, group, model, pipeline)
-    if overridden(model, OWN_TRAINING):
-        check_loss_is_known(config, model)
-    loss = choose_loss(config, model)
-    metrics = build_accumulator(config, model, loss, pipeline.scaled_spec)
-    check_fits(model, loss, metrics, pipeline.scaled_spec, "data.dataset" if config.data.dataset else "data.eval")
-    return Evaluation(EvalStep(model, loss, metrics, pipeline.scaled))
+def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource) -> Evaluation:
+    """Try the model's test_step on the shapes of a batch. Raises UserError."""
+    model, shares = compiled.model, Shares(group)
+    if "train_step" in compiled.own and "test_step" not in compiled.own:
+        _check_loss_is_known(compiled)
+    rows = _rows(config, group, compiled, pipeline, training=False)
+    tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
+    known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
+    check_variables(tried.assigns, known, "test_step changes", "model.name")
+    for loss in _losses(model):
+        shares = shares.take_on(loss)
+    step = EvalStep(
+        model,
+        rows,
+        shares,
+        Figures(tried.sources, metrics_in(model)),
+        Seeds(find_seeds(model), config.seed, group.rank),
+    )
+    return Evaluation(step)
 
 
-def _warnings(config: Config, size: int, train: BatchSource, has_own_losses: bool, needs_sums: bool) -> Iterator[str]:
-    counts = {train.count(step) for step in (0, train.steps_per_epoch - 1)}
-    if has_own_losses and any(count % size for count in counts):
-        yield (
-            f"the model's layers add losses that depend on records, and ranks hold uneven numbers of records in a step "
-            f"({', '.join(map(str, sorted(counts)))} on {size} ranks): these losses are averaged over ranks, not over "
-            "records; see docs/models.md."
+def _where(config: Config, split: str) -> str:
+    return "data.dataset" if config.data.dataset else f"data.{split}"
+
+
+def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: BatchSource, *, training: bool) -> Rows:
+    has_weights = source.has_weights
+    needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
+    outputs = None
+    if needs_outputs and ("train_step" not in compiled.own or compiled.targets):
+        outputs = try_outputs(compiled.model, source.scaled_spec.inputs, _where(config, "train"))
+    return Rows(
+        group,
+        compiled.data_of(outputs, has_weights=has_weights, training=training),
+        source.scaled,
+        are_counted=config.data.on_bad_record == "skip" or config.data.dataset is not None,
+    )
+
+
+def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, tried: Tried) -> None:
+    """Raise UserError for a step that cannot be distributed, or with which a setting would have no effect."""
+    model, own_step = compiled.model, "train_step" in compiled.own
+    if not optimizers.by_path:
+        paths = ", ".join(optimizers.paths) or "none"
+        raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
+    metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
+    known = [*model.variables, *metrics, *optimizers.all_variables]
+    check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses", "model.name")
+    if own_step and config.jit_compile:
+        raise UserError(
+            "jit_compile: has no effect, because the model trains by its own train_step, in which the exchange of "
+            "gradients stands, and XLA cannot compile that. Leave it out."
         )
+    if own_step and not tried.calls_compute_loss and not (config.data.eval or config.data.dataset):
+        for key in ("loss", "metrics", "weighted_metrics"):
+            if lookup(config, key) != lookup(Config(), key):
+                raise UserError(
+                    f"{key}: has no effect, because the model's own train_step does not call compute_loss, and there "
+                    "is no data.eval. Leave it out."
+                )
+    if optimizers.scales_loss and config.train.synchronization != "every_step":
+        raise UserError(
+            "train.synchronization: an optimizer scales the loss, which needs every_step; received "
+            f"{config.train.synchronization}."
+        )
+    if compiled.slots is None:
+        _check_averages_are_read(optimizers)
+
+
+def _check_averages_are_read(optimizers: Optimizers) -> None:
+    """Raise UserError for an optimizer of the model that keeps averages and never overwrites weights with them."""
+    averaging = [
+        path
+        for path, optimizer in optimizers.by_path.items()
+        if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency
+    ]
+    if averaging:
+        raise UserError(
+            f"model.name: {', '.join(averaging)} has use_ema, whose averages nothing reads; give train.ema_decay."
+        )
+
+
+def _check_loss_is_known(compiled: Compiled) -> None:
+    """Raise UserError if a model with its own train_step is to be evaluated, and no loss is given anywhere."""
+    if not compiled_losses(compiled.model) and getattr(compiled.model, "loss", None) is None:
+        raise UserError(
+            "data.eval: the model has a train_step of its own and no test_step, so its loss is not known. Give it a "
+            "test_step; or give a loss, here or in compile, for the outputs of call(); or leave data.eval out."
+        )
+
+
+def _losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the losses that a model was compiled with and those that it and its layers hold."""
+    held = [
+        loss
+        for layer in layers_inside(model)
+        for name, value in vars(layer).items()
+        if not name.startswith("_")  # among those is Keras' own sum of losses
+        for loss in parts_in(value, keras.losses.Loss)
+    ]
+    return list({id(loss): loss for loss in [*compiled_losses(model), *held]}.values())
+
+
+def _take_on_losses(model: keras.Model, shares: Shares) -> list[keras.losses.Loss]:
+    losses = _losses(model)
+    for loss in losses:
+        shares.take_on(loss)
+    return losses
+
+
+def _add_l2(model: keras.Model, l2: float) -> None:
+    """Add l2 · ½ Σ W² to the regularizer of each trained matrix; ½ Σ W² is tf.nn.l2_loss."""
+    for variable in model.trainable_variables if l2 else ():
+        if len(variable.shape) > 1:
+            variable.regularizer = _Sum(variable.regularizer, keras.regularizers.L2(l2 / 2))
+
+
+class _Sum(keras.regularizers.Regularizer):
+    """The sum of two regularizers, of which one may be missing."""
+
+    def __init__(self, first: Callable[[Any], Any] | None, second: Callable[[Any], Any]) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, x: Any) -> Any:
+        return self._second(x) if self._first is None else self._first(x) + self._second(x)
+
+
+def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
+    """Return the weights that are not trained and that the step assigns, in the model's order."""
+    changed = {variable.ref() for variable in tried.assigns}
+    trained = {as_tf_variable(variable).ref() for variable in model.trainable_weights}
+    return [
+        weight
+        for weight in model.weights
+        if as_tf_variable(weight).ref() in changed and as_tf_variable(weight).ref() not in trained
+    ]
+
+
+def _warnings(
+    config: Config, size: int, losses: Sequence[keras.losses.Loss], forward_state: ForwardState
+) -> Iterator[str]:
+    for loss in losses:
+        if isinstance(loss, _OVER_BATCHES) and size > 1:
+            yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
         yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
     if config.train.synchronization == "local" and config.data.dataset:
         yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."
-    elif config.train.synchronization == "local" and needs_sums:
-        yield "weights of records and masks require an exchange in every step, under synchronization: local too."
-
-
-def build_accumulator(
-    config: Config, model: keras.Model, loss: Loss, batch: Batch, also: Sequence[str] = ()
-) -> Accumulator:
-    """Build the loss and the metrics of one split, with their own variables. batch: of specs. Raises UserError."""
-    plain, weighted = (choose_metrics(config, model, part, batch) for part in ("metrics", "weighted_metrics"))
-    return Accumulator(loss, plain, weighted, also=also)
-
-
-def _needs_sums(config: Config, loss: Loss, has_masks: bool) -> bool:
-    """Return whether a rank knows what it divides by only from the other ranks: from weights, masks or streams."""
-    has_weights = config.data.weight is not None or loss.has_class_weights
-    return has_weights or has_masks or config.data.dataset is not None
-
-
-def _counting(config: Config, group: WorkerGroup, objective: Objective | None) -> Callable[[Batch], tf.Tensor]:
-    """Return a function that gives what the sums of the losses are divided by in a step: records, or weights.
-
-    objective: None if the model computes its own loss, whose weights are those of the records.
-    """
-    if objective is None and (config.data.weight is not None or config.data.dataset is not None):
-        return lambda batch: group.sum_in_step(tf.reduce_sum(batch.weights), "step.count")
-    if objective is not None and _needs_sums(config, objective.loss, objective.has_masks):
-        return lambda batch: group.sum_in_step(objective.total_weights(batch), "step.count")
-    if config.data.on_bad_record == "error":
-        return lambda batch: batch.count  # exact as planned; no exchange needed
-    # Bad records may have been skipped, so only the sum over ranks gives the number.
-    return lambda batch: tf.maximum(group.sum_in_step(tf.reduce_sum(batch.real), "step.count"), 1.0)

@@ -14,9 +14,10 @@ import tensorflow as tf
 
 from horovod_train.config.registry import suggest
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.errors import UserError
 from horovod_train.output.graph import PARTS, fold, show_branches
-from horovod_train.training.steps.step import Steps
+from horovod_train.training.steps.step import TrainStep
 
 
 def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
@@ -31,8 +32,10 @@ def check_names(model: keras.Model, names: Mapping[str, Any]) -> None:
             )
 
 
-def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str, str | None]) -> Any:
-    """Return the GraphDef of one step on a batch like `batch` (of tf.TensorSpec).
+def draw_step(
+    train_step: TrainStep, batch: Batch, size: StepSize, *, rank: int, names: Mapping[str, str | None]
+) -> Any:
+    """Return the GraphDef of one step of a size on a batch like `batch` (of tf.TensorSpec).
 
     Its top-level folds are `input_data`, `rank_N` with the model and its layers, `exchange`, `update_parameters`, and
     the variables of each layer. names: other names for these or for layers; None: remove the fold, keep its content.
@@ -40,8 +43,8 @@ def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str,
 
     def one_step(batches: Any) -> tf.Tensor:
         with tf.name_scope("input_data"):
-            batch = train_step.scaled(next(batches))
-        return train_step.train_on(batch)
+            batch = train_step.rows.scaled(next(batches))
+        return train_step.train_on(batch, size)
 
     traced = tf.function(one_step, autograph=False).get_concrete_function(tf.data.IteratorSpec(batch))
     model = train_step.state.model
@@ -53,7 +56,7 @@ def draw_step(train_step: Steps, batch: Batch, *, rank: int, names: Mapping[str,
     )
 
 
-def _variables(train_step: Steps, traced: Any) -> dict[str, str]:
+def _variables(train_step: TrainStep, traced: Any) -> dict[str, str]:
     """Map each node that stands for a variable to the variable's name under its fold."""
     state = {id(variable.handle): name for name, variable in train_step.state.variables().items()}
     others = {id(variable.handle): f"counters/{variable.name.split(':')[0]}" for variable in traced.graph.variables}

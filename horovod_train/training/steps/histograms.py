@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from horovod_train.config.registry import suggest
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.training.steps.step import TrainStep
@@ -25,10 +26,15 @@ class Summaries:
     """Uses the same records each time: from one histogram to the next only the weights change."""
 
     def __init__(
-        self, group: WorkerGroup, train_step: TrainStep, read: Callable[[], Batch], activations: Mapping[str, Any]
+        self,
+        group: WorkerGroup,
+        train_step: TrainStep,
+        read: Callable[[], Batch],
+        size: StepSize,
+        activations: Mapping[str, Any],
     ) -> None:
-        """read: returns this rank's share of some step; called once. activations: name to show → layer's name."""
-        self.group, self.train_step, self._read = group, train_step, read
+        """read: returns this rank's part of a step of a size; called once. activations: name to show → layer's name."""
+        self.group, self.train_step, self._read, self._size = group, train_step, read, size
         self.layers = find_layers(train_step.state.model, activations)
         self._batch: Batch | None = None
         self._traces = train_step.traces
@@ -41,7 +47,7 @@ class Summaries:
         rows that it contains. Outputs are this rank's own.
         """
         if self._batch is None:
-            self._batch = self._first_part(self._read())
+            self._batch = self._read()
         if self._traces != self.train_step.traces:  # other variables are trained than before
             self._run = tf.function(self._gradients_and_outputs, autograph=False)
             self._traces = self.train_step.traces
@@ -59,28 +65,25 @@ class Summaries:
                 values[name if len(tensors) == 1 else f"{name}/{number}"] = output
         return values
 
-    def _first_part(self, batch: Batch) -> Batch:
-        """Collective: take as many rows as one pass computes; the count, or the weights, are of all ranks."""
-        rows = batch.weights.shape[0] // self.train_step.objective.accumulate_steps
-        part: Batch = tf.nest.map_structure(lambda value: value[:rows], batch._replace(count=()))
-        count = tf.function(self.train_step.objective.total_weights, autograph=False)
-        (totals,) = self.group.sum([count(part).numpy()])
-        return part._replace(count=tf.constant(totals, tf.float32))
-
     def _gradients_and_outputs(self, batch: Batch) -> tuple[list[Any], dict[str, list[tf.Tensor]]]:
-        optimizer, variables = self.train_step.state.optimizer, self.train_step.state.model.trainable_variables
-        with tf.GradientTape() as tape:
-            # The scope receives assignments to Keras variables and drops them. Regularizers find the weights in it.
-            values = [(variable, as_tf_variable(variable).read_value()) for variable in variables]
-            with keras.StatelessScope(values, collect_losses=True), _noting_outputs(self.layers) as outputs:
-                _, _, _, total = self.train_step.objective.forward(batch)
-            scaled = optimizer.scale_loss(total)
-        gradients = tape.gradient(scaled, [as_tf_variable(variable) for variable in variables])
-        scale = optimizer.scale_loss(tf.constant(1.0))
-        combined = [_values(gradient) for gradient in optimizer.combine(gradients)]
+        """Collective: compute what a step computes, and leave everything as it was."""
+        step, update = self.train_step, self.train_step.update
+        with _noting_outputs(self.layers) as outputs:
+            by_optimizer = step.gradients(batch, self._size)
+        combined: dict[Any, Any] = {}
+        for path, gradients in by_optimizer.items():
+            optimizer = update.optimizers.by_path[path]
+            scale = optimizer.scale_loss(tf.constant(1.0))
+            variables = update.variables_of(path)
+            for variable, gradient in zip(
+                variables, update.exchange.combine_each(gradients, f"histograms.{path}"), strict=True
+            ):
+                if gradient is not None:
+                    combined[variable.ref()] = tf.cast(_values(gradient), tf.float32) / scale
+        trained = [as_tf_variable(variable) for variable in step.state.model.trainable_variables]
         real = batch.ids >= 0
         return (
-            [None if gradient is None else tf.cast(gradient, tf.float32) / scale for gradient in combined],
+            [combined.get(variable.ref()) for variable in trained],
             {name: [_without_padding(output, real) for output in tensors] for name, tensors in outputs.items()},
         )
 

@@ -1,7 +1,8 @@
 """The compiled training and evaluation steps; one call runs several steps.
 
-A training step computes gradients, exchanges and applies them. This module does not know epochs, hooks or files. The
-minimised function is in objective, the exchange between ranks in sync.
+A step is the model's own `train_step` or `test_step`, Keras' or the user's, on the rows that this rank has. Around it
+are the rank's share, passes whose gradients are added up, seeds, phases, and what the forward pass has assigned. What
+happens to gradients is in optimizers. This module does not know epochs, hooks or files.
 """
 
 from __future__ import annotations
@@ -17,24 +18,25 @@ import tensorflow as tf
 
 from horovod_train.data.order.counter_rng import mix
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
-from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, restored_if_nonfinite
-from horovod_train.training.parts.losses import Loss
-from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState
-from horovod_train.training.steps.objective import Objective
-from horovod_train.training.sync.strategy import Exchanged
+from horovod_train.training.steps.figures import Figures
+from horovod_train.training.steps.forward_state import ForwardState
+from horovod_train.training.steps.optimizers import Update, add_gradients
+from horovod_train.training.steps.passes import Passes
+from horovod_train.training.steps.rows import Part, parts_of
+from horovod_train.training.steps.shares import Shares
+from horovod_train.training.steps.trial import Data
 
 DRAWS_PER_STEP = 1 << 10
 """Counter values reserved per step for the random draws of one layer, which draws once or twice."""
 
 MAX_OVERFLOWS_IN_A_ROW = 50
 """Updates in a row that a loss scale may leave out: halved 50 times, a scale of 2^15 is about 1e-11."""
-
-
-def _unscaled(batch: Batch) -> Batch:
-    return batch
 
 
 class Seeds:
@@ -63,47 +65,86 @@ def _seed_key(seed: int, rank: int, index: int) -> int:
 
 
 @dataclass(eq=False, repr=False)
-class Steps:
-    """Runs training steps on a TrainState, several in one compiled call; `train_on` of a subclass is a step."""
+class Rows:
+    """How a split's batches become what a step gets."""
+
+    group: WorkerGroup
+    data_of: Callable[[Batch], Data]
+    """(x,), (x, y) or (x, y, sample_weight), as `fit` hands them over."""
+    scaled: Callable[[Batch], Batch]
+    """Casts and scales a batch of the iterator; see Pipeline.scaled."""
+    are_counted: bool = False
+    """Whether only the ranks together know how many records a step has, because some are skipped or a stream ends."""
+
+    def total(self, batch: Batch, name: str) -> tf.Tensor:
+        """Collective, in a compiled step, if the rows are counted: return the records of all ranks, float32."""
+        if not self.are_counted:
+            return tf.cast(batch.count, tf.float32)
+        return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
+
+
+@dataclass(eq=False, repr=False)
+class TrainStep:
+    """Updates a TrainState by the model's `train_step`, several times in one compiled call; adds to `figures`."""
 
     state: TrainState
+    rows: Rows
+    passes: Passes
+    update: Update
+    shares: Shares
+    forward_state: ForwardState
+    figures: Figures
     _: KW_ONLY
-    rank: int
     seed: int
-    scaled: Callable[[Batch], Batch] = _unscaled
-    """Casts and scales a batch of the iterator; see Pipeline.scaled."""
+    phase_variable: PhaseVariable
+    accumulate_steps: int = 1
+    max_skips_in_a_row: int = 0
+    """Non-finite updates to skip before `run` ends; 0: end at the first.
+
+    With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
+    """
     placement: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
 
     def __post_init__(self) -> None:
-        self.seeds = Seeds(self.state.seeds, self.seed, self.rank)
-        self.skipped = tf.Variable(0, trainable=False)
-        """int32: updates that were left out."""
-        self.phase_variable = PhaseVariable(self.state.step)
+        self.seeds = Seeds(self.state.seeds, self.seed, self.rows.group.rank)
+        if self.update.optimizers.scales_loss:
+            self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
+        self.skipped, self.skipped_in_a_row = (tf.Variable(0, trainable=False) for _ in range(2))
+        """int32: steps whose update was left out: in all, and since the last that was not."""
         self.traces = 0
         self.retrace()
 
     def retrace(self) -> None:
         """Compile the step when it runs next: for when other variables are trained than before."""
-        self._run = tf.function(self._run_steps, autograph=False)
+        self._runs: dict[Any, Any] = {}
+        self.passes.retrace()
         self.traces += 1
 
-    def run(self, batches: Batches, steps: int) -> tuple[int, bool, np.ndarray]:
+    def run(self, batches: Batches, steps: int, size: StepSize) -> tuple[int, bool, np.ndarray]:
         """Train on the next `steps` batches in one compiled call; stop early where gradients are no longer finite.
 
-        Returns the steps done, whether to continue, and the ids of the records used by this rank, int64 [steps, rows].
+        size: of each of them. Returns the steps done, whether to continue, and the ids of the records used by this
+        rank, int64 [steps, rows].
         """
-        continues, ids = batches.call(self._run, tf.constant(steps, tf.int32))
+        if size not in self._runs:
+            # Not a partial, whose `size` tf.function would take for an argument.
+            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
+            self._runs[size] = tf.function(run_steps, autograph=False)
+        continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
+        self.figures.count(len(ids) * ids.shape[1])
         return len(ids), bool(continues), ids.numpy()
 
-    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[tf.Tensor, tf.Tensor]]:
+    def _run_steps(
+        self, cursor: Cursor, steps: tf.Tensor, size: StepSize
+    ) -> tuple[Cursor, tuple[tf.Tensor, tf.Tensor]]:
         def one_step(
             batch: Batch, number: tf.Tensor, _: tf.Tensor, ids: tf.TensorArray
         ) -> tuple[tf.Tensor, tf.TensorArray]:
             with tf.name_scope("input_data"):
-                batch = self.scaled(batch)
+                batch = self.rows.scaled(batch)
             with self.placement():
-                continues = self.train_on(batch)
+                continues = self.train_on(batch, size)
             return continues, ids.write(number, batch.ids)
 
         ids = tf.TensorArray(tf.int64, size=0, dynamic_size=True, element_shape=[None])
@@ -120,129 +161,139 @@ class Steps:
     def _waiting(self) -> AbstractContextManager[Any]:
         return tf.control_dependencies([self.phase_variable.enter("input")])
 
-    def train_on(self, batch: Batch) -> tf.Tensor:
-        """Run one update. Return whether to continue; the same on all ranks."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False, repr=False)
-class TrainStep(Steps):
-    """Updates a TrainState from batches and adds losses and metrics to `metrics`.
-
-    The update is the gradient of the mean loss over exactly the records that all ranks together use in a step, by their
-    weights if they have any. Each rank divides its sum by the global count or weight, so ranks may have different
-    numbers of records.
-    """
-
-    objective: Objective
-    metrics: Accumulator
-    _: KW_ONLY
-    count_over_ranks: Callable[[Batch], tf.Tensor]
-    """Returns what the sums of the losses are divided by in the step of a batch: the records of all ranks, or their
-    weights for each term of the loss.
-    """
-    max_skips_in_a_row: int = 0
-    """Non-finite updates to skip before `run` ends; 0: end at the first.
-
-    With a LossScaleOptimizer the limit is at least MAX_OVERFLOWS_IN_A_ROW: it finds its scale by skipping.
-    """
-
-    def __post_init__(self) -> None:
-        self.scales_loss = isinstance(self.state.optimizer, keras.optimizers.LossScaleOptimizer)
-        if self.scales_loss:
-            self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
-        self.skipped_in_a_row = tf.Variable(0, trainable=False)
-        super().__post_init__()
-
-    def retrace(self) -> None:
-        self.objective.retrace()
-        super().retrace()
-
-    def train_on(self, batch: Batch) -> tf.Tensor:
-        """Run one update. Return whether to continue; the same on all ranks."""
-        self.seeds.set(self.state.step)
-        with tf.control_dependencies([self.phase_variable.enter("exchange", after=batch)]):  # counting may communicate
-            batch = batch._replace(count=self.count_over_ranks(batch))
-        computing = self.phase_variable.enter("compute", after=batch.count)
-        with tf.control_dependencies([computing]):
-            batch = tf.nest.map_structure(tf.identity, batch)  # what computes must wait until the phase is recorded
+    def train_on(self, batch: Batch, size: StepSize) -> tf.Tensor:
+        """In a compiled call: run one update. Return whether to continue; the same on all ranks."""
+        state, enter = self.state, self.phase_variable.enter
+        self.seeds.set(state.step)
+        self.update.optimizers.failed.assign(False)
+        with tf.control_dependencies([enter("exchange", after=batch)]):  # counting may communicate
+            total = self.rows.total(batch, "step.count")
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
-        with tf.name_scope("rank"), self._without_poison():
-            gradients, scaled_losses = self.objective.gradients(batch, self.metrics)
-            total = scaled_losses["loss"] + scaled_losses["penalty"]
-            losses = (total, self.state.failure.last_loss.read_value())
-            self.state.failure.last_loss.assign(total)
-            self.state.note_losses(scaled_losses)
-        # Not after `waiting`: each gradient is exchanged as soon as it is computed, beside the rest of the pass.
-        with tf.name_scope("exchange"), tf.control_dependencies([computing]):
-            waiting = self.phase_variable.enter("exchange", after=gradients)
-            gradients = poison_if_nonfinite(total, gradients)
-            exchanged = self.state.synchronization.exchange(gradients, tf.identity(self.state.step))
-        # A step counts only after its exchange.
-        with tf.control_dependencies([waiting, *gradient_values(exchanged.gradients)]):
-            self.state.step.assign_add(1)
-            self.phase_variable.enter("compute")
+        with tf.name_scope("rank"):
+            parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
+            totals = self.passes.total_divisors(parts)  # may communicate
+            with tf.control_dependencies([enter("compute", after=(total, totals))]):
+                parts = [part.identity() for part in parts]  # what computes must wait until the phase is recorded
+            before = self.forward_state.values()
+            with self._without_poison():
+                loss = self._compute(parts, totals)
+        if loss is not None:
+            losses = loss, state.failure.last_loss.read_value()
+            state.failure.last_loss.assign(loss)
+            state.note_losses({"loss": loss})
+        else:
+            losses = tf.constant(0.0), tf.constant(0.0)
+        failed = self.update.optimizers.failed.read_value()
+        with tf.control_dependencies([failed]):  # a step counts only after its exchanges
+            state.step.assign_add(1)
+        with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
+            self.forward_state.combine(before, self.shares)
         with tf.name_scope("update_parameters"):
-            self._apply(exchanged, losses[self.state.synchronization.delay])
-            failed = self.state.failure.step > 0
+            self._end_update(failed, losses[state.synchronization.delay])
+            has_failed = state.failure.step > 0
         with tf.name_scope("exchange"):
-            return tf.logical_not(self.state.synchronization.end_step(failed, tf.identity(self.state.step)))
+            return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step)))
 
-    def _apply(self, exchanged: Exchanged, loss: tf.Tensor) -> None:
-        """Update the weights unless gradients are not finite; note a failure after too many skips in a row.
+    def _compute(self, parts: Sequence[Part], totals: Sequence[tf.Tensor] | None) -> tf.Tensor | None:
+        """Run the passes of a step; the last one applies. Return this rank's part of the mean loss times the ranks."""
+        earlier: dict[str, list[Any]] = {}
+        loss: tf.Tensor | None = None
+        for part in parts[:-1]:
+            with tf.control_dependencies(tf.nest.flatten(earlier, expand_composites=True)):  # to bound memory
+                result = self.passes.collect(part.identity(), totals)
+            for path, gradients in result.gradients.items():
+                sums = zip(earlier[path], gradients, strict=True) if path in earlier else ()
+                earlier[path] = [add_gradients(*pair) for pair in sums] or list(gradients)
+            self.figures.add(result.logs, _weight_of(part))
+            loss = result.add_loss(loss)
+        self.update.earlier = earlier
+        result = self.passes.apply(parts[-1], totals)
+        self.update.earlier = {}
+        self.figures.add(result.logs, _weight_of(parts[-1]))
+        return result.add_loss(loss)
+
+    def gradients(self, batch: Batch, size: StepSize) -> dict[str, list[Any]]:
+        """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing."""
+        total = self.rows.total(batch, "histograms.count")
+        (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
+        changed = [*self.figures.variables, *self.forward_state.variables]
+        totals = self.passes.total_divisors([part])
+        with restored_if(tf.constant(True), changed):
+            result = self.passes.collect(part, totals, is_function=False)
+        return result.gradients
+
+    def _end_update(self, skips: tf.Tensor, loss: tf.Tensor) -> None:
+        """Note whether the update was left out; update averages if not.
 
         loss: of the step in which the gradients were computed.
         """
-        gradients, variables = exchanged.gradients, self.state.model.trainable_variables
-        failure, delay = self.state.failure, self.state.synchronization.delay
-        if self.scales_loss:  # skips non-finite gradients itself and lowers its scale
-            self.state.optimizer.apply_combined(gradients, variables)
+        state = self.state
+        if state.averages.variables and not state.averages.are_of_optimizer:
+            tf.cond(skips, lambda: None, lambda: state.averages.update(tf.identity(state.step)))
 
-        def update() -> tf.Tensor:
-            if not self.scales_loss:
-                self.state.optimizer.apply_combined(gradients, variables)
-            self.state.averages.update(self.state.step)
-            return tf.constant(0)
-
-        def skip() -> tf.Tensor:
+        def note() -> tf.Tensor:
             self.skipped.assign_add(1)
-            skips, step = self.skipped_in_a_row, self.state.step - delay
-            is_first = tf.logical_and(skips >= self.max_skips_in_a_row, failure.step == 0)
-            tf.cond(is_first, lambda: failure.note(step, exchanged.local, loss, skips), lambda: None)
-            return skips + 1
+            in_a_row, step = self.skipped_in_a_row.read_value(), state.step - state.synchronization.delay
+            is_first = tf.logical_and(in_a_row >= self.max_skips_in_a_row, state.failure.step == 0)
+            is_cause = self.update.optimizers.is_cause
+            tf.cond(is_first, lambda: state.failure.note(step, is_cause, loss, in_a_row), lambda: None)
+            is_cause.assign(False)
+            return in_a_row + 1
 
-        self.skipped_in_a_row.assign(tf.cond(are_finite(gradients), update, skip))
+        self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: tf.constant(0)))
 
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
         contexts = ExitStack()
         if self.max_skips_in_a_row:  # otherwise the run ends at the first such step without saving
-            contexts.enter_context(restored_if_nonfinite(self.state.statistics, self.state.finite_statistics))
-            contexts.enter_context(restored_if_nonfinite(self.metrics.variables, list(self.metrics.sums.values())))
+            forward_state = self.forward_state.variables
+            contexts.enter_context(restored_if_nonfinite(forward_state, self.state.finite(forward_state)))
+            contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.sums))
         return contexts
 
 
 class EvalStep:
-    """Evaluates batches: adds their loss and metrics to `metrics`."""
+    """Evaluates batches by the model's `test_step`: adds what it returns, and its metrics, to `metrics`.
 
-    def __init__(
-        self, model: keras.Model, loss: Loss, metrics: Accumulator, scaled: Callable[[Batch], Batch] = _unscaled
-    ) -> None:
-        self.model, self.loss, self.metrics, self.scaled = model, loss, metrics, scaled
+    A loss is that of the records of all ranks in a step, as in training.
+    """
+
+    def __init__(self, model: keras.Model, rows: Rows, shares: Shares, figures: Figures, seeds: Seeds) -> None:
+        self.model, self.rows, self.shares, self.metrics = model, rows, shares, figures
         self.counter = BatchCounter()
-        self._run = tf.function(self._run_steps, autograph=False)
+        self._runs: dict[Any, Any] = {}
+        self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
-    def run(self, batches: Batches, steps: int) -> None:
-        """Evaluate the next `steps` batches in one compiled call."""
-        batches.call(self._run, tf.constant(steps, tf.int32))
+    def run(self, batches: Batches, steps: int, size: StepSize) -> None:
+        """Evaluate the next `steps` batches in one compiled call. Draws the same numbers in each evaluation."""
+        if self.metrics.begin():
+            self._begin()
+        if size not in self._runs:
+            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
+            self._runs[size] = tf.function(run_steps, autograph=False)
+        batches.call(self._runs[size], tf.constant(steps, tf.int32))
 
-    def _run_steps(self, cursor: Cursor, steps: tf.Tensor) -> tuple[Cursor, tuple[()]]:
+    def _run_steps(self, cursor: Cursor, steps: tf.Tensor, size: StepSize) -> tuple[Cursor, tuple[()]]:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
-            batch = self.scaled(batch)
-            outputs = self.model(batch.inputs, training=False)
-            losses = self.loss.weigh(batch.targets, outputs, batch.weights)
-            self.metrics.add(losses, batch.targets, outputs, batch.real)
+            batch = self.rows.scaled(batch)
+            total = self.rows.total(batch, "evaluation.count")
+            (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
+            with part.without_borrowed(self.metrics.variables), self.shares.of_pass(part.share):
+                logs = self.model.test_step(self.rows.data_of(part.batch))
+            self.metrics.add(logs, _weight_of(part))
             self.counter.count()
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
+
+
+def _weight_of(part: Part) -> tf.Tensor | float:
+    """Return how many records the numbers of a pass are of."""
+    return part.count
+
+
+def _share_of_step(parts: Sequence[Part]) -> tf.Tensor | None:
+    """Return the rank's share of the step, given those of its passes; None: 1."""
+    if len(parts) == 1:
+        return parts[0].share
+    return tf.add_n([tf.constant(1.0) if part.share is None else part.share for part in parts])

@@ -13,7 +13,7 @@ from horovod_train.training.sync.stale import Stale
 from horovod_train.training.sync.strategy import SyncParts, SyncStrategy
 
 STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {
-    "every_step": lambda parts: EveryStep(parts.optimizer),
+    "every_step": lambda _: EveryStep(),
     "stale": Stale,
     "local": Local,
 }

@@ -7,8 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.distributed.optimizer import CombiningOptimizer
-from horovod_train.training.sync.strategy import Exchanged
+from horovod_train.training.sync.strategy import CombineList, Exchanged
 
 
 class EveryStep:
@@ -16,13 +15,14 @@ class EveryStep:
 
     delay = 0
 
-    def __init__(self, optimizer: CombiningOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self) -> None:
         self.variables: dict[str, tf.Variable] = {}
         self.must_be_finite: list[tf.Variable] = []
 
-    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        return Exchanged(self.optimizer.combine(local_gradients), local_gradients)
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        return Exchanged(combine(local_gradients), local_gradients)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return failed  # comes from combined gradients, so ranks agree

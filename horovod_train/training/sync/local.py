@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.allreduce import add_up_rows
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.training.sync.strategy import Drift, Exchanged, Moves, SyncParts, settled_step
+from horovod_train.training.sync.strategy import CombineList, Drift, Exchanged, Moves, SyncParts, settled_step
 
 
 class Local:
@@ -26,9 +26,11 @@ class Local:
     def __init__(self, parts: SyncParts) -> None:
         assert parts.config.average_every_steps is not None
         self.group, self.every = parts.group, parts.config.average_every_steps
-        model, optimizer = parts.model, parts.optimizer
-        slots = [variable for variable in optimizer.variables if variable is not optimizer.learning_rate]
-        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *slots, *parts.averages)]
+        model = parts.model
+        rates = {id(rate) for rate in parts.rates}
+        slots = [variable for variable in parts.slots if id(variable) not in rates]
+        more = (*slots, *parts.averages, *parts.forward_state)
+        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
         self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
         self.averaged = [variable for variable in variables if variable.dtype.is_floating]
         self.settled = settled_step()
@@ -44,7 +46,9 @@ class Local:
         self.must_be_finite: list[tf.Variable] = []
         self._average_now = tf.function(self._average, autograph=False)
 
-    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
         # Ranks diverge from here on.
         tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
         rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]

@@ -11,9 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import variable_beside
-from horovod_train.training.sync.strategy import Exchanged, SyncParts, by_unique_name, settled_step
+from horovod_train.training.sync.strategy import CombineList, Exchanged, SyncParts, by_unique_name, settled_step
 
 
 class Stale:
@@ -22,8 +23,9 @@ class Stale:
     delay = 1
 
     def __init__(self, parts: SyncParts) -> None:
-        self.optimizer, self._sparse_as_dense = parts.optimizer, parts.sparse_as_dense
+        self._combine, self._sparse_as_dense = parts.combine, parts.sparse_as_dense
         trained = parts.model.trainable_variables
+        self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
         self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
         self.settled = settled_step()
         self._paths = paths = [weight.path for weight in trained]
@@ -34,22 +36,35 @@ class Stale:
         # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
         self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
 
-    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        indices = [index for index, gradient in enumerate(local_gradients) if gradient is not None]
-        sparse = [index for index in indices if isinstance(local_gradients[index], tf.IndexedSlices)]
-        if sparse and not self._sparse_as_dense:
-            raise UserError(
-                "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
-                f"{self._paths[sparse[0]]} waits for a step, and is then exchanged, as a whole table."
-            )
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        given = self._paths if variables is None else variables
+        pairs = [
+            (number, place)
+            for number, (gradient, place) in enumerate(zip(local_gradients, map(self._place, given), strict=True))
+            if gradient is not None
+        ]
+        for number, place in pairs:
+            if isinstance(local_gradients[number], tf.IndexedSlices) and not self._sparse_as_dense:
+                raise UserError(
+                    "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
+                    f"{self._paths[place]} waits for a step, and is then exchanged, as a whole table."
+                )
         # Nothing here waits for `local_gradients`, so that they are computed during the exchange.
-        previous = [tf.convert_to_tensor(self.pending[index]) for index in indices]
-        exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: self.optimizer.combine(previous))
+        previous = [tf.convert_to_tensor(self.pending[place]) for _, place in pairs]
+        exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: combine(previous))
         combined: list[Any] = [None] * len(local_gradients)
-        for index, gradient in zip(indices, exchanged, strict=True):
-            self.pending[index].assign(tf.convert_to_tensor(local_gradients[index]))
-            combined[index] = gradient
+        for (number, place), gradient in zip(pairs, exchanged, strict=True):
+            self.pending[place].assign(tf.convert_to_tensor(local_gradients[number]))
+            combined[number] = gradient
         return Exchanged(combined, previous)
+
+    def _place(self, variable: Any) -> int:
+        """Return the index of a weight, or of its path, among the pending gradients."""
+        if isinstance(variable, str):
+            return self._paths.index(variable)
+        return self._index[id(as_tf_variable(variable))]
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return failed  # comes from combined gradients, so ranks agree
@@ -58,7 +73,7 @@ class Stale:
         if int(self.settled) == step:
             return False
         gradients = [tf.convert_to_tensor(variable) for variable in self.pending]
-        for variable, mean in zip(self.pending, self.optimizer.combine(gradients), strict=True):
+        for variable, mean in zip(self.pending, self._combine(gradients), strict=True):
             variable.assign(mean)
         self.settled.assign(step)
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,9 @@ import tensorflow as tf
 
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.optimizer import CombiningOptimizer
+
+CombineList = Callable[[Sequence[Any]], list[Any]]
+"""(gradients) → gradients combined over the ranks."""
 
 
 class Exchanged(NamedTuple):
@@ -59,11 +61,13 @@ class SyncStrategy(Protocol):
     def must_be_finite(self) -> Sequence[tf.Variable]:
         """Those of `variables` that hold numbers not applied yet."""
 
-    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
         """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
 
-        local_gradients: one for each trainable variable, or None; the same ones are None on every rank. step: int64,
-        steps done.
+        combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
+        are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
         """
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -92,7 +96,14 @@ class SyncParts:
     config: TrainConfig
     group: WorkerGroup
     model: keras.Model
-    optimizer: CombiningOptimizer
+    combine: CombineList
+    """Combines gradients over the ranks, outside of a step."""
+    slots: Sequence[Any] = ()
+    """The variables of the optimizers."""
+    rates: Sequence[Any] = ()
+    """Those of them that are learning rates."""
+    forward_state: Sequence[tf.Variable] = ()
+    """Weights that are not trained and that the forward pass assigns, as BatchNormalization does."""
     averages: Sequence[tf.Variable] = ()
     """Moving averages of the weights, if any."""
     sparse_as_dense: bool = True

@@ -1,0 +1,41 @@
+"""The only module that reads attributes of Keras which are not public. A test fails if Keras moves one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Return what Keras' own `compile` was given, by argument; empty if it was not called.
+
+    `get_compile_config` is public, but gives serialised copies, which lambdas and users' classes cannot have.
+    """
+    compiled = getattr(model, "_compile_config", None)
+    arguments: Mapping[str, Any] = {} if compiled is None else compiled.config
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the losses that `compute_loss` calls, made of what `compile` was given; none before its first call."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [entry.loss for entry in getattr(compiled, "_flat_losses", None) or ()]
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """Return the metric in which Keras' own `train_step` keeps the loss, also where `metrics` is overridden."""
+    return model._loss_tracker
+
+
+def mask_of(value: Any) -> tf.Tensor | None:
+    """Return the mask that Keras keeps with a tensor; None if it has none."""
+    return getattr(value, "_keras_mask", None)
+
+
+def set_mask(value: Any, mask: tf.Tensor | None) -> None:
+    """Give a tensor its mask again, which it loses where a tf.function returns it."""
+    if mask is not None:
+        value._keras_mask = mask

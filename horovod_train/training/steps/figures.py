@@ -1,0 +1,204 @@
+"""The figures of one split over all ranks: results of Keras metrics, and numbers that a step returns. Runs no step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+
+RECORDS_IN_FLOAT32 = 1 << 20
+"""Records after which sums are moved into float64: a float32 count of 2^24 no longer grows by 1."""
+
+
+class Source(NamedTuple):
+    """Where a figure is from: the result of a metric, or a number of the step."""
+
+    metric: keras.metrics.Metric | None
+    """None: a number of the step, whose mean over steps and ranks is shown."""
+    part: int
+    """Of a metric's result, flattened, the part that is shown."""
+
+
+class Figures:
+    """The figures of one split since the last `result`.
+
+    The states of metrics are combined over the ranks, and then give their result: sums are added up, which is exact for
+    every metric of Keras; for other states see `_Kind`. Other numbers are averaged over records, in float64.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], metrics: Sequence[keras.metrics.Metric]) -> None:
+        """metrics: all of the model's; they are reset with each `result`. sources: by the name that is shown."""
+        self._sources, self._metrics = dict(sources), list(metrics)
+        numbers = [name for name, source in sources.items() if source.metric is None]
+        self._sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in numbers}
+        self._weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
+        self._aside: list[np.ndarray] | None = None
+        self._reset()
+        self._initial = [variable.numpy() for variable in self.variables]
+        self._kinds = [_kind(*pair) for pair in zip(self._states, self._initial, strict=True)]
+        self._moved: list[np.ndarray] | None = None
+        self._records = 0
+
+    @property
+    def names(self) -> list[str]:
+        """What `result` returns."""
+        return list(self._sources)
+
+    @property
+    def _states(self) -> list[Any]:
+        return list({id(variable): variable for metric in self._metrics for variable in metric.variables}.values())
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """The states of the model's metrics, which all splits share."""
+        return [as_tf_variable(variable) for variable in self._states]
+
+    @property
+    def sums(self) -> list[tf.Variable]:
+        """Those of the states and sums that a non-finite pass must not poison."""
+        return [*self._sums.values(), *(variable for variable in self.variables if variable.dtype.is_floating)]
+
+    def add(self, logs: Mapping[str, Any], weight: tf.Tensor | float) -> None:
+        """In the compiled step: add what the step returned; its metrics have been updated already.
+
+        weight: of its numbers: the records, or the rank's share of a step.
+        """
+        if self._sums:
+            weight = tf.cast(weight, tf.float64)
+            for name, total in self._sums.items():
+                total.assign_add(tf.math.multiply_no_nan(tf.cast(logs[name], tf.float64), weight))
+            self._weight.assign_add(weight)
+
+    def count(self, records: int) -> None:
+        """Between compiled calls: note that so many more records are in the states; move sums into float64 in time."""
+        self._records += records
+        if self._records < RECORDS_IN_FLOAT32 or not all(kind == "sum" for kind in self._kinds):
+            return
+        states = [variable.numpy().astype(np.float64) for variable in self.variables]
+        self._moved = states if self._moved is None else [sum(pair) for pair in zip(self._moved, states, strict=True)]
+        self._reset()
+        self._records = 0
+
+    def begin(self) -> bool:
+        """Set the model's metrics aside until `result`, so that this split can have them; return whether it had to."""
+        if self._aside is not None:
+            return False
+        self._aside = [variable.numpy() for variable in self.variables]
+        self._reset()
+        return True
+
+    def result(self, group: WorkerGroup) -> dict[str, float]:
+        """Collective: return the figures over the steps of all ranks since the last call; then reset."""
+        self._combine(group)
+        totals = group.sum([variable.numpy() for variable in (self._weight, *self._sums.values())])
+        weight = float(totals[0])
+        means = {
+            name: float(total) / weight if weight else math.nan
+            for name, total in zip(self._sums, totals[1:], strict=True)
+        }
+        values = {
+            name: means[name] if source.metric is None else _part(source.metric.result(), source.part)
+            for name, source in self._sources.items()
+        }
+        self._reset()
+        self._moved, self._records = None, 0
+        for variable in (self._weight, *self._sums.values()):
+            variable.assign(0.0)
+        for variable, value in zip(self.variables, self._aside or (), strict=self._aside is not None):
+            variable.assign(value)
+        self._aside = None
+        return values
+
+    def _combine(self, group: WorkerGroup) -> None:
+        """Collective: set the states to those of all ranks together."""
+        variables = self.variables
+        states = [variable.numpy().astype(np.float64) for variable in variables]
+        if self._moved is not None:
+            states = [sum(pair) for pair in zip(self._moved, states, strict=True)]
+        sent = []
+        for state, initial, kind in zip(states, self._initial, self._kinds, strict=True):
+            if kind == "sum":
+                sent.append(state - initial)
+            else:  # a row for each rank
+                table = np.zeros((group.size, *state.shape))
+                table[group.rank] = state
+                sent.append(table)
+        received = group.sum(sent)
+        for variable, total, initial, kind in zip(variables, received, self._initial, self._kinds, strict=True):
+            value = initial + total if kind == "sum" else _OVER_RANKS[kind](total)
+            variable.assign(tf.cast(value, variable.dtype))
+
+    def _reset(self) -> None:
+        for metric in self._metrics:
+            metric.reset_state()
+
+
+_OVER_RANKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "mean": lambda rows: rows.mean(axis=0),
+    "first": lambda rows: rows[0],
+    "max": lambda rows: rows.max(axis=0),
+    "min": lambda rows: rows.min(axis=0),
+}
+"""How the states of ranks, [ranks, …], become one; besides "sum"."""
+
+
+def _kind(variable: Any, initial: np.ndarray) -> str:
+    """Return how a state of a metric is combined over ranks: by its `aggregation`, and by what it begins with.
+
+    A state that begins at −∞, or at the least number of its dtype, is a maximum; one at ∞ a minimum.
+    """
+    named = {"mean": "mean", "only_first_replica": "first"}
+    aggregation = getattr(variable, "aggregation", None)
+    if str(aggregation) in named:
+        return named[str(aggregation)]
+    if initial.size and np.issubdtype(initial.dtype, np.floating):
+        limits = np.finfo(initial.dtype)
+        if (initial <= limits.min).all():
+            return "max"
+        if (initial >= limits.max).all():
+            return "min"
+    return "sum"
+
+
+def metrics_in(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return the metrics of a model: those it lists, and those that it and its layers hold."""
+    inside_layers = [part for layer in layers_inside(model) for part in parts_in(vars(layer), keras.metrics.Metric)]
+    return list({id(metric): metric for metric in [*model.metrics, *inside_layers]}.values())
+
+
+@contextmanager
+def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable[[Any], Source]]:
+    """Inside the block: note what the metrics' `result` returns. Yields a function (value → its Source)."""
+    noted: dict[int, tuple[Any, Source]] = {}
+
+    def noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
+        result = metric.result
+
+        def result_and_note() -> Any:
+            value = result()
+            for part, tensor in enumerate(keras.tree.flatten(value)):
+                noted.setdefault(id(tensor), (tensor, Source(metric, part)))  # kept, so that no other has its id
+            return value
+
+        return result_and_note
+
+    for metric in metrics:
+        metric.result = noting(metric)
+    try:
+        yield lambda value: noted[id(value)][1] if id(value) in noted else Source(None, 0)
+    finally:
+        for metric in metrics:
+            del metric.result
+
+
+def _part(result: Any, part: int) -> float:
+    """Return a part of a metric's result as one number; for a vector its mean."""
+    return float(np.mean(keras.ops.convert_to_numpy(keras.tree.flatten(result)[part])))

@@ -1,0 +1,269 @@
+"""Finds the optimizers of a step, and makes each exchange its gradients over the ranks before it applies them.
+
+The model calls its optimizers itself, in its `train_step`. So whatever a step does, clipping, accumulation, skipping
+and the way to exchange are the same. When ranks exchange is decided in sync.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.optimizer import GradientExchange, distribute
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.subclass import take_class
+from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite
+from horovod_train.training.steps.shares import Shares
+from horovod_train.training.sync.strategy import SyncStrategy
+
+
+def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
+    """Return the optimizers that a model and its layers hold, by the attribute, as `optimizer` or `critic.optimizer`.
+
+    Looks into lists, tuples and dictionaries too; one that several attributes hold comes once.
+    """
+    by_id: dict[int, tuple[str, keras.optimizers.Optimizer]] = {}
+    for layer in layers_inside(model):
+        prefix = "" if layer is model else f"{layer.name}."
+        # Keras keeps copies of what `compile` was given under names that begin with an underscore.
+        for name, value in sorted(vars(layer).items(), key=lambda item: item[0].startswith("_")):
+            for path, optimizer in _inside(f"{prefix}{name}", value):
+                by_id.setdefault(id(optimizer), (path, optimizer))
+    return dict(by_id.values())
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimizer]]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield path, value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in parts:
+            yield from _inside(f"{path}.{key}", part)
+
+
+class Optimizers:
+    """The optimizers that a step applies: each combines its gradients over the ranks and applies them if finite.
+
+    It is what a TrainState asks for slots and rates. `passing` and `begin` are called by the step around each pass.
+    """
+
+    built = True
+
+    def __init__(
+        self, optimizers: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = False
+    ) -> None:
+        """are_kept_by_the_model: whether settings of the config do not change them."""
+        self._by_attribute, self.are_kept_by_the_model = optimizers, are_kept_by_the_model
+        self.by_path: dict[str, keras.optimizers.Optimizer] = {}
+        """Those that the step applies, known after `only_noted`."""
+        self.failed, self.is_cause = (tf.Variable(False, trainable=False) for _ in range(2))
+        """bool: whether combined gradients of the step were not finite; whether because of this rank's."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The attributes that hold them."""
+        return list(self._by_attribute)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether one of those applied is a LossScaleOptimizer, which leaves out updates to find its scale."""
+        return any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in self.by_path.values())
+
+    @property
+    def all_variables(self) -> list[Any]:
+        """The variables of all of them, applied or not."""
+        return _variables(self._by_attribute.values())
+
+    @property
+    def variables(self) -> list[Any]:
+        """The slots and counters of those that are applied, and of optimizers inside them."""
+        return _variables(self.by_path.values())
+
+    @property
+    def learning_rates(self) -> dict[str, Any]:
+        """The rates, by the names under which they are shown: `learning_rate`, if there is one optimizer."""
+        rates: dict[str, Any] = {}
+        for path, optimizer in self.by_path.items():
+            try:
+                rates[path] = optimizer.learning_rate
+            except AttributeError:  # a MultiOptimizer has those of the optimizers inside it
+                rates |= {f"{path}.{inner.name}": inner.learning_rate for inner in _inside_optimizer(optimizer)}
+        if len(rates) == 1:
+            return {"learning_rate": next(iter(rates.values()))}
+        return {f"{path}_learning_rate": rate for path, rate in rates.items()}
+
+    @contextmanager
+    def only_noted(self) -> Iterator[None]:
+        """Inside the block, `apply` only builds an optimizer and notes that it is applied. It may raise ValueError."""
+        slots: dict[str, set[int]] = {}
+
+        def noting(path: str, optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+            def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+                if not gradient_values(grads):
+                    raise ValueError(f"{path} is applied without any gradient")
+                variables = list(trainable_variables or ())
+                if not optimizer.built:
+                    if not variables:
+                        raise ValueError(f"{path} is applied without variables before it is built")
+                    slots[path] = {id(variable) for variable in variables}
+                    self._build(path, optimizer, variables)
+                if path in slots and not {id(variable) for variable in variables} <= slots[path]:
+                    raise ValueError(f"{path} is applied to other variables than before; build it with all of them")
+                self.by_path[path] = optimizer
+
+            return apply
+
+        for path, optimizer in self._by_attribute.items():
+            optimizer.apply = noting(path, optimizer)
+        try:
+            yield
+        finally:
+            for optimizer in self._by_attribute.values():
+                del optimizer.apply
+
+    def _build(self, path: str, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+        with tf.init_scope():  # slots must exist before the broadcast
+            optimizer.build(variables)
+            for inner in _inside_optimizer(optimizer):
+                if not inner.built:
+                    inner.build(variables)
+
+    def distribute(self, update: Update) -> None:
+        """Make each do `update` in place of its own `apply`. Raises UserError."""
+        for path, optimizer in self.by_path.items():
+            distribute(optimizer, update.exchange.combining(f"{path}.gradient"))
+            take_class(optimizer, _updating(type(optimizer), path, update))
+
+
+def _updating(base: type, path: str, update: Update) -> type:
+    class Updating(base):
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            update.apply(path, self, list(grads), None if trainable_variables is None else list(trainable_variables))
+
+    return Updating
+
+
+@dataclass(eq=False, repr=False)
+class Update:
+    """What happens when an optimizer of the step is given gradients, in the pass that is being traced.
+
+    They are multiplied by the rank's share, added to those of earlier passes, exchanged, and applied if all are finite.
+    """
+
+    optimizers: Optimizers
+    exchange: GradientExchange
+    synchronization: SyncStrategy
+    shares: Shares
+    step: tf.Variable
+    enter: Callable[..., tf.Operation]
+    """Records the phase of the step, as PhaseVariable.enter."""
+
+    def __post_init__(self) -> None:
+        self.earlier: Mapping[str, Sequence[Any]] = {}
+        """By optimizer, the gradients of earlier passes of this step, to be added."""
+        self.collected: dict[str, list[Any]] | None = None
+        """Where gradients are put instead of being applied, by optimizer; None: apply them."""
+        self.loss: tf.Tensor | None = None
+        """The loss of the pass times its share, if it is known; float scalar."""
+        self._variables: dict[str, list[Any]] = {}
+
+    def variables_of(self, path: str) -> list[tf.Variable]:
+        """Return the variables that an optimizer was last given with gradients; none if it was given gradients only."""
+        return self._variables[path]
+
+    @contextmanager
+    def collecting(self) -> Iterator[dict[str, list[Any]]]:
+        """Inside the block, put gradients into the dict, times the share of their pass; apply none."""
+        self.collected = {}
+        try:
+            yield self.collected
+        finally:
+            self.collected = None
+
+    def apply(self, path: str, optimizer: Any, local_gradients: list[Any], variables: list[Any] | None) -> None:
+        """In the compiled step: take the gradients that a model gives one of its optimizers."""
+        gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
+        self._variables[path] = [as_tf_variable(variable) for variable in variables or ()]
+        if self.collected is not None:
+            # An optimizer that is applied twice in a pass has its gradients added up.
+            self.collected[path] = _add_lists(self.collected.get(path), gradients)
+            return
+        gradients = _add_lists(self.earlier.get(path), gradients)
+        if self.loss is not None:
+            gradients = poison_if_nonfinite(tf.cast(self.loss, tf.float32), gradients)
+        # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
+        # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
+        # differ, only on some of them.
+        with tf.name_scope("exchange"):
+            with tf.control_dependencies([self.enter("compute")]):
+                combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
+                exchanged = self.synchronization.exchange(combine, gradients, variables, tf.identity(self.step))
+            waiting = self.enter("exchange", after=gradients)
+            with tf.control_dependencies([waiting]):
+                applying = self.enter("compute", after=exchanged.gradients)
+            with tf.control_dependencies([applying]):
+                combined = [
+                    None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+                    for gradient in exchanged.gradients
+                ]
+        with tf.name_scope("update_parameters"):
+            self._apply_if_finite(optimizer, combined, exchanged.local, variables)
+
+    def _apply_if_finite(
+        self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: list[Any] | None
+    ) -> None:
+        failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
+        scales_loss = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if scales_loss:  # skips non-finite gradients itself and lowers its scale
+            optimizer.apply_combined(gradients, variables)
+
+        def update() -> tf.Tensor:
+            if not scales_loss:
+                optimizer.apply_combined(gradients, variables)
+            return failed.read_value()
+
+        def skip() -> tf.Tensor:
+            is_cause.assign(tf.logical_or(is_cause, tf.logical_not(are_finite(local))))
+            return tf.constant(True)
+
+        failed.assign(tf.cond(are_finite(gradients), update, skip))
+
+
+def _add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:
+    if first is None:
+        return list(second)
+    return [add_gradients(*pair) for pair in zip(first, second, strict=True)]
+
+
+def add_gradients(first: Any, second: Any) -> Any:
+    """Return the sum of two gradients of one variable; sparse ones keep all rows. None: not part of the loss."""
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, tf.IndexedSlices) and isinstance(second, tf.IndexedSlices):
+        values = tf.concat([first.values, second.values], axis=0)
+        return tf.IndexedSlices(values, tf.concat([first.indices, second.indices], axis=0), second.dense_shape)
+    return tf.convert_to_tensor(first) + tf.convert_to_tensor(second)
+
+
+def _inside_optimizer(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers that one holds, such as that of a LossScaleOptimizer, and those inside them."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    waiting = [optimizer]
+    while waiting:
+        for part in parts_in(vars(waiting.pop()), keras.optimizers.Optimizer):
+            if id(part) not in found and part is not optimizer:
+                found[id(part)] = part
+                waiting.append(part)
+    return list(found.values())
+
+
+def _variables(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[Any]:
+    each = [part for optimizer in optimizers for part in (optimizer, *_inside_optimizer(optimizer))]
+    return list({id(variable): variable for part in each for variable in part.variables}.values())

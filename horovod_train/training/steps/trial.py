@@ -1,0 +1,121 @@
+"""Traces a model's step on the shapes of a batch, before training: does it fit, and what does it use?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import raised_at
+from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.output.metrics import ABOUT
+from horovod_train.training.steps.figures import Source, metrics_in, noting_results
+from horovod_train.training.steps.traced import assigned_by, check_draws
+
+Data = tuple[Any, ...]
+"""What a step gets, as from `fit`: (x,), (x, y) or (x, y, sample_weight)."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a step turned out to be."""
+
+    sources: dict[str, Source]
+    """Of what it returns, by name."""
+    reads: list[tf.Variable]
+    """The variables that it reads or changes."""
+    assigns: list[tf.Variable]
+    """Those that it changes, without its optimizers."""
+    calls_compute_loss: bool
+
+
+def try_step(
+    model: keras.Model,
+    method: str,
+    spec: Any,
+    data_of: Callable[[Any], Data],
+    where: str,
+    applied: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Tried:
+    """Trace model.METHOD on data of tf.TensorSpecs, without computing. Raises UserError.
+
+    where: begins the message. data_of: what the step gets of the records. applied: the context in which optimizers only
+    note that they are applied.
+    """
+    trials: list[dict[str, Source]] = []
+    losses: list[Any] = []
+
+    def trace(records: Any) -> None:
+        with applied(), noting_results(metrics_in(model)) as source_of, noting_loss(model, losses.append):
+            logs = getattr(model, method)(data_of(records))
+            _check_logs(logs, method, where)
+            trials[:] = [{name: source_of(value) for name, value in logs.items()}]
+
+    def traced() -> Any:
+        return tf.function(trace, autograph=False).get_concrete_function(spec)
+
+    metrics = metrics_in(model)
+    variables = [variable for metric in metrics for variable in metric.variables]
+    try:
+        function = traced()
+        found = metrics_in(model)
+        if len(found) != len(metrics) or len([v for metric in found for v in metric.variables]) != len(variables):
+            function = traced()  # the first trace has made metrics, whose results it has not noted
+    except RunError:
+        raise
+    except Exception as error:  # a user's step may raise anything
+        raise UserError(_unfit(spec, method, where, error)) from error
+    check_draws(function, method, where)
+    return Tried(trials[0], list(function.variables), assigned_by(function), bool(losses))
+
+
+def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
+    """Return the outputs of a model on inputs of tf.TensorSpecs, as specs in their structure. Raises UserError."""
+
+    def forward(records: Any) -> Any:
+        return model(records, training=False)
+
+    try:
+        function = tf.function(forward, autograph=False).get_concrete_function(inputs)
+    except Exception as error:
+        raise UserError(_unfit(inputs, "call", where, error)) from error
+    return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), function.structured_outputs)
+
+
+@contextmanager
+def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> Iterator[None]:
+    """Inside the block, pass what the model's `compute_loss` returns to `note`, if it is one number."""
+    compute_loss = model.compute_loss
+
+    def compute_and_note(*args: Any, **kwargs: Any) -> Any:
+        loss = compute_loss(*args, **kwargs)
+        if tf.is_tensor(loss) and not loss.shape.rank:
+            note(loss)
+        return loss
+
+    model.compute_loss = compute_and_note
+    try:
+        yield
+    finally:
+        del model.compute_loss
+
+
+def _check_logs(logs: Any, method: str, where: str) -> None:
+    if not isinstance(logs, dict) or not all(isinstance(name, str) for name in logs):
+        raise UserError(f"{where}: {method} must return a dict of figures by name; it returned {type(logs).__name__}.")
+    for name, value in logs.items():
+        if name in ABOUT:
+            raise UserError(f"{where}: {method} returns a figure named {name!r}, which is taken; give it another name.")
+        if not hasattr(value, "shape") and not isinstance(value, int | float):
+            raise UserError(f"{where}: {method} must return numbers; {name} is {type(value).__name__}.")
+
+
+def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
+    shapes = tf.nest.map_structure(lambda each: f"{each.dtype.name}{each.shape}", spec)
+    reason = one_line(error)[-400:] + raised_at(error)
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
