@@ -1,0 +1,164 @@
+"""Trains the cases of differential_cases by the trainer on all ranks, and by `fit` in one process, and compares.
+
+differential.py FOLDER [--equal-shares] [CASE ...]: writes FOLDER/rank-N.json; without cases all. FOLDER "-": prints a
+table. By hand:
+
+    mpirun -np 3 python tests/distributed/programs/differential.py - plain GAN
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from facts import leave
+
+from horovod_train.config.loader import build
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.start import start
+from horovod_train.training.build import Components, build_components
+from horovod_train.training.shared_records import open_on_all_ranks
+
+group = start(Config().horovod, Config().device)
+from differential_cases import BATCH, CASES, DATA, ROWS, Case  # noqa: E402  (makes tensors, which fixes the threads)
+
+
+def main(words: list[str]) -> None:
+    names = [word for word in words[1:] if not word.startswith("--")] or list(CASES)
+    folder = Path(group.broadcast_object(tempfile.mkdtemp() if group.is_root else ""))
+    facts: dict[str, Any] = {}
+    for number, name in enumerate(names):
+        facts[name] = _facts(name, group, folder, number % group.size, equal_shares="--equal-shares" in words)
+        if words[0] == "-" and group.is_root:
+            print(_line(name, facts[name]), flush=True)
+    if words[0] != "-":
+        leave(group.rank, {"cases": facts})
+    group.close()
+
+
+def _line(name: str, facts: dict[str, Any]) -> str:
+    if "error" in facts:
+        return f"{name:40s} {facts['error'][:500]}"
+    figures = ", ".join(f"{key} {ours:.6g} for {theirs}" for key, (ours, theirs) in facts["figures"].items())
+    return f"{name:40s} {facts['weights']:8.1e}  apart {facts['apart']:8.1e}  {figures}"
+
+
+def _facts(name: str, group: WorkerGroup, folder: Path, fits: int, *, equal_shares: bool) -> dict[str, Any]:
+    """fits: the rank that trains by `fit`."""
+    case = CASES[name]
+    keras.utils.clear_session()
+    keras.config.set_dtype_policy("float32")
+    config = config_of(name, case, folder, group)
+    failure, weights, ours = "", [], {}
+    try:
+        parts = _build(config, group)
+        parts.train_step.shares.are_equal = equal_shares
+        group.broadcast(list(parts.state.variables().values()))
+        trained = train_one_epoch(parts, group)
+        weights = [np.asarray(weight) for weight in parts.state.model.get_weights()]
+        ours = {**evaluate(parts, group), "training loss": trained.get("loss", 0.0)}
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        if "--trace" in sys.argv:
+            traceback.print_exc()
+    failures = [each for each in group.gather(failure) if each]
+    if failures:
+        return {"error": failures[0]}
+    expected_weights, theirs = group.gather(by_fit(case, config) if group.rank == fits else None)[fits]
+    each_rank = group.gather([weight.tolist() for weight in weights])
+    return {
+        "weights": _difference(weights, [np.asarray(weight) for weight in expected_weights]),
+        "apart": max(_difference([np.asarray(each) for each in other], weights) for other in each_rank),
+        "figures": {key: (value, theirs.get(key)) for key, value in ours.items()},
+        "missing": sorted(set(theirs) - set(ours)),
+    }
+
+
+def _difference(got: list[np.ndarray], expected: list[np.ndarray]) -> float:
+    """The largest difference relative to the largest entry of each weight."""
+    pairs = zip(got, expected, strict=True)
+    return max((float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9)) for a, b in pairs if a.size), default=0.0)
+
+
+def config_of(name: str, case: Case, folder: Path, group: WorkerGroup) -> Config:
+    features, inputs, targets = DATA[case.data]
+    path = folder / f"{case.data}.npz"
+    if group.is_root and not path.exists():
+        np.savez(path, **features)
+    group.barrier()
+    data = {
+        "train": str(path),
+        "eval": str(path),
+        "inputs": list(inputs),
+        "targets": list(targets),
+        "shuffle": False,
+        "global_batch_size": BATCH,
+        **({"weight": "w"} if case.weighted else {}),
+    }
+    sections: dict[str, Any] = {
+        "data": data,
+        "model": {"name": "differential_cases:build", "options": {"case": name}},
+        "eval": {"batch_size_per_rank": -(-ROWS // group.size)},
+        "output_dir": str(folder),
+    }
+    for section, values in case.config.items():
+        sections[section] = {**sections.get(section, {}), **values} if isinstance(values, dict) else values
+    sections["train"] = {"epochs": 1, **sections.get("train", {})}
+    return resolve(build(Config, sections, ""), group.size)
+
+
+def _build(config: Config, group: WorkerGroup) -> Components:
+    opened = open_on_all_ranks(config.data, ["train", "eval"], group)
+    return build_components(config, group, opened["train"], opened["eval"])
+
+
+def train_one_epoch(parts: Components, group: WorkerGroup) -> dict[str, float]:
+    train, state = parts.train, parts.state
+    batches, step = train.batches(0, 0, 1), 0
+    while step < train.steps_per_epoch:
+        last = train.same_size_until(step, step, train.steps_per_epoch)
+        parts.train_step.run(batches, last - step, train.size_of(step))
+        step = last
+    state.settle(group)
+    return parts.train_step.figures.result(group)
+
+
+def evaluate(parts: Components, group: WorkerGroup) -> dict[str, float]:
+    assert parts.eval is not None
+    assert parts.eval_step is not None
+    for batches, steps, size in parts.eval.one_epoch(ROWS):
+        parts.eval_step.run(batches, steps, size)
+    return parts.eval_step.metrics.result(group)
+
+
+def by_fit(case: Case, config: Config) -> tuple[list[Any], dict[str, float]]:
+    """Train the case by `fit`; return the weights, and the figures of `evaluate` on all records in one batch."""
+    keras.utils.set_random_seed(config.seed)
+    keras.mixed_precision.set_dtype_policy(config.precision)
+    model = case.build()
+    features, inputs, targets = DATA[case.data]
+    x = features[inputs[0]] if len(inputs) == 1 else {name: features[name] for name in inputs}
+    y = features[targets[0]] if len(targets) == 1 else {name: features[name] for name in targets} or None
+    weights = _weights(case, features)
+    history = model.fit(x, y, BATCH, 1, 0, shuffle=False, sample_weight=weights, **case.fit)
+    by_name = model.evaluate(x, y, ROWS, 0, sample_weight=weights, return_dict=True)
+    figures = {key: np.asarray(value).mean().item() for key, value in by_name.items()}
+    figures["training loss"] = float(history.history.get("loss", [0.0])[0])
+    return [weight.tolist() for weight in model.get_weights()], figures
+
+
+def _weights(case: Case, features: Any) -> Any:
+    if not case.weighted:
+        return None
+    return features["w"][:, None] if case.data in ("tags", "holes", "two") else features["w"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
