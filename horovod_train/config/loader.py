@@ -26,6 +26,9 @@ from horovod_train.errors import UserError
 
 T = TypeVar("T")
 
+BUILT_IN = Path(__file__).parents[1] / "configs"
+"""Configs that come with the package: the folder `configs` of a checkout."""
+
 Origins = dict[str, str]
 """Origin of each value: `section.key` → "configs/a.yaml:12" or "command line". An absent key is a default."""
 
@@ -34,7 +37,8 @@ def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, O
     """Read and check a config: YAML files merged left to right, then `section.key=value` overrides.
 
     Mappings merge, except if one sets another `name`: then the old options do not apply. Any other value replaces the
-    earlier one. Raises UserError with the file and line, or the override, of the first problem.
+    earlier one. A name without folder and ending, such as digits_mlp, is that file, or else the built-in config.
+    Raises UserError with the file and line, or the override, of the first problem.
     """
     values: dict[str, Any] = {}
     origins: Origins = {}
@@ -115,11 +119,17 @@ class _Located(dict[str, tuple[Any, str]]):
 
 def _read_yaml(name: str) -> _Located:
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = _find_file(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise UserError(f"--config {name}: cannot be read: {reason}.") from error
     return _located(compose(text, name), name)
+
+
+def _find_file(name: str) -> Path:
+    built_in = BUILT_IN / f"{name}.yaml"
+    is_built_in = re.fullmatch(r"\w+", name) and built_in.is_file() and not Path(name).is_file()
+    return built_in if is_built_in else Path(name)
 
 
 def _located(node: yaml.Node | None, name: str) -> _Located:
