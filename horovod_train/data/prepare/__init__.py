@@ -17,6 +17,7 @@ from horovod_train.data.prepare import (
     mlp_samples,
     token_samples,
 )
+from horovod_train.data.prepare.writing import DEFAULT_SEED
 
 KINDS = {
     "digits": digits,
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = kinds.add_parser(name, help=summary, description=module.__doc__)
         kind.add_argument("--out", required=True, metavar="DIR", help="folder to make")
         kind.add_argument("--force", action="store_true", help="replace DIR if it exists")
-        kind.add_argument("--seed", type=int, default=1, help="of every random choice; default %(default)s")
+        kind.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of every random choice; default %(default)s")
         module.add_arguments(kind)
 
 

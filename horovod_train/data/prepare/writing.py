@@ -24,14 +24,16 @@ from horovod_train.data.order import counter_rng
 from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
 from horovod_train.data.tfrecord.index import write_index
-from horovod_train.data.tfrecord.index_file import DRAFT_NAME
+from horovod_train.data.tfrecord.index_file import DRAFT_NAME, hold_lock
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
-from horovod_train.output.removal import Artifact, check, draft_of, remove, replace
+from horovod_train.output.removal import Artifact, check, draft_of, remove, rename, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
 Encode = Callable[[int], Values]
 """The values of one record, by its number in the source."""
+Splits = Mapping[str, np.ndarray]
+"""The numbers of the records of each split, in their order."""
 
 
 _IN_SPLIT = rf"\d+-of-\d+\.tfrecord|{re.escape(INDEX_NAME)}(\.lock)?|{DRAFT_NAME}"
@@ -39,14 +41,14 @@ _INSIDE = (re.escape(DATASET_NAME), "train|eval", f"(train|eval)/({_IN_SPLIT})")
 DATASET = Artifact("a prepared dataset", ".+", "folder", _INSIDE, lambda path: (path / DATASET_NAME).is_file())
 _DRAFT = Artifact("an unfinished dataset", r"\..+\.[0-9a-f]{8}\.partial", "folder", _INSIDE)
 
+DEFAULT_SEED = 1
+
 _SHARD_BYTES = 128 << 20
 _MIN_SHARDS = 4
 _SAMPLED_RECORDS = 16
 
 
-def write_dataset(
-    arguments: argparse.Namespace, schema: Schema, splits: Mapping[str, np.ndarray], encode: Encode
-) -> None:
+def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits, encode: Encode) -> None:
     """Write the records that `splits` names, in that order, to the folder --out.
 
     --shards: files of each split; None: of about 128 MiB, at least 4. Raises UserError if --out exists, unless --force.
@@ -56,17 +58,38 @@ def write_dataset(
         raise UserError(f"--shards must be at least 1; received {shards}.")
     _check_free(out, arguments.force)
     tensorflow_noise.load_tensorflow()
-    with _new_folder(out) as folder:
-        counts = {
-            split: _write_split(os.path.join(folder, split), records, encode, shards)
-            for split, records in splits.items()
-            if len(records)
-        }
-        with open(os.path.join(folder, DATASET_NAME), "x", encoding="utf-8") as file:
-            file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
-            file.flush()
-            os.fsync(file.fileno())  # a rename may reach the disk before the data does
+    place = Path(os.path.abspath(out))
+    try:
+        with _new_draft(place) as draft:
+            counts = _write_splits(draft, schema, splits, encode, shards)
+            replace(draft, place, DATASET)
+    except OSError as error:
+        about = f": {error.filename}" if error.filename else ""
+        raise UserError(f"--out {out}: cannot be made: {error.strerror or error}{about}.") from error
     print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
+
+
+def write_once(folder: Path, schema: Schema, read: Callable[[], tuple[Splits, Encode]], shards: int) -> None:
+    """Write the folder unless it is complete. Processes of one or several hosts may call this at the same time.
+
+    One of them writes, and the others wait until it has ended, however it ends. Where files cannot be locked, each
+    writes a draft, and the first complete one stays. read: called by a process that writes. Raises OSError.
+    """
+    if _is_complete(folder):
+        return
+    check(folder, DATASET)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock([folder.with_name(f"{folder.name}.dataset")]):
+        if _is_complete(folder):
+            return
+        with _new_draft(folder) as draft:  # first, because it fails immediately if nothing can be written
+            tensorflow_noise.load_tensorflow()
+            _write_splits(draft, schema, *read(), shards)
+            try:
+                rename(draft, folder)
+            except OSError:
+                if not _is_complete(folder):
+                    raise
 
 
 def encode_rows(schema: Schema, arrays: Mapping[str, np.ndarray]) -> Encode:
@@ -103,6 +126,20 @@ def split_by_count(records: int, eval_records: int, seed: int) -> dict[str, np.n
     """Draw `eval_records` of 0 … records - 1 for evaluation and leave the others for training, both shuffled."""
     order = counter_rng.permutation(counter_rng.key(seed), np.arange(records))
     return {"train": order[eval_records:], "eval": order[:eval_records]}
+
+
+def _write_splits(folder: Path, schema: Schema, splits: Splits, encode: Encode, shards: int | None) -> dict[str, int]:
+    """Write all files of a dataset; return the number of records of each split."""
+    counts = {
+        split: _write_split(os.path.join(folder, split), records, encode, shards)
+        for split, records in splits.items()
+        if len(records)
+    }
+    with open(os.path.join(folder, DATASET_NAME), "x", encoding="utf-8") as file:
+        file.write(dump_schema(dataclasses.replace(schema, counts=counts)))
+        file.flush()
+        os.fsync(file.fileno())  # a rename may reach the disk before the data does
+    return counts
 
 
 def _write_split(folder: str, records: np.ndarray, encode: Encode, shards: int | None) -> int:
@@ -167,20 +204,17 @@ def _check_free(out: str, force: bool) -> None:
         raise UserError(f"--out {out}: {error.strerror}, and stays as it is. Give another folder.") from error
 
 
+def _is_complete(folder: Path) -> bool:
+    return os.path.isfile(folder / DATASET_NAME)
+
+
 @contextlib.contextmanager
-def _new_folder(out: str) -> Iterator[str]:
-    place = Path(os.path.abspath(out))
-    partial = draft_of(place)
+def _new_draft(place: Path) -> Iterator[Path]:
+    """Make a draft of the folder `place`; at the end of the block remove it if it was not renamed. Raises OSError."""
+    draft = draft_of(place)
+    os.makedirs(draft)
     try:
-        os.makedirs(partial)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be made: {error.strerror}.") from error
-    try:
-        yield str(partial)
-        replace(partial, place, DATASET)
-    except OSError as error:
-        about = f": {error.filename}" if error.filename else ""
-        raise UserError(f"--out {out}: cannot be made: {error.strerror or error}{about}.") from error
+        yield draft
     finally:
         with contextlib.suppress(OSError):
-            remove(partial, _DRAFT)
+            remove(draft, _DRAFT)

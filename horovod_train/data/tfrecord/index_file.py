@@ -40,7 +40,7 @@ def _is_index(path: Path) -> bool:
     return {"format", "blocks", "packing", *Extents._fields} <= arrays
 
 
-_LOCK = Artifact("a lock", r".+\.(npz|unpacked)\.lock")
+_LOCK = Artifact("a lock", r".+\.(npz|unpacked|dataset)\.lock")
 _INDEX = Artifact("an index of TFRecords", rf"{re.escape(INDEX_NAME)}|[0-9a-f]{{16}}\.npz", content_matches=_is_index)
 
 

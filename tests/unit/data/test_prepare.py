@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import os
 import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,9 @@ from PIL import Image
 
 from horovod_train.data import prepare
 from horovod_train.data.dataset import open_records
-from horovod_train.data.prepare import writing
+from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import load_digits
-from horovod_train.data.prepare.idx import load_idx
+from horovod_train.data.prepare.idx import IMAGE_SCHEMA, load_idx
 from horovod_train.data.prepare.mlp_samples import make_samples
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
@@ -290,6 +293,36 @@ def test_a_failed_prepare_leaves_nothing_at_all(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cat/1.png: is neither JPEG nor PNG"):
         run("images", "--images", tmp_path / "images", "--out", tmp_path / "out")
     assert os.listdir(tmp_path) == ["images"]
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_processes_that_make_one_dataset_together_leave_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_lock: bool
+) -> None:
+    """By locks one writes it. Where a file system has none all do, and the first complete one stays."""
+    barrier, reads = threading.Barrier(1 if can_lock else 3), []
+    if not can_lock:
+        monkeypatch.setattr(writing, "hold_lock", lambda places: contextlib.nullcontext())
+
+    def read() -> tuple[writing.Splits, writing.Encode]:
+        reads.append(barrier.wait(timeout=60))
+        return digits._records(writing.DEFAULT_SEED)
+
+    out = tmp_path / "cache" / "digits"
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [threads.submit(writing.write_once, out, IMAGE_SCHEMA, read, 2) for _ in range(3)]
+    assert [job.exception() for job in jobs] == [None] * 3
+    assert len(reads) == (1 if can_lock else 3)
+    assert os.listdir(out.parent) == ["digits"]
+    assert len(values(out)) == 1437
+
+
+def test_a_folder_that_is_no_dataset_is_not_taken_for_one(tmp_path: Path) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "mine").write_text("")
+    with pytest.raises(OSError, match="is not a prepared dataset"):
+        digits.prepare_once(tmp_path / "digits")
+    assert os.listdir(tmp_path) == ["digits"]
 
 
 def wrong_sources(folder: Path) -> list[tuple[list[object], str]]:
