@@ -1,5 +1,6 @@
 """The command line: arguments → Config → training.run, and the other commands. Imports TensorFlow only to train.
 
+horovodrun -np 4 python -m horovod_train.main           trains a built-in example; see commands/first_run.py
 python -m horovod_train.main --config A.yaml [B.yaml ...] [section.key=value ...] [--output-dir DIR]
 horovodrun -np 4 python -m horovod_train.main --config ...
 python -m horovod_train.main prepare digits --out DIR
@@ -21,8 +22,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
+from pathlib import Path
 
 from horovod_train import __version__
+from horovod_train.commands import first_run
 from horovod_train.commands.arguments import Parser, add_config_arguments, load_config, require_output_dir
 from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
@@ -30,7 +33,7 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output import logs, tensorflow_noise
-from horovod_train.output.console import let_go, to_stderr, unfailing
+from horovod_train.output.console import let_go, to_stderr, to_stdout, unfailing
 from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
@@ -128,12 +131,35 @@ def _train(argv: Sequence[str]) -> int:
             arguments.overrides.append(f"checkpoint.resume={json.dumps(arguments.resume, ensure_ascii=False)}")
         if not arguments.print_config:
             launch.check()
+        is_first_run = not arguments.config
+        if is_first_run:
+            arguments.config = [first_run.CONFIG]
         config, origins = load_config(arguments)
+        if is_first_run:
+            config, data_folder = first_run.place_data(config, origins, _cache_folder())
         if arguments.print_config:
             print(dump(config, origins), end="")
             return 0
-        _check_paths(config, require_output_dir(config), launch)
+        output_dir = require_output_dir(config)
+        if is_first_run:
+            if launch.rank == 0:
+                to_stdout(first_run.describe(config))
+            if data_folder is not None:
+                _choose_backend()  # making the data loads TensorFlow
+                first_run.prepare_data(data_folder)
+        _check_paths(config, output_dir, launch)
     return _run(config, launch)
+
+
+def _cache_folder() -> Path | None:
+    """Return the user's cache folder for this package; None if there is no place for one."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(cache):  # others are invalid: XDG Base Directory Specification
+        return Path(cache) / "horovod_train"
+    try:
+        return Path.home() / ".cache" / "horovod_train"
+    except RuntimeError:  # in a container a user may have neither HOME nor an entry in passwd
+        return None
 
 
 @contextmanager
@@ -171,10 +197,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="horovod_train.main",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains a Keras model with one process per device.\n"
-        "For N of them: horovodrun -np N, mpirun -np N or srun before the command.",
+        "For N of them: horovodrun -np N, mpirun -np N or srun before the command.\n"
+        "Without --config: a small convnet on handwritten digits.",
         epilog=f"other commands (each has --help):\n{commands}",
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, "config files; later ones win; default: a built-in example", required=False)
     parser.add_argument("--resume", metavar="WHAT", help="auto, never or a path; the same as checkpoint.resume=WHAT")
     parser.add_argument("--version", action="version", version=_versions())
     parser.add_argument("--print-config", action="store_true", help="show each value and where it came from, and end")

@@ -81,8 +81,10 @@ def add_config(parser: argparse.ArgumentParser, help_line: str, *, required: boo
     parser.add_argument("--config", nargs="+", action="extend", required=required, metavar="YAML", help=help_line)
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, "config files; later ones win", required=True)
+def add_config_arguments(
+    parser: argparse.ArgumentParser, help_line: str = "config files; later ones win", *, required: bool = True
+) -> None:
+    add_config(parser, help_line, required=required)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings; they win over the files")
     parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
 
@@ -92,7 +94,7 @@ def config_parts(arguments: argparse.Namespace) -> ConfigParts:
     files, overrides = split_overrides(arguments.config)
     stray, more_overrides = split_overrides(arguments.overrides)
     if stray:
-        raise UserError(f"argument {stray[0]!r}: expected section.key=value.")
+        raise UserError(f"argument {stray[0]!r}: expected section.key=value, or --config before the name of a config.")
     return ConfigParts(files, [*overrides, *more_overrides])
 
 

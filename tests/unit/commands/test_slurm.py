@@ -192,7 +192,7 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--time", "4h"], "slurm: argument --time: expected [D-]HH:MM:SS; received '4h'."),
         ([], "slurm: --time [D-]HH:MM:SS is required"),
-        ([*HOUR, "epochs"], "argument 'epochs': expected section.key=value."),
+        ([*HOUR, "epochs"], "argument 'epochs': expected section.key=value, or --config before the name of a config."),
         ([*HOUR, "--launch", "ssh"], "slurm: argument --launch: expected one of srun, srun-pmix, "),
         ([*HOUR, "--image", "nowhere.sif"], "slurm: argument --image: expected a container's image; there is no file"),
         ([*HOUR, "--image", str(CONFIG), "--container", "podman run a"], "--image and --container: both name"),

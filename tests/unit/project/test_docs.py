@@ -13,7 +13,8 @@ import pytest
 from conftest import PROJECT
 from documents import Block, blocks, pages
 
-from horovod_train.commands.arguments import Parser
+from horovod_train.commands.arguments import Parser, config_parts
+from horovod_train.commands.first_run import CONFIG
 from horovod_train.config.loader import load
 from horovod_train.errors import UserError
 from horovod_train.main import COMMANDS, _parser
@@ -55,9 +56,11 @@ def refusal(words: list[str]) -> str:
                 parser.parse_args(words[1:])
         elif words != ["--version"]:
             given = _parser().parse_args(words)
-            files = [str(PROJECT / word) for word in given.config if "=" not in word]
+            given.config = given.config or [CONFIG]
+            names, overrides = config_parts(given)
+            files = [str(PROJECT / name) for name in names]
             if all(Path(file).exists() for file in files):
-                load(files, [word for word in [*given.config, *given.overrides] if "=" in word])
+                load(files, overrides)
     except (UserError, SystemExit) as error:
         return str(error)
     return ""

