@@ -54,7 +54,7 @@ class Compiled:
     """Of the averages of the optimizer, if it is not one of those."""
 
     def data_of(self, outputs: Any, *, has_weights: bool, training: bool) -> Callable[[Batch], Data]:
-        """Return what gives a step its data: (x,), (x, y) or (x, y, sample_weight).
+        """Return what gives a step its data: x, (x, y) or (x, y, sample_weight).
 
         outputs: specs of the model's, in their structure. has_weights: whether the records have weights.
         """
@@ -62,7 +62,7 @@ class Compiled:
         def data(batch: Batch) -> Data:
             has_targets = not isinstance(batch.targets, dict) or bool(batch.targets)
             if not has_targets:
-                return (batch.inputs,)
+                return batch.inputs
             y = _arranged(batch.targets, self.targets, outputs)
             by_class = self.loss.class_weights if training else {}
             if not has_weights and not by_class:

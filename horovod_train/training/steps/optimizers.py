@@ -209,10 +209,7 @@ class Update:
             with tf.control_dependencies([waiting]):
                 applying = self.enter("compute", after=exchanged.gradients)
             with tf.control_dependencies([applying]):
-                combined = [
-                    None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
-                    for gradient in exchanged.gradients
-                ]
+                combined = [_identity(gradient) for gradient in exchanged.gradients]
         with tf.name_scope("update_parameters"):
             self._apply_if_finite(optimizer, combined, exchanged.local, variables)
 
@@ -226,7 +223,8 @@ class Update:
 
         def update() -> tf.Tensor:
             if not scales_loss:
-                optimizer.apply_combined(gradients, variables)
+                # A user's `apply` may compute with them: they must be tensors of this branch.
+                optimizer.apply_combined([_identity(gradient) for gradient in gradients], variables)
             return failed.read_value()
 
         def skip() -> tf.Tensor:
@@ -234,6 +232,10 @@ class Update:
             return tf.constant(True)
 
         failed.assign(tf.cond(are_finite(gradients), update, skip))
+
+
+def _identity(gradient: Any) -> Any:
+    return None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
 def _add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:

@@ -70,7 +70,7 @@ class Rows:
 
     group: WorkerGroup
     data_of: Callable[[Batch], Data]
-    """(x,), (x, y) or (x, y, sample_weight), as `fit` hands them over."""
+    """x, (x, y) or (x, y, sample_weight), as `fit` hands them over."""
     scaled: Callable[[Batch], Batch]
     """Casts and scales a batch of the iterator; see Pipeline.scaled."""
     are_counted: bool = False

@@ -16,8 +16,8 @@ from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, metrics_in, noting_results
 from horovod_train.training.steps.traced import assigned_by, check_draws
 
-Data = tuple[Any, ...]
-"""What a step gets, as from `fit`: (x,), (x, y) or (x, y, sample_weight)."""
+Data = Any
+"""What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def _facts(name: str, group: WorkerGroup, folder: Path, fits: int, *, equal_shar
         parts.train_step.shares.are_equal = equal_shares
         group.broadcast(list(parts.state.variables().values()))
         trained = train_one_epoch(parts, group)
+        if parts.state.averages.are_of_optimizer:  # as `fit` ends
+            parts.state.averages.put_in()
         weights = [np.asarray(weight) for weight in parts.state.model.get_weights()]
         ours = {**evaluate(parts, group), "training loss": trained.get("loss", 0.0)}
     except Exception as error:

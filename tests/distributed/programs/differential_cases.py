@@ -240,7 +240,7 @@ CASES: dict[str, Case] = {
     **{f"mask, {name}, weights": Case(sequence(crossentropy(reduction=name)), "tags", True) for name in REDUCTIONS},
     "Masking": Case(sequence(crossentropy(), "masking", metrics=lambda: ["accuracy"]), "tags"),
     "mask, metrics": Case(
-        sequence(crossentropy(), metrics=lambda: ["accuracy"], weighted_metrics=lambda: ["ce"]), "tags", True
+        sequence(crossentropy(), metrics=lambda: ["accuracy"], weighted_metrics=lambda: ["accuracy"]), "tags", True
     ),
     "ignore_class": Case(sequence(crossentropy(ignore_class=-1), "none"), "holes"),
     "ignore_class, mask": Case(sequence(crossentropy(ignore_class=-1)), "holes"),
@@ -266,7 +266,9 @@ CASES: dict[str, Case] = {
     "function as loss": Case(dense(squared)),
     "loss of one number": Case(dense(one_number)),
     "function as metric": Case(dense(metrics=lambda: [largest_error, squared])),
-    "short names": Case(dense("ce", 3, "softmax", metrics=lambda: ["accuracy", "ce"]), "labels"),
+    "short names": Case(
+        dense("ce", 3, "softmax", metrics=lambda: ["accuracy", "sparse_categorical_crossentropy"]), "labels"
+    ),
     "acc": Case(dense("binary_crossentropy", 1, "sigmoid", metrics=lambda: ["acc"]), "binary"),
     "weighted_metrics": Case(dense(metrics=lambda: ["mae"], weighted_metrics=lambda: ["mae", "mse"]), weighted=True),
     "metric that ignores weights": Case(dense(metrics=lambda: [OwnMetric()]), weighted=True),

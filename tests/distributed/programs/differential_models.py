@@ -197,7 +197,7 @@ class Vae(keras.Model):
         return [self.total, self.divergence]
 
     def _loss(self, data: Any) -> tuple[Any, Any]:
-        (x,) = data
+        x = data
         mean, spread = ops.split(self.encoder(x), 2, axis=-1)
         latent = mean + ops.exp(0.5 * spread) * ops.sin(37.0 * x[:, :2])
         of_records = ops.sum(ops.square(x - self.decoder(latent)), axis=-1)
@@ -250,7 +250,7 @@ class Gan(keras.Model):
         return [self.critic_loss, self.generator_loss]
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        (x,) = data
+        x = data
         latent = ops.sin(37.0 * x[:, :2])
         both = ops.concatenate([self.generator(latent), x], axis=0)
         labels = ops.concatenate([ops.ones((ops.shape(x)[0], 1)), ops.zeros((ops.shape(x)[0], 1))], axis=0)
@@ -268,7 +268,7 @@ class Gan(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        (x,) = data
+        x = data
         self.critic_loss.update_state(self.loss_function(ops.zeros((ops.shape(x)[0], 1)), self.critic(x)))
         return {"critic_loss": self.critic_loss.result()}
 
@@ -281,7 +281,7 @@ class Contrastive(OwnStep):
         self.network = network(5, 4)
 
     def _figures(self, data: Any, training: bool) -> tuple[Any, dict[str, Any]]:
-        (x,) = data
+        x = data
         first, second = self(x, training=training), self(x + 0.1 * ops.sin(37.0 * x), training=training)
         similarities = ops.matmul(first, ops.transpose(second))
         labels = ops.arange(ops.shape(x)[0])
@@ -330,7 +330,7 @@ class Codebook(Vae):
         return self.decoder(self.quantizer(self.encoder(inputs), training=training))
 
     def _pass(self, data: Any, training: bool) -> Any:
-        (x,) = data
+        x = data
         return ops.mean(ops.square(x - self(x, training=training))) + ops.sum(self.losses)
 
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class Byol(Vae):
         return self.encoder(inputs)
 
     def _error(self, data: Any) -> Any:
-        (x,) = data
+        x = data
         return ops.mean(ops.square(self.encoder(x) - self.decoder(x + 0.1 * ops.sin(37.0 * x))))
 
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class WrapsAnother(keras.optimizers.Optimizer):
     """Halves gradients and leaves the update to the optimizer that it holds."""
 
     def __init__(self, inner: keras.optimizers.Optimizer) -> None:
-        super().__init__(learning_rate=inner.learning_rate)
+        super().__init__(learning_rate=0.01)
         self.inner = inner
 
     def build(self, variables: Any) -> None:
