@@ -95,7 +95,7 @@ def build_components(
     evaluated = tf.Variable(-1, dtype=tf.int64, trainable=False, name="evaluated_step")
     tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
     callbacks = load_callbacks(config.callbacks)
-    state = _build_state(config, group, model, training, tracked)
+    state = build_state(config, group, model, training, tracked)
     freezing.apply(0)
     train_step = training.make_step(state)
     _attach_callbacks(callbacks, state, train_step.figures.names, evaluation, horizon)
@@ -118,7 +118,7 @@ def build_components(
     )
 
 
-def _build_state(
+def build_state(
     config: Config, group: WorkerGroup, model: keras.Model, training: Training, tracked: Mapping[str, tf.Variable]
 ) -> TrainState:
     averages: Averages = training.averages or MovingAverages(model, config.train.ema_decay)

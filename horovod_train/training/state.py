@@ -13,11 +13,11 @@ import tensorflow as tf
 import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
-from horovod_train.distributed.optimizer import CombiningOptimizer
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.training.copies import Copies, bytes_of, values_on_root
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.parts.averages import Averages, MovingAverages
+from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.sync.every_step import EveryStep
 from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
 
@@ -36,7 +36,7 @@ class TrainState:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: CombiningOptimizer,
+        optimizer: keras.optimizers.Optimizer | Optimizers,
         tracked: Mapping[str, tf.Variable] | None = None,
         *,
         averages: Averages | None = None,
@@ -48,7 +48,7 @@ class TrainState:
         losses: names of the losses passed to `note_losses`, if it is called.
         """
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
-        if not optimizer.built:
+        if isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
             optimizer.build(model.trainable_variables)
         self.model, self.optimizer = model, optimizer
         self.tracked = dict(tracked or {})
@@ -145,7 +145,9 @@ class TrainState:
     @property
     def learning_rates(self) -> dict[str, Any]:
         """The learning rate, or those of a model's own optimizers, by the names under which they are shown."""
-        return getattr(self.optimizer, "learning_rates", None) or {"learning_rate": self.optimizer.learning_rate}
+        if isinstance(self.optimizer, Optimizers):
+            return self.optimizer.learning_rates
+        return {"learning_rate": self.optimizer.learning_rate}
 
     def note_losses(self, scaled_losses: Mapping[str, tf.Tensor]) -> None:
         """In the compiled step: add this rank's parts of the means, times the number of ranks, to their averages.

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,20 +24,19 @@ import keras  # noqa: E402  TensorFlow speaks when it is first loaded
 import tensorflow as tf  # noqa: E402
 
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS  # noqa: E402
-from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec  # noqa: E402
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, Spec  # noqa: E402
 from horovod_train.data.pipeline.batch import Batch  # noqa: E402
+from horovod_train.data.pipeline.batch_source import StepSize  # noqa: E402
 from horovod_train.data.pipeline.chunks import Batches  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup  # noqa: E402
-from horovod_train.distributed.optimizer import DistributedOptimizer  # noqa: E402
 from horovod_train.distributed.start import start  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
-from horovod_train.training.parts.losses import build_loss  # noqa: E402
-from horovod_train.training.parts.metrics import Accumulator  # noqa: E402
+from horovod_train.optim.schedules import Horizon  # noqa: E402
+from horovod_train.training.parts.compiled import compile_model  # noqa: E402
 from horovod_train.training.state import TrainState  # noqa: E402
-from horovod_train.training.steps.objective import Objective  # noqa: E402
-from horovod_train.training.steps.step import TrainStep  # noqa: E402
+from horovod_train.training.steps.build import build_training  # noqa: E402
 from horovod_train.training.sync.every_step import EveryStep  # noqa: E402
-from horovod_train.training.sync.strategy import Exchanged  # noqa: E402
+from horovod_train.training.sync.strategy import CombineList, Exchanged  # noqa: E402
 
 WINDOWS = 5
 """Number of parts of the measured time; the median counts."""
@@ -44,13 +44,15 @@ WINDOWS = 5
 
 SHAPES = {"convnet": (28, 28, 1), "mlp": (5,)}
 """Of one record."""
-LOSSES = {"convnet": "sparse_categorical_crossentropy", "mlp": "binary_crossentropy"}
+LOSSES = {"convnet": "SparseCategoricalCrossentropy", "mlp": "BinaryCrossentropy"}
 
 
 class Alone(EveryStep):
     """Each rank applies its own gradients, without any exchange."""
 
-    def exchange(self, local_gradients: Sequence[Any], step: tf.Tensor) -> Exchanged:
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
         return Exchanged(list(local_gradients), local_gradients)
 
 
@@ -83,23 +85,26 @@ class _Trainer:
         keras.utils.set_random_seed(1)
         _, self._steps, rate, momentum = SYSTEMS[name]
         self._group = group
-        model, loss = build_model(Spec(name)), build_loss(Spec(LOSSES[name], {"from_logits": True}))
-        optimizer = DistributedOptimizer(keras.optimizers.SGD(rate, momentum=momentum, nesterov=bool(momentum)))
-        self.state = TrainState(model, optimizer, synchronization=kind(optimizer))
-        self._step = TrainStep(
-            self.state,
-            Objective(model, optimizer, loss, size=group.size),
-            Accumulator(loss, [], also=["penalty"]),
-            rank=group.rank,
-            seed=1,
-            count_over_ranks=lambda batch: batch.count,
+        model = build_model(Spec(name))
+        model.compile(
+            keras.optimizers.SGD(rate, momentum=momentum, nesterov=bool(momentum)),
+            keras.losses.get({"class_name": LOSSES[name], "config": {"from_logits": True}}),
         )
+        batch = _batch(name, group.size)
+        config = Config()
+        compiled = compile_model(config, model, Horizon(SYSTEMS[name].batch * group.size, 1, 1))
+        training = build_training(
+            config, group, compiled, _Synthetic(tf.nest.map_structure(tf.TensorSpec.from_tensor, batch))
+        )
+        self.state = TrainState(model, training.optimizers, synchronization=kind())
+        self._step = training.make_step(self.state)
+        self._size = StepSize(SYSTEMS[name].batch, is_full=True)
         self._batches = _batches(name, group.size)
         self._calls = 1
 
     def settle_calls(self, seconds: float) -> None:
         """Collective: compile, and find how many calls take so many seconds."""
-        self._step.run(self._batches, self._steps)  # compiles
+        self._step.run(self._batches, self._steps, self._size)  # compiles
         while (took := self._group.broadcast_object(self._calls * self._steps / self.window())) < 0.2:
             self._calls *= 2
         self._calls = max(1, round(self._calls * seconds / took))
@@ -112,20 +117,34 @@ class _Trainer:
         self._group.barrier()
         began = time.perf_counter()
         for _ in range(self._calls):
-            self._step.run(self._batches, self._steps)
+            self._step.run(self._batches, self._steps, self._size)
         self._group.barrier()
         return self._calls * self._steps / (time.perf_counter() - began)
 
 
-def _batches(name: str, size: int) -> Batches:
-    rows, steps, *_ = SYSTEMS[name]
+@dataclass(frozen=True)
+class _Synthetic:
+    """What a step is built for."""
+
+    scaled_spec: Batch
+    has_weights: bool = False
+
+    def scaled(self, batch: Batch) -> Batch:
+        return batch
+
+
+def _batch(name: str, size: int) -> Batch:
+    rows = SYSTEMS[name].batch
     inputs = tf.random.stateless_uniform((rows, *SHAPES[name]), (1, 2))
     targets = tf.range(rows, dtype=tf.int64) % 2
     if name == "mlp":
         targets = targets[:, None]
-    weights, ids = tf.ones(rows), tf.range(rows, dtype=tf.int64)
-    batch = Batch(inputs, targets, weights, ids, tf.constant(rows * size, tf.int64))
-    chunk = tf.nest.map_structure(lambda values: tf.stack([values] * steps), batch)
+    return Batch(inputs, targets, tf.ones(rows), tf.range(rows, dtype=tf.int64), tf.constant(rows * size, tf.int64))
+
+
+def _batches(name: str, size: int) -> Batches:
+    _, steps, *_ = SYSTEMS[name]
+    chunk = tf.nest.map_structure(lambda values: tf.stack([values] * steps), _batch(name, size))
     return Batches(tf.data.Dataset.from_tensors(chunk).repeat())
 
 

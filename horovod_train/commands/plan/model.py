@@ -33,7 +33,7 @@ from horovod_train.training.parts.fine_tuning import is_lora, listed
 from horovod_train.training.parts.initial_weights import match
 from horovod_train.training.parts.losses import build_loss
 from horovod_train.training.parts.metrics import build_metrics
-from horovod_train.training.steps.own.optimizers import Optimizers
+from horovod_train.training.steps.optimizers import Optimizers
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)
 

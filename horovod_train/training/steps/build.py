@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -36,6 +36,18 @@ from horovod_train.training.steps.trial import Tried, try_outputs, try_step
 
 _OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 """Losses of Keras that compare all records of a batch, so that they are no mean over records."""
+
+
+class Batched(Protocol):
+    """What a step is built for: the batches of a BatchSource."""
+
+    @property
+    def scaled_spec(self) -> Batch: ...
+
+    @property
+    def has_weights(self) -> bool: ...
+
+    def scaled(self, batch: Batch) -> Batch: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Evaluation:
     step: EvalStep
 
 
-def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train: BatchSource) -> Training:
+def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train: Batched) -> Training:
     """Try the model's train_step, build slots, and distribute its optimizers. Raises UserError."""
     model, where = compiled.model, _where(config, "train")
     shares = Shares(group)
@@ -123,7 +135,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     )
 
 
-def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: BatchSource) -> Evaluation:
+def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: Batched) -> Evaluation:
     """Try the model's test_step on the shapes of a batch. Raises UserError."""
     model, shares = compiled.model, Shares(group)
     if "train_step" in compiled.own and "test_step" not in compiled.own:
@@ -148,7 +160,7 @@ def _where(config: Config, split: str) -> str:
     return "data.dataset" if config.data.dataset else f"data.{split}"
 
 
-def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: BatchSource, *, training: bool) -> Rows:
+def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: Batched, *, training: bool) -> Rows:
     has_weights = source.has_weights
     needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
     outputs = None

@@ -83,7 +83,7 @@ class Figures:
         if self._records < RECORDS_IN_FLOAT32 or not all(kind == "sum" for kind in self._kinds):
             return
         states = [variable.numpy().astype(np.float64) for variable in self.variables]
-        self._moved = states if self._moved is None else [sum(pair) for pair in zip(self._moved, states, strict=True)]
+        self._moved = states if self._moved is None else [a + b for a, b in zip(self._moved, states, strict=True)]
         self._reset()
         self._records = 0
 
@@ -122,7 +122,7 @@ class Figures:
         variables = self.variables
         states = [variable.numpy().astype(np.float64) for variable in variables]
         if self._moved is not None:
-            states = [sum(pair) for pair in zip(self._moved, states, strict=True)]
+            states = [a + b for a, b in zip(self._moved, states, strict=True)]
         sent = []
         for state, initial, kind in zip(states, self._initial, self._kinds, strict=True):
             if kind == "sum":

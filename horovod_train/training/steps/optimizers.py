@@ -54,8 +54,6 @@ class Optimizers:
     It is what a TrainState asks for slots and rates. `passing` and `begin` are called by the step around each pass.
     """
 
-    built = True
-
     def __init__(
         self, optimizers: Mapping[str, keras.optimizers.Optimizer], *, are_kept_by_the_model: bool = False
     ) -> None:
