@@ -25,6 +25,8 @@ class Source(NamedTuple):
     """None: a number of the step, whose mean over steps and ranks is shown."""
     part: int
     """Of a metric's result, flattened, the part that is shown."""
+    entry: int | None = None
+    """Of a part that is a vector, the entry that is shown; None: the mean."""
 
 
 class Figures:
@@ -73,8 +75,10 @@ class Figures:
         """
         if self._sums:
             weight = tf.cast(weight, tf.float64)
+            numbers = flat_logs(logs)
             for name, total in self._sums.items():
-                total.assign_add(tf.math.multiply_no_nan(tf.cast(logs[name], tf.float64), weight))
+                mean = tf.reduce_mean(tf.cast(numbers[name], tf.float64))
+                total.assign_add(tf.math.multiply_no_nan(mean, weight))
             self._weight.assign_add(weight)
 
     def count(self, records: int) -> None:
@@ -105,7 +109,7 @@ class Figures:
             for name, total in zip(self._sums, totals[1:], strict=True)
         }
         values = {
-            name: means[name] if source.metric is None else _part(source.metric.result(), source.part)
+            name: means[name] if source.metric is None else _part(source.metric.result(), source)
             for name, source in self._sources.items()
         }
         self._reset()
@@ -199,6 +203,25 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
             del metric.result
 
 
-def _part(result: Any, part: int) -> float:
-    """Return a part of a metric's result as one number; for a vector its mean."""
-    return float(np.mean(keras.ops.convert_to_numpy(keras.tree.flatten(result)[part])))
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a step returned, by name; of a metric that returns a dict by the names in it, as `fit` does."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat |= flat_logs(value) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def sources_of(logs: Mapping[str, Any], source_of: Callable[[Any], Source]) -> dict[str, Source]:
+    """Return where each figure is from. A vector is shown as its mean, and entry by entry as `name_0`, `name_1`, …"""
+    sources: dict[str, Source] = {}
+    for name, value in flat_logs(logs).items():
+        sources[name] = source = source_of(value)
+        shape = getattr(value, "shape", ())
+        if len(shape) == 1 and source.metric is not None and shape[0]:
+            sources |= {f"{name}_{entry}": source._replace(entry=entry) for entry in range(shape[0])}
+    return sources
+
+
+def _part(result: Any, source: Source) -> float:
+    part = keras.ops.convert_to_numpy(keras.tree.flatten(result)[source.part])
+    return float(np.mean(part) if source.entry is None else part[source.entry])

@@ -68,7 +68,8 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
             first, last = number * size.rows // kept, (number + 1) * size.rows // kept
             indices = real[first:last] if last > first else tf.constant([0], tf.int64)
             records = tf.constant(float(last - first))
-        share = tf.math.divide_no_nan(ranks * records, total)
+        is_whole = ranks == passes == 1 and bool(size.rows)
+        share = None if is_whole else tf.math.divide_no_nan(ranks * records, total)
         may_be_borrowed = size.rows is None or size.rows == 0
         parts.append(Part(_gather(batch, indices), records, share, may_be_borrowed))
     return parts

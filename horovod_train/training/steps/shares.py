@@ -97,6 +97,8 @@ class Shares:
         values = self._values.pop(id(loss), None)
         if not self._in_step or values is None or loss.reduction in (None, "none") or not len(values.shape):
             return value
+        if self.group.size == 1 and self.share is None and self._noted is None:
+            return value  # bit for bit what Keras computes
         share = tf.constant(1.0) if self.share is None else self.share
         if loss.reduction == "sum":
             factor = tf.math.divide_no_nan(float(self.group.size), share)

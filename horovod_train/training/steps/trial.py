@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod_train.config.registry import raised_at
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
-from horovod_train.training.steps.figures import Source, metrics_in, noting_results
+from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
 from horovod_train.training.steps.traced import assigned_by, check_draws
 
 Data = Any
@@ -53,7 +53,7 @@ def try_step(
         with applied(), noting_results(metrics_in(model)) as source_of, noting_loss(model, losses.append):
             logs = getattr(model, method)(data_of(records))
             _check_logs(logs, method, where)
-            trials[:] = [{name: source_of(value) for name, value in logs.items()}]
+            trials[:] = [sources_of(logs, source_of)]
 
     def traced() -> Any:
         return tf.function(trace, autograph=False).get_concrete_function(spec)
@@ -107,7 +107,7 @@ def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> Iterator[Non
 def _check_logs(logs: Any, method: str, where: str) -> None:
     if not isinstance(logs, dict) or not all(isinstance(name, str) for name in logs):
         raise UserError(f"{where}: {method} must return a dict of figures by name; it returned {type(logs).__name__}.")
-    for name, value in logs.items():
+    for name, value in flat_logs(logs).items():
         if name in ABOUT:
             raise UserError(f"{where}: {method} returns a figure named {name!r}, which is taken; give it another name.")
         if not hasattr(value, "shape") and not isinstance(value, int | float):

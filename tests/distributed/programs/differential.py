@@ -145,6 +145,7 @@ def by_fit(case: Case, config: Config) -> tuple[list[Any], dict[str, float]]:
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
     model = case.build()
+    model.jit_compile = False  # by default `fit` compiles by XLA what it can, which rounds otherwise
     features, inputs, targets = DATA[case.data]
     x = features[inputs[0]] if len(inputs) == 1 else {name: features[name] for name in inputs}
     y = features[targets[0]] if len(targets) == 1 else {name: features[name] for name in targets} or None
