@@ -21,11 +21,13 @@ _NAMED = "data/digits"
 def place_data(config: Config, origins: Origins, cache: Path | None) -> tuple[Config, Path | None]:
     """Return the config, and the folder in the user's cache where its data belongs: None if it reads other data.
 
-    Other data is a folder data/digits that is here, or what overrides name. Raises UserError if there is no cache.
+    Other data is a dataset data/digits that is here, or what overrides name. Raises UserError if there is no cache.
     """
+    from horovod_train.data.schema import DATASET_NAME
+
     data, origin = config.data, f"no {_NAMED} here"
     splits = [split for split in ("train", "eval") if getattr(data, split) == (f"{_NAMED}/{split}",)]
-    if not splits or os.path.isdir(_NAMED):
+    if not splits or os.path.isfile(os.path.join(_NAMED, DATASET_NAME)):
         return config, None
     if cache is None:
         raise UserError("no place for the data: there is no home folder. Set XDG_CACHE_HOME, or HOME.")

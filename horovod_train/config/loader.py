@@ -37,7 +37,7 @@ def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, O
     """Read and check a config: YAML files merged left to right, then `section.key=value` overrides.
 
     Mappings merge, except if one sets another `name`: then the old options do not apply. Any other value replaces the
-    earlier one. A name without folder and ending, such as digits_mlp, is that file, or else the built-in config.
+    earlier one. A name without folder and ending, such as mnist_mlp, is that file, or else the built-in config.
     Raises UserError with the file and line, or the override, of the first problem.
     """
     values: dict[str, Any] = {}

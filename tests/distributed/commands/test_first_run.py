@@ -82,6 +82,8 @@ def test_data_that_is_here_or_named_is_read(
     assert "output_dir: out" in named
     assert not [line for line in named if "/cache" in line]
     (tmp_path / "data" / "digits").mkdir(parents=True)
+    assert "- /cache/horovod_train/digits/train" in printed(capsys)  # an empty folder is no dataset
+    (tmp_path / "data" / "digits" / "dataset.json").touch()
     assert "- data/digits/train" in printed(capsys)
 
 
