@@ -43,7 +43,7 @@ def prepare_data(folder: Path) -> None:
     """Make the digits in `folder` if they are missing. Every rank calls this before the ranks meet.
 
     The first rank that finds them missing makes them, while the other ranks that see the folder wait. A rank that fails
-    or dies lets the next one try, so no rank waits for one that has gone. Raises UserError.
+    or dies lets the next one try, and one that hangs holds the others up for a minute. Raises UserError.
     """
     from horovod_train.data.prepare.digits import prepare_once
 

@@ -46,6 +46,8 @@ DEFAULT_SEED = 1
 _SHARD_BYTES = 128 << 20
 _MIN_SHARDS = 4
 _SAMPLED_RECORDS = 16
+_WAIT_S = 60.0
+"""How long `write_once` waits for another process, which may hang."""
 
 
 def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits, encode: Encode) -> None:
@@ -72,14 +74,15 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
 def write_once(folder: Path, schema: Schema, read: Callable[[], tuple[Splits, Encode]], shards: int) -> None:
     """Write the folder unless it is complete. Processes of one or several hosts may call this at the same time.
 
-    One of them writes, and the others wait until it has ended, however it ends. Where files cannot be locked, each
-    writes a draft, and the first complete one stays. read: called by a process that writes. Raises OSError.
+    One of them writes, and the others wait until it has ended, however it ends. Where files cannot be locked, and after
+    a minute's wait, each writes a draft, and the first complete one stays. read: called by a process that writes.
+    Raises OSError.
     """
     if _is_complete(folder):
         return
     check(folder, DATASET)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with hold_lock([folder.with_name(f"{folder.name}.dataset")]):
+    with hold_lock([folder.with_name(f"{folder.name}.dataset")], limit_s=_WAIT_S):
         if _is_complete(folder):
             return
         with _new_draft(folder) as draft:  # first, because it fails immediately if nothing can be written

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,12 +122,13 @@ def _split_texts(array: np.ndarray) -> list[str]:
 
 
 @contextlib.contextmanager
-def hold_lock(places: Sequence[Path]) -> Iterator[None]:
+def hold_lock(places: Sequence[Path], limit_s: float | None = None) -> Iterator[None]:
     """Lock a file by a second file next to it, so that only one of the processes that need the file writes it.
 
     places: where the file may be. Best effort: without a lock several processes may write it, and the last write stays.
+    limit_s: how long to wait for another process before doing without a lock; None: until it has ended.
     """
-    locks = (_open_lock(place.with_name(f"{place.name}.lock")) for place in places)
+    locks = (_open_lock(place.with_name(f"{place.name}.lock"), limit_s) for place in places)
     path, fd = next(filter(None, locks), (Path(), -1))
     try:
         yield
@@ -137,7 +139,8 @@ def hold_lock(places: Sequence[Path]) -> Iterator[None]:
             os.close(fd)
 
 
-def _open_lock(path: Path) -> tuple[Path, int] | None:
+def _open_lock(path: Path, limit_s: float | None) -> tuple[Path, int] | None:
+    deadline = None if limit_s is None else time.monotonic() + limit_s
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ def _open_lock(path: Path) -> tuple[Path, int] | None:
         except OSError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            _wait_for_lock(fd, deadline)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
                 return path, fd
         except FileNotFoundError:
@@ -154,3 +157,18 @@ def _open_lock(path: Path) -> tuple[Path, int] | None:
             os.close(fd)
             return None
         os.close(fd)
+
+
+def _wait_for_lock(fd: int, deadline: float | None) -> None:
+    """Lock an open file. Raises BlockingIOError if another process still holds the lock at the deadline."""
+    if deadline is None:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(0.05)

@@ -28,6 +28,7 @@ from horovod_train.data.prepare import digits, writing
 from horovod_train.data.prepare.digits import load_digits
 from horovod_train.data.prepare.idx import IMAGE_SCHEMA, load_idx
 from horovod_train.data.prepare.mlp_samples import make_samples
+from horovod_train.data.tfrecord.index_file import hold_lock
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 
@@ -302,7 +303,7 @@ def test_processes_that_make_one_dataset_together_leave_one(
     """By locks one writes it. Where a file system has none all do, and the first complete one stays."""
     barrier, reads = threading.Barrier(1 if can_lock else 3), []
     if not can_lock:
-        monkeypatch.setattr(writing, "hold_lock", lambda places: contextlib.nullcontext())
+        monkeypatch.setattr(writing, "hold_lock", lambda places, limit_s: contextlib.nullcontext())
 
     def read() -> tuple[writing.Splits, writing.Encode]:
         reads.append(barrier.wait(timeout=60))
@@ -314,6 +315,17 @@ def test_processes_that_make_one_dataset_together_leave_one(
     assert [job.exception() for job in jobs] == [None] * 3
     assert len(reads) == (1 if can_lock else 3)
     assert os.listdir(out.parent) == ["digits"]
+    assert len(values(out)) == 1437
+
+
+def test_a_process_that_hangs_while_it_makes_a_dataset_does_not_stop_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_WAIT_S", 0.2)
+    out = tmp_path / "digits"
+    with hold_lock([tmp_path / "digits.dataset"]):
+        digits.prepare_once(out)
+    assert os.listdir(tmp_path) == ["digits"]
     assert len(values(out)) == 1437
 
 
