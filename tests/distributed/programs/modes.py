@@ -42,7 +42,7 @@ def facts() -> dict[str, Any]:
 
 def _averages(ends: dict[str, np.ndarray]) -> dict[str, float]:
     """By themselves, and while they are lent to the model, which holds what it would without them otherwise."""
-    state, _ = train(build_momentum(), build_model(), TrainConfig(ema_decay=0.3))
+    state = train(build_momentum(), build_model(), TrainConfig(ema_decay=0.3)).state
     expected, trained = _averages_alone()
     with state.averages.in_place():
         lent = weights(state.model)
@@ -67,7 +67,7 @@ def _averages_alone() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stale(ends: dict[str, np.ndarray]) -> dict[str, float]:
-    state, _ = train(build_momentum(), build_model(), TrainConfig(synchronization="stale"))
+    state = train(build_momentum(), build_model(), TrainConfig(synchronization="stale")).state
     alone, optimizer = build_model(), build_momentum()
     late = [tf.zeros(variable.shape) for variable in alone.trainable_variables]
     for step in range(3):
@@ -85,13 +85,13 @@ def _stale(ends: dict[str, np.ndarray]) -> dict[str, float]:
 def _local(ends: dict[str, np.ndarray]) -> dict[str, float]:
     """Averages every step and every two, of which the last is taken by `settle`."""
     config = TrainConfig(synchronization="local", average_every_steps=1)
-    state, _ = train(build_sgd(), build_model(), config)
+    state = train(build_sgd(), build_model(), config).state
     alone = build_model()
     train_alone(build_sgd(), alone)
     errors = {"local_1": rel_error(weights(state.model), weights(alone))}
 
     config = TrainConfig(synchronization="local", average_every_steps=2, ema_decay=0.3)
-    state, _ = train(build_momentum(), build_model(), config)
+    state = train(build_momentum(), build_model(), config).state
     ends["local"] = weights(state.model)
     state.settle(group)
     errors["local_2"] = rel_error(weights(state.model), _local_by_hand())

@@ -8,25 +8,25 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from uneven import LOSS, batches, rank
+from stepping import build_step
+from uneven import CROSS_ENTROPY, FULL, batches, group, share
 
+from horovod_train.config.settings import Config
 from horovod_train.data.pipeline.chunks import Cursor
-from horovod_train.distributed.optimizer import SMALL_BYTES, DistributedOptimizer
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator
-from horovod_train.training.state import TrainState
-from horovod_train.training.steps.objective import Objective
+from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync.every_step import EveryStep
-from horovod_train.training.sync.strategy import Exchanged
+from horovod_train.training.sync.strategy import CombineList, Exchanged
 
 
 class AfterAll(EveryStep):
     """Exchanges nothing before the whole backward pass is over."""
 
-    def exchange(self, own: Sequence[Any], step: tf.Tensor) -> Exchanged:
-        with tf.control_dependencies(list(own)):
-            return super().exchange(own, step)
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        with tf.control_dependencies(list(local_gradients)):
+            return super().exchange(combine, local_gradients, variables, step)
 
 
 def facts() -> dict[str, list[int]]:
@@ -60,17 +60,9 @@ def waiting_for_the_first_layer(strategy: type[EveryStep]) -> list[int]:
 def _build_step(strategy: type[EveryStep]) -> TrainStep:
     large = SMALL_BYTES // 4 // 8 + 1  # so that gradients are not exchanged together
     head = [keras.Input((6,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(large)]
-    model, optimizer = keras.Sequential(head), DistributedOptimizer(keras.optimizers.SGD(0.1))
-    state, loss = TrainState(model, optimizer, synchronization=strategy(optimizer)), build_loss(LOSS)
-    objective = Objective(model, optimizer, loss, size=1)
-    return TrainStep(
-        state,
-        objective,
-        Accumulator(loss, [], also=["penalty"]),
-        rank=rank,
-        seed=5,
-        count_over_ranks=lambda batch: batch.count,
-    )
+    model = keras.Sequential(head)
+    model.compile(keras.optimizers.SGD(0.1), CROSS_ENTROPY)
+    return build_step(model, share(0), group, Config(), synchronization=strategy())
 
 
 def _nodes_around_exchanges(step: TrainStep) -> Sequence[Any]:
@@ -79,7 +71,7 @@ def _nodes_around_exchanges(step: TrainStep) -> Sequence[Any]:
 
     def run(cursor: Cursor) -> tuple[Cursor, Any]:
         graphs.append(tf.compat.v1.get_default_graph())
-        return step._run_steps(cursor, tf.constant(1))
+        return step._run_steps(cursor, tf.constant(1), FULL)
 
     batches().call(tf.function(run, autograph=False))
     bodies = [body.node_def for body in graphs[0].as_graph_def().library.function]

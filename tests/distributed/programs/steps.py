@@ -13,10 +13,11 @@ import overlap
 import tensorflow as tf
 import together
 from facts import leave, rel_error
+from stepping import ANY_SIZE
+from stepping import Batches as Batched
 from uneven import (
     COUNTS,
-    LOSS,
-    METRICS,
+    CROSS_ENTROPY,
     batches,
     build_model,
     build_sparse_model,
@@ -29,11 +30,11 @@ from uneven import (
     weights,
 )
 
-from horovod_train.config.settings import MetricSpec, Spec, TrainConfig
-from horovod_train.distributed.optimizer import DistributedOptimizer
+from horovod_train.config.settings import Config, TrainConfig
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.optim.lars import LARS
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator, build_metrics
+from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.steps.build import build_evaluation
 from horovod_train.training.steps.step import EvalStep
 
 BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
@@ -46,31 +47,33 @@ BUILDERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 facts: dict[str, Any] = {"rank": rank, "errors": {}}
 for name, build in BUILDERS.items():
-    state, seen = train(build(), build_model())
+    step = train(build(), build_model())
     alone = build_model()
-    means = train_alone(build(), alone)
-    facts["errors"][name] = rel_error(weights(state.model), weights(alone))
+    losses = train_alone(build(), alone)
+    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
     if name == "sgd":
-        facts["loss"] = [seen.result(group)["loss"], np.dot(means, COUNTS) / sum(COUNTS)]
-        average = 0.1 * (0.81 * means[0] + 0.9 * means[1] + means[2])
-        facts["loss_average"] = [state.average_losses(group)["loss"], average / (1 - 0.9**3)]
-        facts["steps"] = int(state.step)
+        facts["loss"] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
+        average = 0.1 * (0.81 * losses[0] + 0.9 * losses[1] + losses[2])
+        facts["loss_average"] = [step.state.average_losses(group)["loss"], average / (1 - 0.9**3)]
+        facts["steps"] = int(step.state.step)
 
 alone = build_model()
 train_alone(BUILDERS["momentum"](), alone)
 for name, config in {"accumulated": TrainConfig(accumulate_steps=4), "jit": TrainConfig()}.items():
-    state, _ = train(BUILDERS["momentum"](), build_model(), config, jit_compile=name == "jit")
-    facts["errors"][name] = rel_error(weights(state.model), weights(alone))
+    step = train(BUILDERS["momentum"](), build_model(), config, jit_compile=name == "jit")
+    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
 
 # Penalties: layers' own, and that of the config, which halves the square and leaves out biases.
-alone = build_model(l2=0.1)
-train_alone(keras.optimizers.SGD(0.5), alone)
-state, _ = train(keras.optimizers.SGD(0.5), build_model(l2=0.1))
-facts["errors"]["layers_l2"] = rel_error(weights(state.model), weights(alone))
-alone = build_model(l2=0.1, l2_of_output=0.1)
-train_alone(keras.optimizers.SGD(0.5), alone)
-state, _ = train(keras.optimizers.SGD(0.5), build_model(), TrainConfig(l2=0.2, accumulate_steps=2))
-facts["errors"]["l2"] = rel_error(weights(state.model), weights(alone))
+PENALISED: dict[str, tuple[keras.Model, keras.Model, TrainConfig]] = {
+    "layers_l2": (build_model(l2=0.1), build_model(l2=0.1), TrainConfig()),
+    "l2": (build_model(), build_model(l2=0.1, l2_of_output=0.1), TrainConfig(l2=0.2, accumulate_steps=2)),
+}
+facts["penalised_loss"] = {}
+for name, (model, alone, config) in PENALISED.items():
+    losses = train_alone(keras.optimizers.SGD(0.5), alone)
+    step = train(keras.optimizers.SGD(0.5), model, config)
+    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
+    facts["penalised_loss"][name] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
 
 # Sparse gradients, in which tokens repeat within a record, between records and between ranks, against dense ones.
 SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -83,70 +86,84 @@ SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
 for name, (optimizer_name, options) in SPARSE.items():
     alone = build_sparse_model()
     train_alone(BUILDERS[optimizer_name](), alone)
-    state, _ = train(BUILDERS[optimizer_name](), build_sparse_model(), **options)
-    facts["errors"][name] = rel_error(weights(state.model), weights(alone))
+    step = train(BUILDERS[optimizer_name](), build_sparse_model(), **options)
+    facts["errors"][name] = rel_error(weights(step.state.model), weights(alone))
 
 # Negative: the mean of each rank's own mean is not the mean over records once the shares are uneven.
-naive = build_model()
-optimizer: Any = DistributedOptimizer(keras.optimizers.SGD(0.5))
-for step in range(3):
-    batch = share(step)
-    with tf.GradientTape() as tape:
-        values = build_loss(LOSS)(batch.targets, naive(batch.inputs))["loss"].values * batch.weights
-        mean = tf.reduce_sum(values) / tf.maximum(tf.reduce_sum(batch.weights), 1.0)
-    optimizer.apply(tape.gradient(mean, naive.trainable_variables), naive.trainable_variables)
+naive = train(keras.optimizers.SGD(0.5), build_model(), shares_are_equal=True)
 plain = build_model()
 train_alone(keras.optimizers.SGD(0.5), plain)
-facts["errors"]["mean_of_means"] = rel_error(weights(naive), weights(plain))
+facts["errors"]["mean_of_means"] = rel_error(weights(naive.state.model), weights(plain))
 
 # Every record once in evaluation, whatever lies in the padding.
-model = build_model()
-found = Accumulator(
-    build_loss(LOSS), build_metrics([*METRICS, Spec("AUC", {"from_logits": True, "multi_label": True})][:1])
-)
 facts["counted"] = []
 
 
-def looked_at(inputs: Any, training: bool) -> tf.Tensor:
-    """The model's outputs, at each batch of which the watchdog looks."""
-    outputs = model(inputs, training=training)
+class Watched(keras.layers.Layer):
+    """Notes at each batch of an evaluation what the watchdog would see."""
 
-    def look(values: np.ndarray) -> np.ndarray:
-        facts["counted"].append(evaluation.counter()[2])
-        return values
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        def look(values: np.ndarray) -> np.ndarray:
+            if evaluation is not None:
+                facts["counted"].append(evaluation.counter()[2])
+            return values
 
-    return tf.ensure_shape(tf.numpy_function(look, [outputs], outputs.dtype), outputs.shape)
+        return tf.ensure_shape(tf.numpy_function(look, [x], x.dtype), x.shape)
 
 
-evaluation = EvalStep(looked_at, build_loss(LOSS), found)
-evaluation.run(batches(), 3)
+def build_watched(loss: Any, metrics: list[Any]) -> keras.Model:
+    model = keras.Sequential([*build_model().layers, Watched()])
+    model.compile("sgd", loss, metrics=metrics)
+    return model
+
+
+def evaluator(model: keras.Model, share: Callable[[int], Batch]) -> EvalStep:
+    spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, share(0))
+    return build_evaluation(Config(), group, compile_model(Config(), model, None), Batched(spec)).step
+
+
+evaluation: EvalStep | None = None
+model = build_watched(CROSS_ENTROPY, ["accuracy"])
+evaluation = evaluator(model, share)
+evaluation.run(batches(), 3, ANY_SIZE)
 x, y = (np.concatenate(parts) for parts in zip(*(records(step) for step in range(3)), strict=True))
-model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
-facts["evaluation"] = [found.result(group), model.evaluate(x, y, verbose=0, return_dict=True, batch_size=len(x))]
+found, evaluation = evaluation.metrics.result(group), None
+facts["evaluation"] = [found, model.evaluate(x, y, verbose=0, return_dict=True, batch_size=len(x))]
 
-# A metric of one output that makes its variables in its first update.
-loss = build_loss(Spec("per_output", {"out": {"name": "categorical_crossentropy", "options": {"from_logits": True}}}))
-found = Accumulator(loss, build_metrics([MetricSpec("F1Score", {"average": "macro"}, output="out")]))
-for step in range(3):
-    batch = share(step)
-    targets, outputs = {"out": tf.one_hot(batch.targets, 3)}, {"out": model(batch.inputs)}
-    found.add(loss.weigh(targets, outputs, batch.weights), targets, outputs, batch.real)
+
+def one_hot_share(step: int) -> Batch:
+    return share(step)._replace(targets=tf.one_hot(share(step).targets, 3))
+
+
+# A metric that makes its variables in its first update.
+model = build_watched(keras.losses.CategoricalCrossentropy(from_logits=True), [keras.metrics.F1Score("macro")])
+late = evaluator(model, one_hot_share)
+late.run(batches(one_hot_share), 3, ANY_SIZE)
 metric = keras.metrics.F1Score("macro")
 metric.update_state(tf.one_hot(y, 3), model(x))
-facts["late_metric"] = [found.result(group)["f1_score"], float(metric.result())]
+facts["late_metric"] = [late.metrics.result(group)["f1_score"], float(metric.result())]
 
-state, _ = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5))
-facts["mask"] = state.model.layers[1].mask.numpy()
-again, _ = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5))
-facts["mask_again"] = again.model.layers[1].mask.numpy()
-later, _ = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5), first_step=1)
-facts["mask_later"] = later.model.layers[1].mask.numpy()
 
-# Ranks that gathered different statistics hold their mean afterwards, and can have their own back.
+def mask_of_last_step(first_step: int = 0) -> np.ndarray:
+    step = train(keras.optimizers.SGD(0.1), build_model(dropout=0.5), first_step=first_step)
+    mask: np.ndarray = step.state.model.layers[1].mask
+    return mask
+
+
+facts["mask"], facts["mask_again"], facts["mask_later"] = (mask_of_last_step(first) for first in (0, 0, 1))
+
+# What the forward pass assigns is equal on all ranks after each step; where ranks exchange now and then, it differs
+# between exchanges, is averaged for a save, and comes back.
+for name, config in {
+    "every_step": TrainConfig(),
+    "local": TrainConfig(synchronization="local", average_every_steps=2),
+}.items():
+    state = train(keras.optimizers.SGD(0.1), build_model(normalized=True), config).state
+    facts[f"statistics {name}"] = state.model.layers[1].moving_mean.numpy()
 own = state.average_statistics(group)
-facts["averaged_mask"] = state.model.layers[1].mask.numpy()
+facts["statistics averaged"] = state.model.layers[1].moving_mean.numpy()
 state.set_statistics(own)
-facts["own_mask"] = state.model.layers[1].mask.numpy()
+facts["statistics put back"] = state.model.layers[1].moving_mean.numpy()
 
 facts |= modes.facts() | frozen.facts() | together.facts() | {"waiting": overlap.facts()}
 leave(rank, facts)

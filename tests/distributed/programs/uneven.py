@@ -11,22 +11,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from stepping import ANY_SIZE, build_step
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec, TrainConfig
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches
-from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
-from horovod_train.training.parts.averages import MovingAverages
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator, build_metrics
-from horovod_train.training.state import TrainState
-from horovod_train.training.steps.objective import Objective
 from horovod_train.training.steps.step import TrainStep
-from horovod_train.training.sync import build_strategy
-from horovod_train.training.sync.strategy import SyncParts
 
 ROWS = 8
+FULL = StepSize(rows=ROWS, is_full=True)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 group = start(HorovodConfig(), DeviceConfig())
 rank, size = group.rank, group.size
 
@@ -41,7 +37,7 @@ def records(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def share(step: int) -> Batch:
-    """This rank's rows of a step; those past the end weigh nothing and hold numbers that must not matter."""
+    """This rank's rows of a step; those past the end are no records and hold numbers that must not matter."""
     x, y = records(step)
     real = max(0, min(ROWS, COUNTS[step] - rank * ROWS))
     mine = slice(rank * ROWS, rank * ROWS + real)
@@ -55,19 +51,20 @@ def share(step: int) -> Batch:
     )
 
 
-def batches() -> Batches:
-    first = share(0)
-    spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, first)
-    shares = tf.data.Dataset.from_generator(lambda: (share(step) for step in range(3)), output_signature=spec)
+def batches(share: Callable[[int], Batch] = share, first: int = 0) -> Batches:
+    spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, share(0))
+    shares = tf.data.Dataset.from_generator(lambda: (share(step) for step in range(first, 3)), output_signature=spec)
     return Batches(shares.batch(2))
 
 
-def build_model(dropout: float = 0.0, l2: float = 0.0, l2_of_output: float = 0.0) -> keras.Model:
+def build_model(
+    dropout: float = 0.0, l2: float = 0.0, l2_of_output: float = 0.0, *, normalized: bool = False
+) -> keras.Model:
     keras.utils.set_random_seed(3)
     hidden, output = (keras.regularizers.L2(value) if value else None for value in (l2, l2_of_output))
     head = [keras.Input((6,)), keras.layers.Dense(8, activation="relu", kernel_regularizer=hidden)]
-    mask = [MaskKeeper(dropout)] if dropout else []
-    return keras.Sequential([*head, *mask, keras.layers.Dense(3, kernel_regularizer=output)])
+    more = [MaskKeeper(dropout)] if dropout else [keras.layers.BatchNormalization()] if normalized else []
+    return keras.Sequential([*head, *more, keras.layers.Dense(3, kernel_regularizer=output)])
 
 
 def build_sparse_model() -> keras.Model:
@@ -79,24 +76,21 @@ def build_sparse_model() -> keras.Model:
 
 
 class MaskKeeper(keras.layers.Layer):
-    """Dropout that notes which units it let through in its last call."""
+    """Dropout that notes which units it lets through; not in a weight, which would be averaged over ranks."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.dropout = keras.layers.Dropout(rate)
-
-    def build(self, shape: Any) -> None:
-        self.mask = self.add_weight(shape=(ROWS, shape[-1]), trainable=False, initializer="zeros", name="mask")
+        self.mask = np.zeros(0)
 
     def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
-        ones = self.dropout(keras.ops.ones_like(x), training=training)
+        ones = self.dropout(keras.ops.ones((ROWS, x.shape[-1])), training=training)
         if training:
-            self.mask.assign(ones)
-        return x * ones
+            tf.numpy_function(self._note, [ones], [])
+        return x * ones[: tf.shape(x)[0]]
 
-
-LOSS = Spec("sparse_categorical_crossentropy", {"from_logits": True})
-METRICS = [Spec("sparse_categorical_accuracy", {"name": "accuracy"})]
+    def _note(self, mask: np.ndarray) -> None:
+        self.mask = mask
 
 
 EVERY_STEP = TrainConfig()
@@ -110,58 +104,38 @@ def train(
     first_step: int = 0,
     sparse_as_dense: bool = False,
     jit_compile: bool = False,
-) -> tuple[TrainState, Accumulator]:
-    """Three steps in two calls, as `config` says."""
-    optimizer = DistributedOptimizer(optimizer, sparse_as_dense=sparse_as_dense)
-    optimizer.build(model.trainable_variables)
-    averages = MovingAverages(model, config.ema_decay)
-    exchange = build_strategy(SyncParts(config, group, model, optimizer, list(averages.variables.values())))
-    state = TrainState(model, optimizer, averages=averages, synchronization=exchange)
-    state.step.assign(first_step)
-    seen = Accumulator(build_loss(LOSS), build_metrics(METRICS), also=["penalty"])
-    objective = Objective(
-        model,
-        state.optimizer,
-        build_loss(LOSS),
-        size=size,
-        accumulate_steps=config.accumulate_steps,
-        l2=config.l2,
-        jit_compile=jit_compile,
-    )
-    step = TrainStep(state, objective, seen, rank=rank, seed=5, count_over_ranks=lambda batch: batch.count)
-    step.run(batches(), 2)
-    step.run(stream_from(2), 1)
-    return state, seen
-
-
-def stream_from(step: int) -> Batches:
-    found = batches()
-    for _ in range(step):
-        next(found)
-    return found
-
-
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    shares_are_equal: bool = False,
+) -> TrainStep:
+    """Return the step after three updates in two calls, as `config` says."""
+    model.compile(optimizer, CROSS_ENTROPY, metrics=["accuracy"], auto_scale_loss=False)
+    horovod = HorovodConfig(sparse_as_dense=sparse_as_dense)
+    settings = Config(train=config, horovod=horovod, jit_compile=jit_compile, seed=5)
+    step = build_step(model, share(0), group, settings)
+    step.shares.are_equal = shares_are_equal
+    step.state.step.assign(first_step)
+    step.run(batches(), 1, FULL)
+    step.run(batches(first=1), 2, ANY_SIZE)
+    return step
 
 
 def train_alone(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, after_step: Callable[[int], None] = lambda step: None
 ) -> list[float]:
-    """Plain Keras in one process on the records of all ranks, with dense gradients; returns the mean losses."""
-    means = []
+    """Plain Keras in one process on the records of all ranks, with dense gradients; returns the losses of the steps."""
+    losses = []
     for step in range(3):
-        mean, gradients = gradients_alone(model, *records(step))
+        loss, gradients = gradients_alone(model, *records(step))
         optimizer.apply([tf.convert_to_tensor(gradient) for gradient in gradients], model.trainable_variables)
         after_step(step + 1)
-        means.append(mean)
-    return means
+        losses.append(loss)
+    return losses
 
 
 def gradients_alone(model: keras.Model, x: np.ndarray, y: np.ndarray) -> tuple[float, list[Any]]:
     with tf.GradientTape() as tape:
-        mean = CROSS_ENTROPY(y, model(x, training=True))
-        objective = mean + (tf.add_n(model.losses) if model.losses else 0.0)
-    return float(mean), tape.gradient(objective, model.trainable_variables)
+        objective = CROSS_ENTROPY(y, model(x, training=True))
+        objective += tf.add_n(model.losses) if model.losses else 0.0
+    return float(objective), tape.gradient(objective, model.trainable_variables)
 
 
 def weights(model: keras.Model) -> np.ndarray:

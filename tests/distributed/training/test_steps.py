@@ -49,12 +49,14 @@ def test_a_mean_of_means_would_be_another_update(rank_facts: RankFacts, launcher
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
-def test_training_loss_is_the_mean_over_all_records(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+def test_training_loss_is_the_mean_over_records_and_penalties(rank_facts: RankFacts, launcher: str, np_: int) -> None:
     for facts in rank_facts("steps", launcher, np_):
         ours, alone = facts["loss"]
         assert ours == pytest.approx(alone, rel=1e-5)
         assert facts["loss_average"][0] == pytest.approx(facts["loss_average"][1], rel=1e-5)
         assert facts["steps"] == 3
+        for ours, alone in facts["penalised_loss"].values():
+            assert ours == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS)
@@ -116,12 +118,16 @@ def test_dropout_masks_differ_by_rank_and_step_and_repeat_on_a_second_run(
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
-def test_gathered_statistics_are_averaged(rank_facts: RankFacts, launcher: str, np_: int) -> None:
+def test_statistics_are_equal_on_all_ranks_and_under_local_averages_averaged_for_a_save(
+    rank_facts: RankFacts, launcher: str, np_: int
+) -> None:
     ranks = rank_facts("steps", launcher, np_)
-    mean = np.mean([facts["mask"] for facts in ranks], axis=0)
+    assert len({str(facts["statistics every_step"]) for facts in ranks}) == 1
+    assert len({str(facts["statistics local"]) for facts in ranks}) == np_
+    mean = np.mean([facts["statistics local"] for facts in ranks], axis=0)
     for facts in ranks:
-        assert np.allclose(facts["averaged_mask"], mean)
-        assert facts["own_mask"] == facts["mask"]
+        assert np.allclose(facts["statistics averaged"], mean)
+        assert facts["statistics put back"] == facts["statistics local"]
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
