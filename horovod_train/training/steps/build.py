@@ -85,7 +85,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     losses = _take_on_losses(model, shares)
     _add_l2(model, config.train.l2)
     changed = _changed_by_forward_pass(model, tried)
-    forward_state = ForwardState(group, changed)
+    forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
     needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
 
     def make_step(state: TrainState) -> TrainStep:
@@ -99,7 +99,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
             rows.data_of,
             shares,
             update,
-            lambda: figures.variables,
+            lambda: [*figures.variables, *([] if forward_state.in_each_step else forward_state.variables)],
             counts_ahead=needs_divisors and "train_step" not in compiled.own,
             jit_compile=config.jit_compile,
         )

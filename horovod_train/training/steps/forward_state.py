@@ -1,6 +1,7 @@
 """Weights that are not trained and that the forward pass assigns: averages, scales, codebooks, counters.
 
-Each rank computes them on its own records, so they are combined over the ranks in each step, by what they are.
+Each rank computes them on its own records, so they are combined over the ranks in each step, by what they are; under
+local SGD at its exchanges, see sync.local.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ class ForwardState:
     decides where it is set: "sum" adds up what the ranks have added, "only_first_replica" is rank 0's.
     """
 
-    def __init__(self, group: WorkerGroup, variables: Sequence[Any]) -> None:
-        """variables: Keras' or TensorFlow's, in the same order on all ranks."""
-        self._group, self._variables = group, list(variables)
+    def __init__(self, group: WorkerGroup, variables: Sequence[Any], *, in_each_step: bool = True) -> None:
+        """variables: Keras' or TensorFlow's, in the same order on all ranks. in_each_step: whether `combine` acts."""
+        self._group, self._variables, self.in_each_step = group, list(variables), in_each_step
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -35,7 +36,7 @@ class ForwardState:
 
     def combine(self, before: Sequence[tf.Tensor], shares: Shares) -> None:
         """Collective, in the compiled step, after the pass: one exchange for each dtype. before: from `values`."""
-        if self._group.size == 1:
+        if self._group.size == 1 or not self.in_each_step:
             return
         by_dtype: dict[tf.DType, list[tuple[tf.Variable, tf.Tensor, str]]] = {}
         for variable, old, kind in zip(self.variables, before, self._kinds(), strict=True):

@@ -46,8 +46,9 @@ class Passes:
     data_of: Callable[[Batch], Data]
     shares: Shares
     update: Update
-    figures_variables: Callable[[], Sequence[tf.Variable]]
-    """The states of metrics, which a borrowed row does not change."""
+    kept_variables: Callable[[], Sequence[tf.Variable]]
+    """What a borrowed row does not change: the states of metrics, and what the forward pass assigns if that is not
+    combined by shares in each step."""
     _: KW_ONLY
     counts_ahead: bool = False
     """Whether ranks exchange what losses are divided by before the passes: where there are several, and for XLA."""
@@ -65,7 +66,7 @@ class Passes:
     def apply(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
         """Run a pass whose optimizers apply what they are given."""
         with (
-            part.without_borrowed(self.figures_variables()),
+            part.without_borrowed(self.kept_variables()),
             rows_that_count(part.batch.real),
             self.shares.of_pass(part.share, totals),
             self._noting_losses() as losses,
