@@ -24,6 +24,7 @@ T = TypeVar("T")
 _layer_numbers = itertools.count()
 """Layers are numbered over all models, in the order of their first call in training: the same order on all ranks."""
 _row_weights: ContextVar[tf.Tensor | None] = ContextVar("row_weights", default=None)
+_share: ContextVar[tf.Tensor | None] = ContextVar("share", default=None)
 
 
 class _Synchronised:
@@ -49,17 +50,18 @@ def synchronise_batch_norm(model: keras.Model, *, deterministic: bool = False) -
 
 
 @contextmanager
-def rows_that_count(weights: tf.Tensor) -> Iterator[None]:
+def rows_that_count(weights: tf.Tensor, share: tf.Tensor | None = None) -> Iterator[None]:
     """Let only rows of a batch with weight 1 enter synchronised statistics, inside this block.
 
     weights: float32 [rows], 0 or 1. Rows with weight 0 fill up a rank's last batch; they are normalised like the
-    others.
+    others. share: what this rank's gradients are multiplied by before they are averaged, float32 scalar; None: 1.
     """
-    token = _row_weights.set(weights)
+    tokens = _row_weights.set(weights), _share.set(share)
     try:
         yield
     finally:
-        _row_weights.reset(token)
+        _row_weights.reset(tokens[0])
+        _share.reset(tokens[1])
 
 
 def layers_inside(layer: keras.Layer, visited: set[int] | None = None) -> Iterator[keras.Layer]:
@@ -145,6 +147,7 @@ def _normalise(
     forward exchange is in float64.
     """
     axes = [other for other in range(len(x.shape)) if other != axis]
+    share = _share.get()
 
     def sum_over_axes(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values, axes, keepdims=True)
@@ -172,7 +175,12 @@ def _normalise(
         def backward(upstream: tf.Tensor, *_: Any) -> tf.Tensor:
             """Ignore gradients of the statistics, because they only feed moving averages."""
             sums = tf.stack([sum_over_axes(upstream), sum_over_axes(upstream * normalised)])
-            mean_sums, variance_sums = tf.unstack(sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic))
+            if share is not None:
+                sums = tf.math.multiply_no_nan(sums, tf.cast(share, sums.dtype))
+            sums = sum_over_ranks(sums, f"{name}.backward", deterministic=deterministic)
+            if share is not None:  # by which all gradients of this rank are multiplied later
+                sums = tf.math.divide_no_nan(sums, tf.cast(share, sums.dtype))
+            mean_sums, variance_sums = tf.unstack(sums)
             return inverse * (upstream - weights / count * (mean_sums + normalised * variance_sums))
 
         return (normalised, mean, variance), backward

@@ -67,8 +67,8 @@ class Passes:
         """Run a pass whose optimizers apply what they are given."""
         with (
             part.without_borrowed(self.kept_variables()),
-            rows_that_count(part.batch.real),
             self.shares.of_pass(part.share, totals),
+            rows_that_count(part.batch.real, self.shares.share),
             self._noting_losses() as losses,
         ):
             logs = self._train_step(self.data_of(part.batch))

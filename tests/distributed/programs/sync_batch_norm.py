@@ -13,21 +13,19 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 from keras import layers
+from stepping import ANY_SIZE, build_step
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches
-from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator
-from horovod_train.training.state import TrainState
-from horovod_train.training.steps.objective import Objective
-from horovod_train.training.steps.step import TrainStep
 
 ROWS = 8
+FULL = StepSize(rows=ROWS, is_full=True)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 group = start(HorovodConfig(), DeviceConfig())
 rank, size = group.rank, group.size
 Build = Callable[..., keras.Model]
@@ -43,7 +41,7 @@ def records(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def share(step: int) -> Batch:
-    """This rank's rows of a step; those past the end weigh nothing and hold numbers that must not matter."""
+    """This rank's rows of a step; those past the end are no records and hold numbers that must not matter."""
     x, y = records(step)
     real = max(0, min(ROWS, COUNTS[step] - rank * ROWS))
     mine, pad = slice(rank * ROWS, rank * ROWS + real), ROWS - real
@@ -78,48 +76,41 @@ def build_model(synchronized: bool = False) -> keras.Model:
     return keras.Model(image, layers.Dense(3)(x))
 
 
-LOSS = Spec("sparse_categorical_crossentropy", {"from_logits": True})
-
-
 def optimizer() -> keras.optimizers.Optimizer:
     return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def train(model: keras.Model, steps: int = 3, accumulate_steps: int = 1) -> keras.Model:
-    state = TrainState(model, DistributedOptimizer(optimizer()))
-    step = TrainStep(
-        state,
-        Objective(model, state.optimizer, build_loss(LOSS), size=size, accumulate_steps=accumulate_steps),
-        Accumulator(build_loss(LOSS), [], also=["penalty"]),
-        rank=rank,
-        seed=5,
-        count_over_ranks=lambda batch: batch.count,
-    )
-    step.run(batches(steps), steps)
+    model.compile(optimizer(), CROSS_ENTROPY)
+    config = Config(train=TrainConfig(accumulate_steps=accumulate_steps))
+    step, parts = build_step(model, next(batches(1)), group, config), batches(steps)
+    step.run(parts, 2, FULL)
+    if steps > 2:
+        step.run(parts, steps - 2, ANY_SIZE)
     return model
 
 
 def train_alone(model: keras.Model) -> keras.Model:
     """Plain Keras in one process on the records of all ranks."""
-    cross_entropy, own = keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer()
+    own = optimizer()
     for step in range(3):
         x, y = records(step)
         with tf.GradientTape() as tape:
-            mean = cross_entropy(y, model(x, training=True))
+            mean = CROSS_ENTROPY(y, model(x, training=True))
         own.apply(tape.gradient(mean, model.trainable_variables), model.trainable_variables)
     return model
 
 
 def train_alone_in_parts(model: keras.Model) -> keras.Model:
     """The same with two parts a step, each of the rows that the ranks take in that part."""
-    cross_entropy, own = keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer()
+    own = optimizer()
     for step in range(2):
         x, y = (values.reshape(size, 2, ROWS // 2, *values.shape[1:]) for values in records(step))
         totals = [0.0] * len(model.trainable_variables)
         for part in range(2):
             with tf.GradientTape() as tape:
                 outputs = model(x[:, part].reshape(-1, 4, 4, 2), training=True)
-                mean = cross_entropy(y[:, part].reshape(-1), outputs) / 2
+                mean = CROSS_ENTROPY(y[:, part].reshape(-1), outputs) / 2
             gradients = tape.gradient(mean, model.trainable_variables)
             totals = [total + gradient for total, gradient in zip(totals, gradients, strict=True)]
         own.apply(totals, model.trainable_variables)
