@@ -7,7 +7,7 @@ happens to gradients is in optimizers. This module does not know epochs, hooks o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -199,15 +199,14 @@ class TrainStep:
         earlier: dict[str, list[Any]] = {}
         loss: tf.Tensor | None = None
         for part in parts[:-1]:
-            with tf.control_dependencies(tf.nest.flatten(earlier, expand_composites=True)):  # to bound memory
-                result = self.passes.collect(part.identity(), totals)
+            result = self.passes.collect(_after(earlier, part), totals)
             for path, gradients in result.gradients.items():
                 sums = zip(earlier[path], gradients, strict=True) if path in earlier else ()
                 earlier[path] = [add_gradients(*pair) for pair in sums] or list(gradients)
             self.figures.add(result.logs, _weight_of(part))
             loss = result.add_loss(loss)
         self.update.earlier = earlier
-        result = self.passes.apply(parts[-1], totals)
+        result = self.passes.apply(_after(earlier, parts[-1]), totals)
         self.update.earlier = {}
         self.figures.add(result.logs, _weight_of(parts[-1]))
         return result.add_loss(loss)
@@ -216,7 +215,7 @@ class TrainStep:
         """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing."""
         total = self.rows.total(batch, "histograms.count")
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
-        changed = [*self.figures.variables, *self.forward_state.variables]
+        changed = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds]
         totals = self.passes.total_divisors([part])
         with restored_if(tf.constant(True), changed):
             result = self.passes.collect(part, totals, is_function=False)
@@ -245,7 +244,9 @@ class TrainStep:
     def _without_poison(self) -> AbstractContextManager[Any]:
         """In the compiled step: undo non-finite values that this rank's pass leaves in averages and sums."""
         contexts = ExitStack()
-        if self.max_skips_in_a_row:  # otherwise the run ends at the first such step without saving
+        # Otherwise the run ends at the first such step without saving. With a delay it does not, and combined averages
+        # would not tell which rank's were the cause.
+        if self.max_skips_in_a_row or self.state.synchronization.delay:
             forward_state = self.forward_state.variables
             contexts.enter_context(restored_if_nonfinite(forward_state, self.state.finite(forward_state)))
             contexts.enter_context(restored_if_nonfinite(self.figures.variables, self.figures.sums))
@@ -285,6 +286,15 @@ class EvalStep:
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
+
+
+def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
+    """Return a part that is computed after some gradients: to bound memory, and because passes exchange by one name."""
+    before = [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]
+    if not before:
+        return part
+    with tf.control_dependencies(before):
+        return part.identity()
 
 
 def _weight_of(part: Part) -> tf.Tensor | float:
