@@ -10,23 +10,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
+from stepping import build_step
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.errors import UserError
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator, build_metrics
-from horovod_train.training.state import TrainState
 from horovod_train.training.steps.histograms import Summaries, find_layers
-from horovod_train.training.steps.objective import Objective
 from horovod_train.training.steps.step import TrainStep
 
 ROWS, RATE = 8, 0.5
-LOSS = Spec("sparse_categorical_crossentropy", {"from_logits": True})
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 group = start(HorovodConfig(), DeviceConfig())
 rank, size = group.rank, group.size
 COUNT = ROWS * size - 3  # the last rank has fewer records
@@ -34,6 +31,7 @@ COUNT = ROWS * size - 3  # the last rank has fewer records
 rng = np.random.default_rng(0)
 X = rng.normal(size=(ROWS * size, 6)).astype(np.float32)
 Y = (np.abs(X.sum(axis=1)) % 3).astype(np.int64)
+SIZE = StepSize(rows=min(ROWS, max(0, COUNT - rank * ROWS)), is_full=False)
 REAL = (np.arange(ROWS * size) < COUNT).astype(np.float32)
 
 
@@ -86,27 +84,17 @@ def build(
     accumulate_steps: int = 1,
     activations: dict[str, str] | None = None,
 ) -> tuple[TrainStep, Summaries]:
-    distributed = DistributedOptimizer(optimizer or keras.optimizers.SGD(RATE))
-    state = TrainState(model(), distributed)
-    loss = build_loss(LOSS)
+    built = model()
+    built.compile(optimizer or keras.optimizers.SGD(RATE), CROSS_ENTROPY, metrics=["accuracy"], auto_scale_loss=False)
     l2 = 0.01 if model is plain else 0.0  # with it no gradient is sparse
-    objective = Objective(state.model, distributed, loss, size=size, accumulate_steps=accumulate_steps, l2=l2)
-    step = TrainStep(
-        state,
-        objective,
-        Accumulator(loss, build_metrics([Spec("sparse_categorical_accuracy")]), also=["penalty"]),
-        rank=rank,
-        seed=5,
-        count_over_ranks=lambda batch: batch.count,
-    )
-    return step, Summaries(group, step, share, activations or {})
+    step = build_step(built, share(), group, Config(train=TrainConfig(l2=l2, accumulate_steps=accumulate_steps)))
+    return step, Summaries(group, step, share, SIZE, activations or {})
 
 
 def alone(model: keras.Model, rows: np.ndarray) -> list[np.ndarray]:
     """Gradients of plain Keras in one process on the records of all ranks."""
     with tf.GradientTape() as tape:
-        cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        objective = cross_entropy(Y[rows], model(X[rows], training=True)) + tf.add_n(model.losses or [0.0])
+        objective = CROSS_ENTROPY(Y[rows], model(X[rows], training=True)) + tf.add_n(model.losses or [0.0])
         matrices = [weight for weight in model.trainable_variables if len(weight.shape) > 1]
         objective += 0.005 * tf.add_n([tf.reduce_sum(tf.square(weight)) for weight in matrices])
     return [tf.convert_to_tensor(g).numpy() for g in tape.gradient(objective, model.trainable_variables)]
@@ -117,15 +105,11 @@ def gradients(values: dict[str, Any]) -> list[np.ndarray]:
 
 
 def all_bytes(step: TrainStep) -> str:
-    seen = [
-        *step.metrics.weights.values(),
-        *step.metrics.sums.values(),
-        *(v for m in step.metrics.metrics for v in m.variables),
-    ]
     kept = [
         *step.state.variables().values(),
         *step.state.model.variables,
-        *seen,
+        *step.figures.variables,
+        *step.figures.sums,
         step.state.failure.last_loss,
         step.skipped,
     ]
@@ -149,14 +133,13 @@ facts["both_names"] = bool(np.array_equal(values["also"], values["y_hidden"]))
 
 # The update that training would make of these records.
 before = [variable.numpy() for variable in step.state.model.trainable_variables]
-step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1)
+step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1, SIZE)
 moved = [(b - a.numpy()) / RATE for b, a in zip(before, step.state.model.trainable_variables, strict=True)]
 facts["errors"]["update"] = largest_error(gradients(values), moved)
 facts["call_is_the_layers_own"] = "call" not in vars(step.state.model.layers[0])
 
 _, summaries = build(plain, accumulate_steps=2)
-first_halves = [row for row in records if row % ROWS < ROWS // 2]
-facts["errors"]["accumulated"] = largest_error(gradients(summaries.compute()), alone(plain(), np.array(first_halves)))
+facts["errors"]["accumulated"] = largest_error(gradients(summaries.compute()), alone(plain(), records))
 
 scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=2.0**12)
 _, summaries = build(plain, optimizer=scaled)
@@ -168,12 +151,12 @@ facts["subclassed"] = [name for name in values if name.startswith(("twice", "gra
 facts["sparse_rows"] = [values["gradients/subclassed/tokens/embeddings"].shape[0], len(np.unique(np.abs(X) < 1))]
 
 step, summaries = build(restless)
-step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1)
+step.run(Batches(tf.data.Dataset.from_tensors(share()).batch(1)), 1, SIZE)
 state_before = all_bytes(step)
 facts["finite"] = all(bool(np.isfinite(gradient).all()) for gradient in gradients(summaries.compute()))
 summaries.compute()
 facts["left_as_it_was"] = all_bytes(step) == state_before
-step.objective.forward(share())  # negative: what the summaries do, without their care
+step.state.model(share().inputs, training=True)  # negative: what the summaries do, without their care
 facts["forward_leaves_it"] = all_bytes(step) == state_before
 
 try:
