@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +12,22 @@ import numpy as np
 import tensorflow as tf
 from facts import leave
 from keras import layers
+from stepping import build_step
 
-from horovod_train.config.settings import DeviceConfig, HorovodConfig, Spec
+from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, TrainConfig
 from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches, Cursor
-from horovod_train.distributed.optimizer import DistributedOptimizer
 from horovod_train.distributed.start import start
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
-from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
-from horovod_train.training.parts.averages import MovingAverages
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator
+from horovod_train.models.model_parallel import cut_into_stages, stage_lines
 from horovod_train.training.state import TrainState
-from horovod_train.training.steps.objective import Objective
 from horovod_train.training.steps.step import TrainStep
 
 ROWS, STEPS, CUT = 8, 4, ["second"]
-group = start(HorovodConfig(), DeviceConfig(per_rank=2))
+FULL = StepSize(rows=ROWS, is_full=True)
+ON_ONE, ON_TWO = DeviceConfig(), DeviceConfig(per_rank=2)
+group = start(HorovodConfig(), ON_TWO)
 devices = group.devices[group.rank].logical
 
 
@@ -58,38 +55,32 @@ def batches() -> Batches:
 
 
 def train(
-    model: keras.Model, placement: Callable[[], Any] = nullcontext, accumulate_steps: int = 1, steps: int = STEPS
+    model: keras.Model, device: DeviceConfig = ON_ONE, accumulate_steps: int = 1, steps: int = STEPS
 ) -> TrainState:
-    optimizer = DistributedOptimizer(keras.optimizers.Adam(0.05, global_clipnorm=1.0, name="adam"))
-    state = TrainState(model, optimizer, averages=MovingAverages(model, 0.9))
-    if steps:
-        build_step(state, placement, accumulate_steps).run(batches(), steps)
-    return state
-
-
-def build_step(state: TrainState, placement: Callable[[], Any], accumulate_steps: int = 1) -> TrainStep:
-    loss = build_loss(Spec("sparse_categorical_crossentropy", {"from_logits": True}))
-    objective = Objective(state.model, state.optimizer, loss, size=group.size, accumulate_steps=accumulate_steps)
-    return TrainStep(
-        state,
-        objective,
-        Accumulator(loss, [], also=["penalty"]),
-        rank=group.rank,
-        seed=5,
-        count_over_ranks=lambda batch: batch.count,
-        placement=placement,
+    step = compile_step(
+        model,
+        keras.optimizers.Adam(0.05, global_clipnorm=1.0, name="adam"),
+        Config(device=device, train=TrainConfig(ema_decay=0.9, accumulate_steps=accumulate_steps)),
     )
+    if steps:
+        step.run(batches(), steps, FULL)
+    return step.state
 
 
-def traced(placement: Callable[[], Any]) -> dict[str, list[str]]:
+def compile_step(model: keras.Model, optimizer: keras.optimizers.Optimizer, config: Config) -> TrainStep:
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return build_step(model, next(batches()), group, config)
+
+
+def traced(device: DeviceConfig) -> dict[str, list[str]]:
     """Of each layer's matrix products, forward and backward, the devices that the compiled step asks for."""
-    state = TrainState(cut_into_stages(build_model(), CUT, devices), DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    step = build_step(state, placement)
+    cut = cut_into_stages(build_model(), CUT, devices)
+    step = compile_step(cut, keras.optimizers.SGD(0.1), Config(device=device))
     graphs: list[Any] = []
 
     def run(cursor: Cursor) -> tuple[Cursor, Any]:
         graphs.append(tf.compat.v1.get_default_graph())
-        return step._run_steps(cursor, tf.constant(1))
+        return step._run_steps(cursor, tf.constant(1), FULL)
 
     batches().call(tf.function(run, autograph=False))
     found: dict[str, list[str]] = collections.defaultdict(list)
@@ -115,21 +106,21 @@ facts: dict[str, Any] = {"rank": group.rank, "lines": stage_lines(cut), "lines_u
 facts["same_at_first"] = [
     bool(np.array_equal(a, b)) for a, b in zip(uncut.get_weights(), cut.get_weights(), strict=True)
 ]
-states = {"uncut": train(uncut), "cut": train(cut, follow_inputs)}
+states = {"uncut": train(uncut), "cut": train(cut, ON_TWO)}
 facts["names"] = {name: list(state.variables()) for name, state in states.items()}
 facts["devices"] = {name: short(variable.device) for name, variable in states["cut"].variables().items()}
 facts["difference"] = np.max(np.abs(weights(states["cut"]) - weights(states["uncut"])))
 parts = [
     train(build_model(), accumulate_steps=2),
-    train(cut_into_stages(build_model(), CUT, devices), follow_inputs, 2),
+    train(cut_into_stages(build_model(), CUT, devices), ON_TWO, 2),
 ]
 facts["difference_accumulated"] = np.max(np.abs(weights(parts[0]) - weights(parts[1])))
 wholes = [synchronise_batch_norm(build_model()) for _ in range(2)]
-synchronised = train(wholes[0]), train(cut_into_stages(wholes[1], CUT, devices), follow_inputs)
+synchronised = train(wholes[0]), train(cut_into_stages(wholes[1], CUT, devices), ON_TWO)
 facts["difference_synchronised"] = np.max(np.abs(weights(synchronised[0]) - weights(synchronised[1])))
 facts["synchronised_is_another"] = np.max(np.abs(weights(synchronised[0]) - weights(states["uncut"])))
 facts["moved"] = np.max(np.abs(weights(states["cut"]) - weights(train(build_model(), steps=0))))
-facts["traced"], facts["traced_without_following"] = traced(follow_inputs), traced(nullcontext)
+facts["traced"], facts["traced_without_following"] = traced(ON_TWO), traced(ON_ONE)
 # A mask crosses the cut with the tensor that it hangs on.
 words = keras.Input((4,), dtype="int32")
 mean = layers.GlobalAveragePooling1D(name="mean")(layers.Embedding(5, 3, mask_zero=True)(words))
