@@ -34,16 +34,13 @@ def vector(hidden: int = 8) -> keras.Model:
     return keras.Model(x, layers.Dense(3)(layers.Dense(hidden, activation="relu")(x)))
 
 
-def compiled_vector(
-    schedule: bool = False, reduction: str = "sum_over_batch_size", form: str = "one", use_ema: bool = False
-) -> keras.Model:
+def compiled_vector(schedule: bool = False, use_ema: bool = False) -> keras.Model:
     """What `vector` is, compiled."""
     model = vector()
     rate = keras.optimizers.schedules.ExponentialDecay(0.3, 100, 0.9) if schedule else 0.3
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    given = {"one": loss, "list": [loss, loss], "lambda": lambda targets, outputs: outputs[:, 0]}[form]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(rate, momentum=0.5, use_ema=use_ema)
-    model.compile(optimizer, given, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    model.compile(optimizer, loss, metrics=["accuracy"], weighted_metrics=["accuracy"])
     return model
 
 

@@ -136,18 +136,6 @@ def test_a_trained_one_is_evaluated_and_exported_and_planned(start: Start, here:
 
 
 WRONG = {
-    "a sum": (
-        ["model.options={reduction: sum}"],
-        "is compiled with a sum, sparse_categorical_crossentropy;",
-    ),
-    "a list": (
-        ["model.options={form: list}"],
-        "is compiled with a list of losses; expected one loss, or a",
-    ),
-    "a lambda": (
-        ["model.options={form: lambda}"],
-        "what the model is compiled with cannot be built again:",
-    ),
     "a compile of its own": (["model=user_models:compiled_its_way"], "compiled by a compile() of its own"),
     "options of no optimizer": (["optimizer.options.momentum=0.9"], "the model is compiled with an optimizer; give"),
     "options of no loss": (["loss.options.from_logits=true"], "the model is compiled with a loss; give loss.name too."),
