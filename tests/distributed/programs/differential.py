@@ -55,9 +55,9 @@ def _facts(name: str, group: WorkerGroup, folder: Path, fits: int, *, equal_shar
     case = CASES[name]
     keras.utils.clear_session()
     keras.config.set_dtype_policy("float32")
-    config = config_of(name, case, folder, group)
-    failure, weights, ours = "", [], {}
+    config, failure, weights, ours = Config(), "", [], {}
     try:
+        config = config_of(name, case, folder, group)
         parts = _build(config, group)
         parts.train_step.shares.are_equal = equal_shares
         group.broadcast(list(parts.state.variables().values()))
@@ -142,6 +142,7 @@ def evaluate(parts: Components, group: WorkerGroup) -> dict[str, float]:
 
 def by_fit(case: Case, config: Config) -> tuple[list[Any], dict[str, float]]:
     """Train the case by `fit`; return the weights, and the figures of `evaluate` on all records in one batch."""
+    keras.utils.clear_session()  # or metrics without a name would be auc_1, as the second of this process
     keras.utils.set_random_seed(config.seed)
     keras.mixed_precision.set_dtype_policy(config.precision)
     model = case.build()

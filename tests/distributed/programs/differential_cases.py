@@ -83,7 +83,7 @@ class Case:
     weights_within: float = 2e-6
     """At 2 and 3 ranks, relative to the largest entry of each weight."""
     alone_within: float = 0.0
-    """The same on one rank."""
+    """The same on one rank; more than 0 where `fit`, whose batches have no static size, runs other operations."""
     figures_within: float = 1e-5
     equal_on: tuple[int, ...] = (1, 2, 3)
     """The numbers of ranks on which it must end where `fit` does; on others ranks are equal to each other only."""
@@ -124,7 +124,9 @@ def made(make: Callable[[], Any]) -> Callable[[], Any]:
     return make
 
 
-def sequence(loss: Callable[[], Any], masking: str = "embedding", **compiled: Any) -> Callable[[], keras.Model]:
+def sequence(
+    loss: Callable[[], Any], masking: str = "embedding", rate: float = 0.1, **compiled: Any
+) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         tokens = keras.Input((7,), dtype="int32")
         if masking == "masking":
@@ -134,7 +136,7 @@ def sequence(loss: Callable[[], Any], masking: str = "embedding", **compiled: An
             states = layers.Embedding(6, 4, mask_zero=masking == "embedding")(tokens)
         model = keras.Model(tokens, layers.Dense(3)(layers.LSTM(5, return_sequences=True)(states)))
         arguments = {name: value() for name, value in compiled.items()}
-        model.compile(optimizers.SGD(0.1), loss(), **arguments)
+        model.compile(optimizers.SGD(rate), loss(), **arguments)
         return model
 
     return build
@@ -229,24 +231,37 @@ def crossentropy(**options: Any) -> Callable[[], Any]:
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "sum", "mean_with_sample_weight")
-XLA = {"alone_within": 2e-6}
-"""XLA fuses operations, and so rounds otherwise than `fit` without it."""
+ROUNDED: dict[str, Any] = {"alone_within": 2e-6}
+"""Of recurrent layers, XLA and passes that are added up: rounded otherwise than in `fit`."""
+
+BY_BATCH: dict[str, Any] = {"figures_within": 5e-3}
+"""Of trackers that count each batch once: 33 and 34 records of a rank count alike, as batches do in `fit`."""
+
+
+def masked(reduction: str, *, weighted: bool = False) -> Case:
+    """A tagger; a sum over a hundred positions needs a smaller rate."""
+    rate = 0.002 if reduction == "sum" else 0.1
+    return Case(sequence(crossentropy(reduction=reduction), rate=rate), "tags", weighted, **ROUNDED)
+
 
 CASES: dict[str, Case] = {
     "plain": Case(dense(metrics=["mae"])),
     **{f"reduction {name}": Case(dense(reduced(name))) for name in REDUCTIONS},
     **{f"reduction {name}, weights": Case(dense(reduced(name)), weighted=True) for name in REDUCTIONS},
-    **{f"mask, {name}": Case(sequence(crossentropy(reduction=name)), "tags") for name in REDUCTIONS},
-    **{f"mask, {name}, weights": Case(sequence(crossentropy(reduction=name)), "tags", True) for name in REDUCTIONS},
-    "Masking": Case(sequence(crossentropy(), "masking", metrics=lambda: ["accuracy"]), "tags"),
+    **{f"mask, {name}": masked(name) for name in REDUCTIONS},
+    **{f"mask, {name}, weights": masked(name, weighted=True) for name in REDUCTIONS},
+    "Masking": Case(sequence(crossentropy(), "masking", metrics=lambda: ["accuracy"]), "tags", **ROUNDED),
     "mask, metrics": Case(
-        sequence(crossentropy(), metrics=lambda: ["accuracy"], weighted_metrics=lambda: ["accuracy"]), "tags", True
+        sequence(crossentropy(), metrics=lambda: ["accuracy"], weighted_metrics=lambda: ["accuracy"]),
+        "tags",
+        True,
+        **ROUNDED,
     ),
-    "ignore_class": Case(sequence(crossentropy(ignore_class=-1), "none"), "holes"),
-    "ignore_class, mask": Case(sequence(crossentropy(ignore_class=-1)), "holes"),
-    "two outputs, dict": Case(two_outputs(), "two"),
-    "two outputs, weights": Case(two_outputs(loss_weights={"tags": 2.0, "score": 0.5}), "two", True),
-    "two outputs, list": Case(two_outputs("list"), "two"),
+    "ignore_class": Case(sequence(crossentropy(ignore_class=-1), "none"), "holes", **ROUNDED),
+    "ignore_class, mask": Case(sequence(crossentropy(ignore_class=-1)), "holes", **ROUNDED),
+    "two outputs, dict": Case(two_outputs(), "two", **ROUNDED),
+    "two outputs, weights": Case(two_outputs(loss_weights={"tags": 2.0, "score": 0.5}), "two", True, **ROUNDED),
+    "two outputs, list": Case(two_outputs("list"), "two", **ROUNDED),
     "one loss for two outputs": Case(pair(loss="mse"), "pair"),
     "one loss for a list of outputs": Case(pair("list", loss="mse"), "pair"),
     "two losses, metrics by output": Case(
@@ -285,7 +300,9 @@ CASES: dict[str, Case] = {
     "named inputs": Case(named_inputs, "inputs"),
     "schedule": Case(dense(optimizer=lambda: optimizers.SGD(in_steps()))),
     "clipnorm": Case(dense(optimizer=lambda: optimizers.SGD(0.1, clipnorm=0.1))),
-    "global_clipnorm": Case(dense(optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.1))),
+    "global_clipnorm": Case(
+        dense(optimizer=lambda: optimizers.SGD(0.1, global_clipnorm=0.1)), **ROUNDED, weights_within=5e-6
+    ),
     "clipvalue": Case(dense(optimizer=lambda: optimizers.SGD(0.1, clipvalue=0.05))),
     "use_ema": Case(dense(optimizer=lambda: optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3))),
     "gradient_accumulation_steps": Case(dense(optimizer=lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2))),
@@ -298,7 +315,7 @@ CASES: dict[str, Case] = {
     "BatchNormalization, synchronised": Case(
         dense(extra=(layers.BatchNormalization,)),
         config={"train": {"sync_batch_norm": True}},
-        alone_within=2e-6,
+        **ROUNDED,
         weights_within=2e-5,
         figures_within=1e-4,
     ),
@@ -313,26 +330,24 @@ CASES: dict[str, Case] = {
         weights_within=5e-3,
         figures_within=2e-2,
     ),
-    "XLA": Case(dense(metrics=lambda: ["mae"]), config={"jit_compile": True}, **XLA),
+    "XLA": Case(dense(metrics=lambda: ["mae"]), config={"jit_compile": True}, **ROUNDED),
     "XLA, mask": Case(
-        sequence(crossentropy(), metrics=lambda: ["accuracy"]), "tags", config={"jit_compile": True}, **XLA
+        sequence(crossentropy(), metrics=lambda: ["accuracy"]), "tags", config={"jit_compile": True}, **ROUNDED
     ),
-    "XLA, sum": Case(dense(reduced("sum")), weighted=True, config={"jit_compile": True}, **XLA),
+    "XLA, sum": Case(dense(reduced("sum")), weighted=True, config={"jit_compile": True}, **ROUNDED),
     "XLA, own train_step": Case(lambda: OwnStep.made(), config={"jit_compile": True}, refused="jit_compile"),
-    "accumulated": Case(dense(), config={"train": {"accumulate_steps": 2}}, alone_within=2e-6, weighted=True),
+    "accumulated": Case(dense(), config={"train": {"accumulate_steps": 2}}, **ROUNDED, weighted=True),
     "accumulated, mask": Case(
-        sequence(crossentropy()), "tags", True, config={"train": {"accumulate_steps": 2}}, alone_within=2e-6
+        sequence(crossentropy()), "tags", True, config={"train": {"accumulate_steps": 2}}, **ROUNDED
     ),
-    "accumulated, sum": Case(dense(reduced("sum")), config={"train": {"accumulate_steps": 2}}, alone_within=2e-6),
-    "accumulated, own train_step": Case(
-        lambda: OwnStep.made(), config={"train": {"accumulate_steps": 2}}, alone_within=2e-6
-    ),
-    "VAE": Case(lambda: Vae.made(), "alone"),
-    "GAN": Case(lambda: Gan.made(), "alone"),
+    "accumulated, sum": Case(dense(reduced("sum")), config={"train": {"accumulate_steps": 2}}, **ROUNDED),
+    "accumulated, own train_step": Case(lambda: OwnStep.made(), config={"train": {"accumulate_steps": 2}}, **ROUNDED),
+    "VAE": Case(lambda: Vae.made(), "alone", **ROUNDED, **BY_BATCH),
+    "GAN": Case(lambda: Gan.made(), "alone", **BY_BATCH),
     "contrastive": Case(lambda: Contrastive.made(), "alone", equal_on=(1,)),
     "VQ-VAE": Case(lambda: Codebook.made(), "alone", equal_on=(1,)),
     "endpoint layer": Case(lambda: Endpoint.made(), "inputs"),
-    "BYOL": Case(lambda: Byol.made(), "alone"),
+    "BYOL": Case(lambda: Byol.made(), "alone", **BY_BATCH),
     "batch normalised by hand": Case(lambda: Normaliser.made(), equal_on=(1,), long=True),
 }
 

@@ -1,4 +1,4 @@
-"""Layers, models, metrics and optimizers of users, for differential_cases: after the patterns of keras.io's examples."""
+"""Layers, models, metrics and optimizers of users, for differential_cases, after keras.io's examples."""
 
 from __future__ import annotations
 
