@@ -88,12 +88,13 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
     needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
 
+    figures = Figures(tried.sources, metrics_in(model), tried.updates)
+
     def make_step(state: TrainState) -> TrainStep:
         phase_variable = PhaseVariable(state.step)
         exchange = GradientExchange(**exchange_options(config))
         update = Update(optimizers, exchange, state.synchronization, shares, state.step, phase_variable.enter)
         optimizers.distribute(update)
-        figures = Figures(tried.sources, metrics_in(model))
         passes = Passes(
             model,
             rows.data_of,
@@ -130,7 +131,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
         tried.calls_compute_loss,
         make_step,
         tuple(origins),
-        (*_warnings(config, group.size, losses, forward_state),),
+        (*_warnings(config, group.size, losses, figures),),
         compiled.slots.averages() if compiled.slots else None,
     )
 
@@ -150,7 +151,7 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
         model,
         rows,
         shares,
-        Figures(tried.sources, metrics_in(model)),
+        Figures(tried.sources, metrics_in(model), tried.updates),
         Seeds(find_seeds(model), config.seed, group.rank),
     )
     return Evaluation(step)
@@ -273,12 +274,15 @@ def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
     ]
 
 
-def _warnings(
-    config: Config, size: int, losses: Sequence[keras.losses.Loss], forward_state: ForwardState
-) -> Iterator[str]:
+def _warnings(config: Config, size: int, losses: Sequence[keras.losses.Loss], figures: Figures) -> Iterator[str]:
     for loss in losses:
         if isinstance(loss, _OVER_BATCHES) and size > 1:
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
+    for path in figures.averaged if size > 1 else ():
+        yield (
+            f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add to "
+            "it, or give add_variable its aggregation."
+        )
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
         yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
     if config.train.synchronization == "local" and config.data.dataset:

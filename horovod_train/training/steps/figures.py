@@ -36,16 +36,26 @@ class Figures:
     every metric of Keras; for other states see `_Kind`. Other numbers are averaged over records, in float64.
     """
 
-    def __init__(self, sources: Mapping[str, Source], metrics: Sequence[keras.metrics.Metric]) -> None:
-        """metrics: all of the model's; they are reset with each `result`. sources: by the name that is shown."""
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        metrics: Sequence[keras.metrics.Metric],
+        updates: Mapping[int, str] | None = None,
+    ) -> None:
+        """metrics: all of the model's; they are reset with each `result`. sources: by the name that is shown.
+
+        updates: how the step changes their states, by the id of their handle; see traced.updates_in.
+        """
         self._sources, self._metrics = dict(sources), list(metrics)
         numbers = [name for name, source in sources.items() if source.metric is None]
         self._sums = {name: tf.Variable(0.0, dtype=tf.float64, trainable=False, name=name) for name in numbers}
         self._weight = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="weight")
         self._aside: list[np.ndarray] | None = None
+        made = [variable.numpy() for variable in self.variables]  # Keras' own reset_state sets all of them to 0
         self._reset()
         self._initial = [variable.numpy() for variable in self.variables]
-        self._kinds = [_kind(*pair) for pair in zip(self._states, self._initial, strict=True)]
+        changed = [(updates or {}).get(id(variable.handle), "sum") for variable in self.variables]
+        self._kinds = [_kind(*each) for each in zip(self._states, changed, self._initial, made, strict=True)]
         self._moved: list[np.ndarray] | None = None
         self._records = 0
 
@@ -62,6 +72,11 @@ class Figures:
     def variables(self) -> list[tf.Variable]:
         """The states of the model's metrics, which all splits share."""
         return [as_tf_variable(variable) for variable in self._states]
+
+    @property
+    def averaged(self) -> list[str]:
+        """The paths of states that are neither sums nor extremes: they are averaged over the ranks."""
+        return [state.path for state, kind in zip(self._states, self._kinds, strict=True) if kind == "other"]
 
     @property
     def sums(self) -> list[tf.Variable]:
@@ -147,6 +162,7 @@ class Figures:
 
 _OVER_RANKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda rows: rows.mean(axis=0),
+    "other": lambda rows: rows.mean(axis=0),
     "first": lambda rows: rows[0],
     "max": lambda rows: rows.max(axis=0),
     "min": lambda rows: rows.min(axis=0),
@@ -154,22 +170,24 @@ _OVER_RANKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 """How the states of ranks, [ranks, …], become one; besides "sum"."""
 
 
-def _kind(variable: Any, initial: np.ndarray) -> str:
-    """Return how a state of a metric is combined over ranks: by its `aggregation`, and by what it begins with.
+def _kind(variable: Any, change: str, *initial: np.ndarray) -> str:
+    """Return how a state of a metric is combined over ranks: by its `aggregation`, and by how the step changes it.
 
-    A state that begins at −∞, or at the least number of its dtype, is a maximum; one at ∞ a minimum.
+    A state that begins at −∞, or at the least number of its dtype, is a maximum; one at ∞ a minimum. change: "sum",
+    "max", "min" or "other". initial: what it begins with after a reset, and what it was made with.
     """
     named = {"mean": "mean", "only_first_replica": "first"}
     aggregation = getattr(variable, "aggregation", None)
     if str(aggregation) in named:
         return named[str(aggregation)]
-    if initial.size and np.issubdtype(initial.dtype, np.floating):
-        limits = np.finfo(initial.dtype)
-        if (initial <= limits.min).all():
-            return "max"
-        if (initial >= limits.max).all():
-            return "min"
-    return "sum"
+    for value in initial:
+        if value.size and np.issubdtype(value.dtype, np.floating):
+            limits = np.finfo(value.dtype)
+            if (value <= limits.min).all():
+                return "max"
+            if (value >= limits.max).all():
+                return "min"
+    return change
 
 
 def metrics_in(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -216,7 +234,7 @@ def sources_of(logs: Mapping[str, Any], source_of: Callable[[Any], Source]) -> d
     sources: dict[str, Source] = {}
     for name, value in flat_logs(logs).items():
         sources[name] = source = source_of(value)
-        shape = getattr(value, "shape", ())
+        shape: Sequence[int] = tuple(getattr(value, "shape", ()))
         if len(shape) == 1 and source.metric is not None and shape[0]:
             sources |= {f"{name}_{entry}": source._replace(entry=entry) for entry in range(shape[0])}
     return sources

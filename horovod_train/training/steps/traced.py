@@ -77,3 +77,46 @@ def _changes(op: str) -> bool:
     """Return whether an operation changes the variable that is its first input."""
     is_of_resource = op.startswith("Resource") and not op.startswith("ResourceGather")
     return is_of_resource or op.startswith(("Assign", "RngReadAndSkip", "RngSkip"))
+
+
+def updates_in(function: Any) -> dict[int, str]:
+    """Return how a concrete function changes variables, by the id of their handle: "sum", "max", "min" or "other".
+
+    "sum": something is added to the variable; "max", "min": it becomes the larger or the smaller of itself and
+    something. What happens in functions that it calls, such as branches, is left out.
+    """
+    outer = {inner.op.name: id(handle) for handle, inner in function.graph.captures}
+    kinds: dict[int, str] = {}
+    for operation in function.graph.get_operations():
+        if operation.type not in ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"):
+            continue
+        handle = outer.get(operation.inputs[0].op.name)
+        if handle is None:
+            continue
+        kind = "sum"
+        if operation.type == "AssignVariableOp":
+            kind = _kind_of_value(operation.inputs[1].op, operation.inputs[0].op.name)
+        kinds[handle] = kind if kinds.get(handle, kind) == kind else "other"
+    return kinds
+
+
+_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
+
+
+def _kind_of_value(operation: Any, variable: str) -> str:
+    """Return what an assigned value is of the variable's former value: see updates_in."""
+    operation = _without_casts(operation)
+    read = [
+        source for source in map(_without_casts, (value.op for value in operation.inputs)) if _reads(source, variable)
+    ]
+    return _KINDS.get(operation.type, "other") if read else "other"
+
+
+def _without_casts(operation: Any) -> Any:
+    while operation.type in ("Identity", "Cast", "Reshape") and operation.inputs:
+        operation = operation.inputs[0].op
+    return operation
+
+
+def _reads(operation: Any, variable: str) -> bool:
+    return operation.type == "ReadVariableOp" and operation.inputs[0].op.name == variable

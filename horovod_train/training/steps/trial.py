@@ -14,7 +14,7 @@ from horovod_train.config.registry import raised_at
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
-from horovod_train.training.steps.traced import assigned_by, check_draws
+from horovod_train.training.steps.traced import assigned_by, check_draws, updates_in
 
 Data = Any
 """What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
@@ -30,6 +30,8 @@ class Tried:
     """The variables that it reads or changes."""
     assigns: list[tf.Variable]
     """Those that it changes, without its optimizers."""
+    updates: dict[int, str]
+    """How it changes them, by the id of their handle; see traced.updates_in."""
     calls_compute_loss: bool
 
 
@@ -70,7 +72,7 @@ def try_step(
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
     check_draws(function, method, where)
-    return Tried(trials[0], list(function.variables), assigned_by(function), bool(losses))
+    return Tried(trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses))
 
 
 def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
