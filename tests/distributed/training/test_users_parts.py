@@ -99,7 +99,7 @@ def test_examples_of_the_docs_learn(learned: Callable[[str], Path], name: str) -
     if name == "homes":
         assert rows[-1]["loss"] == pytest.approx(0.5 * rows[-1]["price_loss"] + rows[-1]["sold_loss"], rel=1e-5)
     shown = {"classification": "top2", "homes": "sold_accuracy", "tagging": "word_accuracy"}
-    shown |= {"averaged": "loss", "compiled": "accuracy", "weighted": "weighted_price_error"}
+    shown |= {"averaged": "loss", "compiled": "accuracy", "weighted": "price_weighted_error"}
     assert shown[name] in rows[-1]
 
 
