@@ -21,7 +21,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.models.model_parallel import follow_inputs
-from horovod_train.training.keras_seams import compiled_losses
+from horovod_train.training.keras_seams import compile_arguments, compiled_losses
 from horovod_train.training.parts.averages import OptimizerAverages
 from horovod_train.training.parts.compiled import Compiled, exchange_options
 from horovod_train.training.state import TrainState, find_seeds
@@ -80,6 +80,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     held = optimizers_in(model)
     optimizers = Optimizers(held, are_kept_by_the_model=compiled.has_own_optimizers)
     rows = _rows(config, group, compiled, train, training=True)
+    _take_on_losses(model, shares)  # before the trial, which shows what they refuse; names are not losses yet
     tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
     _check_step(config, compiled, optimizers, tried)
     losses = _take_on_losses(model, shares)
@@ -142,6 +143,8 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     if "train_step" in compiled.own and "test_step" not in compiled.own:
         _check_loss_is_known(compiled)
     rows = _rows(config, group, compiled, pipeline, training=False)
+    for loss in _losses(model):
+        shares = shares.take_on(loss)
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes", "model.name")
@@ -236,7 +239,8 @@ def _losses(model: keras.Model) -> list[keras.losses.Loss]:
         if not name.startswith("_")  # among those is Keras' own sum of losses
         for loss in parts_in(value, keras.losses.Loss)
     ]
-    return list({id(loss): loss for loss in [*compiled_losses(model), *held]}.values())
+    given = parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)
+    return list({id(loss): loss for loss in [*compiled_losses(model), *given, *held]}.values())
 
 
 def _take_on_losses(model: keras.Model, shares: Shares) -> list[keras.losses.Loss]:

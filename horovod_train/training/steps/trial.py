@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.config.registry import raised_at
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
@@ -117,7 +118,8 @@ def _check_logs(logs: Any, method: str, where: str) -> None:
 
 
 def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
-    shapes = tf.nest.map_structure(lambda each: f"{each.dtype.name}{each.shape}", spec)
+    shown = (spec.inputs, spec.targets) if isinstance(spec, Batch) else spec
+    shapes = tf.nest.map_structure(lambda each: f"{each.dtype.name}{each.shape}", shown)
     reason = one_line(error)[-400:] + raised_at(error)
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
