@@ -262,6 +262,7 @@ class EvalStep:
     def __init__(self, model: keras.Model, rows: Rows, shares: Shares, figures: Figures, seeds: Seeds) -> None:
         self.model, self.rows, self.shares, self.metrics = model, rows, shares, figures
         self.counter = BatchCounter()
+        self._rows_per_batch = 0
         self._runs: dict[Any, Any] = {}
         self._begin = tf.function(lambda: seeds.set(tf.constant(0, tf.int64)), autograph=False)
 
@@ -273,9 +274,11 @@ class EvalStep:
             run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
             self._runs[size] = tf.function(run_steps, autograph=False)
         batches.call(self._runs[size], tf.constant(steps, tf.int32))
+        self.metrics.count(steps * self._rows_per_batch)
 
     def _run_steps(self, cursor: Cursor, steps: tf.Tensor, size: StepSize) -> tuple[Cursor, tuple[()]]:
         def one_step(batch: Batch, _: tf.Tensor) -> tuple[()]:
+            self._rows_per_batch = batch.ids.shape[0]
             batch = self.rows.scaled(batch)
             total = self.rows.total(batch, "evaluation.count")
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
