@@ -284,8 +284,8 @@ def _warnings(config: Config, size: int, losses: Sequence[keras.losses.Loss], fi
             yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
     for path in figures.averaged if size > 1 else ():
         yield (
-            f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add to "
-            "it, or give add_variable its aggregation."
+            f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add "
+            "to it, or give add_variable its aggregation."
         )
     if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
         yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
