@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import keras
 import pytest
@@ -11,9 +11,11 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import Config, LossSpec, MetricSpec, ModelSpec, Spec
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.training.parts.logits import refuse_probabilities
 from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.steps.shares import Shares
 
 LOGITS = {"from_logits": True}
 ENTROPY = LossSpec("sparse_categorical_crossentropy", LOGITS)
@@ -55,11 +57,21 @@ def test_logits_of_a_built_in_model_and_losses_of_numbers_are_taken() -> None:
         refuse_probabilities(Config(model=ModelSpec("mlp"), loss=loss, metrics=metrics))
 
 
-def traced(loss: Spec, last: keras.Layer) -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), last])
+class Group:
+    """Of one rank."""
 
-    def forward(inputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
-        return build_loss(loss)(targets, model(inputs, training=True))
+    size = 1
+
+
+def traced(spec: Spec, last: keras.Layer) -> None:
+    """Call a loss in a compiled step, as the trainer does."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), last])
+    loss = build_loss(spec).loss
+    shares = Shares(cast(WorkerGroup, Group())).take_on(loss)
+
+    def forward(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        with shares.of_pass(None):
+            return loss(targets, model(inputs, training=True))
 
     tf.function(forward, autograph=False)(tf.zeros((2, 4)), tf.zeros(2, tf.int64))
 

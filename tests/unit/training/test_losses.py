@@ -1,8 +1,7 @@
-"""Losses give one value a record, and several outputs add up by their weights."""
+"""Losses that a config names become arguments of `compile`; classes weigh records; what is wrong is one line."""
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -11,54 +10,62 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.config.settings import LossSpec, MetricSpec, Spec
+from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, ModelSpec, Spec
 from horovod_train.data.features import Feature
-from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator, build_metrics
-from horovod_train.training.steps.objective import check_fits
+from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.parts.losses import LossOfFunction, build_loss
 
-LOGITS = tf.constant(np.random.default_rng(0).normal(size=(6, 5)), tf.float32)
+ROWS = 8
+RNG = np.random.default_rng(0)
+LOGITS = tf.constant(RNG.normal(size=(6, 5)), tf.float32)
 LABELS = tf.constant([0, 1, 2, 3, 4, 0], tf.int64)
 ENTROPY: dict[str, Any] = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
 
 
 def test_smoothing_is_that_of_keras_on_one_hot_labels() -> None:
-    loss = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2}))
-    ours = loss(LABELS, LOGITS)["loss"].values
-    keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2, reduction="none")
-    assert np.allclose(ours, keras_loss(tf.one_hot(LABELS, 5), LOGITS), atol=1e-6)
-    plain = build_loss(Spec(**ENTROPY))(LABELS, LOGITS)["loss"].values
-    assert not np.allclose(ours, plain, atol=1e-2)
+    ours = build_loss(Spec("smoothed_sparse_categorical_crossentropy", {"label_smoothing": 0.2})).loss(LABELS, LOGITS)
+    keras_loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.2)
+    assert float(ours) == pytest.approx(float(keras_loss(tf.one_hot(LABELS, 5), LOGITS)), abs=1e-6)
+    assert abs(float(ours) - float(build_loss(Spec(**ENTROPY)).loss(LABELS, LOGITS))) > 1e-2
 
 
-def test_losses_of_several_outputs_add_up_by_their_weights() -> None:
+def test_a_loss_for_each_output_has_its_weight_and_its_target() -> None:
     terms = {"one": {**ENTROPY, "weight": 0.25}, "other": {**ENTROPY, "target": "one"}}
-    outputs = {"one": LOGITS, "other": -LOGITS}
-    loss, alone = build_loss(Spec("per_output", terms)), build_loss(Spec(**ENTROPY))
-    one, other = (alone(LABELS, logits)["loss"].values for logits in (LOGITS, -LOGITS))
-    found = loss({"one": LABELS}, outputs)
-    assert loss.names == ["loss", *loss.terms] == ["loss", "one_loss", "other_loss"]
-    assert np.array_equal(found["one_loss"].values, one)
-    assert np.array_equal(found["other_loss"].values, other)
-    weights = tf.range(6, dtype=tf.float32)
-    weighed = loss.weigh({"one": LABELS}, outputs, weights)
-    assert np.allclose(weighed.sums["one_loss"], np.sum(one * weights))
-    means = loss.means(weighed.sums, tf.reduce_sum(weights))
-    assert np.allclose(means["loss"], 0.25 * np.average(one, weights=weights) + np.average(other, weights=weights))
+    chosen = build_loss(Spec("per_output", terms))
+    assert {output: type(loss) for output, loss in chosen.loss.items()} == dict.fromkeys(
+        terms, keras.losses.SparseCategoricalCrossentropy
+    )
+    assert all(loss.from_logits for loss in chosen.loss.values())
+    assert chosen.factors == {"one": 0.25, "other": 1.0}
+    assert chosen.targets == {"one": "one", "other": "one"}
 
 
-def test_a_metric_looks_at_its_own_output() -> None:
-    (metric,) = build_metrics([MetricSpec("sparse_categorical_accuracy", {}, output="other", target="label")])
-    right = tf.one_hot(LABELS, 5)
-    metric.update_state({"label": LABELS}, {"one": -right, "other": right}, sample_weight=tf.ones(6))
-    assert float(metric.result()) == 1.0
+def test_reductions_and_losses_over_a_batch_are_keras_own() -> None:
+    assert build_loss(Spec("mean_squared_error", {"reduction": "sum"})).loss.reduction == "sum"
+    assert isinstance(build_loss(Spec("circle")).loss, keras.losses.Circle)
+    assert build_loss(Spec("dice", {"axis": 0})).loss.axis == 0
 
 
-def one_number(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(outputs)
+def squared(targets: Any, outputs: Any) -> Any:
+    return (targets - outputs) ** 2
+
+
+SHAPES = [((ROWS,), (ROWS, 1)), ((ROWS, 1), (ROWS,)), ((ROWS, 4), (ROWS, 4, 1)), ((ROWS, 3), (ROWS, 3))]
+
+
+@pytest.mark.parametrize(("targets", "outputs"), SHAPES, ids=str)
+def test_a_function_of_the_config_gets_what_it_gets_in_fit(targets: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+    """A last axis of length 1 that only one of them has."""
+    y, x = (RNG.normal(size=shape).astype("float32") for shape in (targets, outputs))
+    of_config = build_loss(Spec("test_losses:squared")).loss
+    assert isinstance(of_config, LossOfFunction)
+    assert of_config.name == "squared"
+    model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Identity()])
+    model.compile("sgd", squared)
+    expected = model.compute_loss(x, tf.constant(y), tf.constant(x), None)
+    assert float(of_config(tf.constant(y), tf.constant(x))) == pytest.approx(float(expected), rel=1e-6)
 
 
 WRONG = {
@@ -80,6 +87,7 @@ WRONG = {
         Spec("smoothed_sparse_categorical_crossentropy", {"smoothing": 1}),
         "got an unexpected keyword argument 'smoothing'; it takes: label_smoothing",
     ),
+    "option of a class": (Spec("huber", {"delt": 1}), "loss.options: huber: got an unexpected keyword argument 'delt'"),
 }
 
 
@@ -89,39 +97,7 @@ def test_a_wrong_loss_is_one_line(name: str) -> None:
     with pytest.raises(UserError) as found:
         build_loss(spec)
     assert expected in str(found.value)
-
-
-def test_a_loss_that_is_one_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="must give one value a record"):
-        build_loss(Spec("test_losses:one_number"))(LABELS, LOGITS)
-
-
-def test_an_output_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="there is no output 'two'; there are one"):
-        build_loss(Spec("per_output", {"two": ENTROPY}))({"two": LABELS}, {"one": LOGITS})
-
-
-def test_a_target_without_an_output_is_refused() -> None:
-    with pytest.raises(UserError, match="needs an output to be compared with"):
-        build_metrics([MetricSpec("accuracy", {}, target="label")])
-
-
-def test_a_metric_may_not_take_the_name_of_an_outputs_loss() -> None:
-    loss = build_loss(Spec("per_output", {"one": ENTROPY}))
-    metrics = build_metrics([MetricSpec("accuracy", {"name": "one_loss"}, output="one")])
-    with pytest.raises(UserError, match="metrics: names must differ, also from loss, one_loss; received"):
-        Accumulator(loss, metrics)
-
-
-def test_a_row_that_weighs_nothing_adds_nothing_whatever_its_loss() -> None:
-    """A record that was left out is all zeros, and a model may divide by its norm."""
-    loss = build_loss(Spec(**ENTROPY))
-    outputs = tf.concat([LOGITS[:5], tf.fill([1, 5], math.nan)], axis=0)
-    weights = tf.constant([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
-    found = loss.weigh(LABELS, outputs, weights).sums["loss"]
-    assert np.array_equal(found, loss.weigh(LABELS[:5], LOGITS[:5], weights[:5]).sums["loss"])
-    weighed = loss.weigh(LABELS, outputs, tf.ones(6)).sums["loss"]
-    assert np.isnan(weighed)
+    assert "\n" not in str(found.value)
 
 
 TARGETS = {
@@ -131,36 +107,23 @@ TARGETS = {
 }
 
 
+def weights_by_class(by_class: dict[str, Any], targets: Any) -> list[float]:
+    weights = build_loss(LossSpec("mean_squared_error", {}, by_class)).class_weights[None]
+    return list(weights(targets).numpy().tolist())
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_record_has_the_weight_of_its_class(name: str) -> None:
-    loss = build_loss(LossSpec("mean_squared_error", {}, {"0": 2.5, "3": 0}))
-    records = tf.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    weights = loss.record_weights(TARGETS[name], records)["loss"]
-    assert weights.numpy().tolist() == [2.5, 2.0, 3.0, 0.0, 5.0, 15.0]  # classes 0 1 2 3 4 0
-    assert not build_loss(LossSpec("mean_squared_error")).has_class_weights
+    assert weights_by_class({"0": 2.5, "3": 0}, TARGETS[name]) == [2.5, 1.0, 1.0, 0.0, 1.0, 2.5]  # classes 0 1 2 3 4 0
+    assert not build_loss(LossSpec("mean_squared_error")).class_weights
 
 
-def test_each_output_has_the_mean_by_its_own_weights() -> None:
-    terms = {"one": {**ENTROPY, "weight": 0.25, "class_weight": {"0": 3}}, "other": {**ENTROPY, "target": "one"}}
-    loss, alone = build_loss(Spec("per_output", terms)), build_loss(Spec(**ENTROPY))
-    accuracy = MetricSpec("sparse_categorical_accuracy", {}, output="one")
-    seen = Accumulator(loss, [], build_metrics([accuracy]))
-    outputs, records = {"one": LOGITS, "other": -LOGITS}, tf.constant([1.0, 2.0, 0.5, 1.0, 0.0, 1.0])
-    weighed = loss.weigh({"one": LABELS}, outputs, records)
-    seen.add(weighed, {"one": LABELS}, outputs, tf.ones(6))
-    found = loss.means(weighed.sums, loss.total_weights({"one": LABELS}, records))
-    by_class = records * tf.where(LABELS == 0, 3.0, 1.0)
-    assert float(seen.weights["one_loss"]) == pytest.approx(float(tf.reduce_sum(by_class)))
-    one = np.average(alone(LABELS, LOGITS)["loss"].values, weights=by_class)
-    other = np.average(alone(LABELS, -LOGITS)["loss"].values, weights=records)
-    assert float(found["loss"]) == pytest.approx(0.25 * one + other, rel=1e-6)
-    assert (float(found["one_loss"]), float(found["other_loss"])) == pytest.approx((one, other), rel=1e-6)
-    right = np.argmax(LOGITS, axis=1) == LABELS.numpy()
-    assert float(seen.metrics[0].result()) == pytest.approx(np.average(right, weights=by_class))
-
-
-def weights_of(targets: Any) -> None:
-    build_loss(LossSpec("mean_squared_error", {}, {"7": 2})).record_weights(targets, tf.ones(6))
+def test_each_output_has_classes_of_its_own() -> None:
+    term = LossTerm("mean_squared_error", {}, {"0": 3})
+    chosen = build_loss(Spec("per_output", {"one": vars(term) | {"target": "label"}, "other": ENTROPY}))
+    (output,) = chosen.class_weights
+    assert output == "one"
+    assert chosen.class_weights["one"]({"label": LABELS}).numpy().tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 3.0]
 
 
 UNFIT = {
@@ -175,7 +138,7 @@ UNFIT = {
 def test_targets_without_classes_are_refused(name: str) -> None:
     targets, expected = UNFIT[name]
     with pytest.raises(ValueError, match=expected):
-        weights_of(targets)
+        weights_by_class({"7": 2}, targets)
 
 
 def test_a_class_that_the_schema_excludes_is_refused() -> None:
@@ -186,25 +149,44 @@ def test_a_class_that_the_schema_excludes_is_refused() -> None:
         build_loss(LossSpec("mean_squared_error", {}, {"5": 2})).check_classes(schema)
 
 
-def test_a_weighted_metric_says_which_output_it_is_of() -> None:
-    loss = build_loss(Spec("per_output", {"one": ENTROPY, "other": ENTROPY}))
-    with pytest.raises(UserError, match="weighted_metrics: accuracy needs an output that has a loss: one, other"):
-        Accumulator(loss, [], build_metrics([MetricSpec("accuracy")]))
+def compiled(loss: Any, outputs: tuple[str, ...] = ()) -> keras.Model:
+    x = keras.Input((6,))
+    named = {name: keras.layers.Dense(1, name=name)(x) for name in outputs}
+    model = keras.Model(x, named or keras.layers.Dense(1)(x))
+    model.compile("sgd", loss)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("options", "are_own"),
-    [({}, False), ({"kernel_regularizer": "l2"}, False), ({"activity_regularizer": "l2"}, True)],
-    ids=["none", "of weights", "of records"],
+    ("loss", "outputs", "spec", "expected"),
+    [
+        (
+            "mse",
+            (),
+            LossSpec(AUTO, {"from_logits": True}),
+            "loss.options: the model is compiled with a loss; give loss.name too.",
+        ),
+        (
+            {"a": "mse", "b": "mse"},
+            ("a", "b"),
+            LossSpec(AUTO, class_weight={"0": 2}),
+            "loss.class_weight: is for one loss; the model is compiled with one for each output.",
+        ),
+    ],
 )
-def test_losses_that_layers_make_of_records_are_told_from_those_of_weights(options: dict, are_own: bool) -> None:
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, **options)])
-    loss = build_loss(Spec(**ENTROPY))
-    spec = Batch(
-        tf.TensorSpec((None, 4)),
-        tf.TensorSpec((None,), tf.int64),
-        tf.TensorSpec((None,)),
-        tf.TensorSpec((None,), tf.int64),
-        (),
-    )
-    assert check_fits(model, loss, Accumulator(loss, []), spec, "data.train").has_own_losses == are_own
+def test_settings_of_a_loss_need_that_loss(loss: Any, outputs: tuple[str, ...], spec: LossSpec, expected: str) -> None:
+    with pytest.raises(UserError) as error:
+        compile_model(Config(model=ModelSpec("users:model"), loss=spec), compiled(loss, outputs), None)
+    assert str(error.value) == expected
+
+
+def test_a_compiled_loss_is_kept_unless_the_config_names_one() -> None:
+    model, huber = compiled("mse"), keras.losses.Huber()
+    users = ModelSpec("users:model")
+    compile_model(Config(model=users), model, None)
+    assert model.loss == "mse"
+    kept = compiled(huber)
+    compile_model(Config(model=users, loss=LossSpec(AUTO, class_weight={"0": 2})), kept, None)
+    assert kept.loss is huber
+    compile_model(Config(model=users, loss=LossSpec("mean_absolute_error")), model, None)
+    assert isinstance(model.loss, keras.losses.MeanAbsoluteError)
