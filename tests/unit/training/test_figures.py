@@ -1,0 +1,288 @@
+"""Figures are those of the records of all ranks, whatever the states of the metrics are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.training.steps.figures import RECORDS_IN_FLOAT32, Figures, Source, metrics_in
+from horovod_train.training.steps.traced import updates_in
+from horovod_train.training.steps.trial import try_step
+
+
+def results(figures: Sequence[Figures]) -> list[dict[str, float]]:
+    """Return what `result` gives on each rank, a thread here, of a group whose sums are those of all of them."""
+    size = len(figures)
+    barrier, sent = threading.Barrier(size, timeout=60), [[np.zeros(0)]] * size
+
+    def result(rank: int) -> dict[str, float]:
+        def total(arrays: Sequence[Any]) -> list[np.ndarray]:
+            sent[rank] = [np.asarray(array, np.float64) for array in arrays]
+            barrier.wait()
+            totals = [np.sum(parts, axis=0) for parts in zip(*sent, strict=True)]
+            barrier.wait()
+            return totals
+
+        return figures[rank].result(cast(WorkerGroup, SimpleNamespace(size=size, rank=rank, sum=total)))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(result, range(size)))
+
+
+def figures_of(metric: keras.metrics.Metric, *names: str) -> Figures:
+    return Figures({name: Source(metric, part) for part, name in enumerate(names or [metric.name])}, [metric])
+
+
+RNG = np.random.default_rng(0)
+TARGETS, OUTPUTS = (RNG.uniform(size=12) < 0.5).astype("float32"), RNG.uniform(size=12).astype("float32")
+BUILDERS: dict[str, Callable[[], keras.metrics.Metric]] = {
+    "a mean": lambda: keras.metrics.MeanSquaredError(name="m"),
+    "the root of a mean": lambda: keras.metrics.RootMeanSquaredError(name="m"),
+    "counts at thresholds": lambda: keras.metrics.AUC(name="m"),
+    "two sums": lambda: keras.metrics.Precision(name="m"),
+    "a square of sums": lambda: keras.metrics.R2Score(name="m"),
+    "a maximum": lambda: Largest(name="m"),
+    "a minimum": lambda: Smallest(name="m"),
+}
+
+
+class Largest(keras.metrics.Metric):
+    """Begins at the least number."""
+
+    limit, reduce = -np.inf, staticmethod(keras.ops.max)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen = self.add_variable((), keras.initializers.Constant(self.limit), name="seen")
+
+    def reset_state(self) -> None:
+        self.seen.assign(self.limit)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        value = self.reduce(keras.ops.abs(y_true - y_pred))
+        self.seen.assign(self.reduce(keras.ops.stack([self.seen.value, value])))
+
+    def result(self) -> Any:
+        return self.seen.value
+
+
+class Smallest(Largest):
+    limit, reduce = float(np.finfo(np.float32).max), staticmethod(keras.ops.min)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("split", [(12,), (7, 5), (2, 9, 1)], ids=str)
+def test_a_metric_of_all_ranks_is_that_of_all_their_records(kind: str, split: tuple[int, ...]) -> None:
+    alone = BUILDERS[kind]()
+    alone.update_state(TARGETS[:, None], OUTPUTS[:, None])
+    ranks, first = [], 0
+    for rows in split:
+        metric = BUILDERS[kind]()
+        if len(metric.variables) == 0 or kind == "a square of sums":
+            metric.update_state(TARGETS[:1, None], OUTPUTS[:1, None])  # makes its variables
+            metric.reset_state()
+        figures = figures_of(metric)
+        metric.update_state(TARGETS[first : first + rows, None], OUTPUTS[first : first + rows, None])
+        ranks.append(figures)
+        first += rows
+    for found in results(ranks):
+        assert found["m"] == pytest.approx(float(alone.result()), rel=1e-6)
+
+
+SHAPES: dict[str, tuple[Any, Any]] = {
+    "numbers": (TARGETS[:, None], OUTPUTS[:, None]),
+    "one-hot": (np.eye(3, dtype=np.float32)[np.arange(12) % 3], RNG.uniform(size=(12, 3)).astype(np.float32)),
+    "labels": (np.arange(12) % 3, RNG.uniform(size=(12, 3)).astype(np.float32)),
+    "values": (TARGETS, None),
+}
+LABELLED = ("SparseCategoricalAccuracy", "SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy")
+OF_CLASSES = ("CategoricalAccuracy", "CategoricalCrossentropy", "CategoricalHinge", "TopKCategoricalAccuracy")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "IoU": {"num_classes": 2, "target_class_ids": [0]},
+    "BinaryIoU": {},
+    "MeanIoU": {"num_classes": 2},
+    "OneHotIoU": {"num_classes": 3, "target_class_ids": [0]},
+    "OneHotMeanIoU": {"num_classes": 3},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
+}
+KERAS_METRICS = sorted(
+    name
+    for name, kind in vars(keras.metrics).items()
+    if isinstance(kind, type) and issubclass(kind, keras.metrics.Metric) and name != "Metric"
+)
+
+
+@pytest.mark.parametrize("name", KERAS_METRICS)
+def test_states_of_every_metric_of_keras_are_sums(name: str) -> None:
+    metric = getattr(keras.metrics, name)(**OPTIONS.get(name, {}))
+    is_of_values = name in ("Mean", "Sum")
+    is_of_classes = name.startswith("OneHot") or name in OF_CLASSES
+    shape = "values" if is_of_values else "labels" if name in LABELLED else "one-hot" if is_of_classes else "numbers"
+    given = [tf.constant(each) for each in SHAPES[shape] if each is not None]
+    metric.update_state(*given)  # makes its variables
+    traced = tf.function(metric.update_state, autograph=False).get_concrete_function(*given)
+    figures = Figures({}, [metric], updates_in(traced))
+    assert figures.averaged == []
+    assert {*figures._kinds} == {"sum"}
+
+
+UPDATES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "added": (lambda state, x: state.assign_add(x), "sum"),
+    "a sum": (lambda state, x: state.assign(x + state), "sum"),
+    "a difference": (lambda state, x: state.assign(state - x), "sum"),
+    "a maximum from 0": (lambda state, x: state.assign(keras.ops.maximum(state, x)), "max"),
+    "a minimum": (lambda state, x: state.assign(keras.ops.minimum(x, state)), "min"),
+    "a moving average": (lambda state, x: state.assign(0.9 * state + 0.1 * x), "other"),
+    "the last": (lambda state, x: state.assign(x), "other"),
+    "added and multiplied": (lambda state, x: (state.assign_add(x), state.assign(2.0 * state)), "other"),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_state_is_combined_by_how_the_step_changes_it(name: str) -> None:
+    update, kind = UPDATES[name]
+    metric = keras.metrics.Sum(name="kept")
+    (state,) = metric.variables
+    traced = tf.function(lambda x: update(state, x), autograph=False).get_concrete_function(tf.TensorSpec(()))
+    figures = Figures({}, [metric], updates_in(traced))
+    assert figures._kinds == [kind]
+    assert figures.averaged == ([state.path] if kind == "other" else [])
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "initial", "values", "expected"),
+    [
+        ("sum", 0.0, (2.0, 5.0), 7.0),
+        ("sum", 1.0, (2.0, 5.0), 6.0),  # each has added to what it began with
+        ("mean", 0.0, (2.0, 5.0), 3.5),
+        ("only_first_replica", 0.0, (2.0, 5.0), 2.0),
+        ("none", -np.inf, (2.0, 5.0), 5.0),
+        ("none", np.inf, (2.0, 5.0), 2.0),
+        ("none", float(np.finfo(np.float32).min), (-7.0, -5.0), -5.0),
+    ],
+)
+def test_a_state_is_combined_by_what_it_is(
+    aggregation: str, initial: float, values: tuple[float, ...], expected: float
+) -> None:
+    class Keeps(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="keeps")
+            self.kept = self.add_variable(
+                (), keras.initializers.Constant(initial), aggregation=aggregation, name="kept"
+            )
+
+        def reset_state(self) -> None:
+            self.kept.assign(initial)
+
+        def result(self) -> Any:
+            return self.kept.value
+
+    figures = []
+    for value in values:
+        metric = Keeps()
+        figures.append(figures_of(metric))
+        metric.kept.assign(value)
+    assert [found["keeps"] for found in results(figures)] == [pytest.approx(expected)] * 2
+
+
+def test_a_mean_over_more_than_2_24_records_stays_right() -> None:
+    """A float32 count of 2^24 no longer grows by 1: without `count` between calls the mean would be one half of it."""
+    mean = keras.metrics.Mean(name="mean")
+    figures = figures_of(mean)
+    limit = 2.0**24
+    for total, count in ((limit, limit), (0.0, 1.0)):
+        mean.total.assign_add(total)
+        mean.count.assign_add(count)
+    assert float(mean.count) == limit  # what is to be avoided
+    mean.reset_state()
+    for value in (1.0, 3.0):
+        for _ in range(20):
+            mean.total.assign_add(value * RECORDS_IN_FLOAT32)
+            mean.count.assign_add(RECORDS_IN_FLOAT32)
+            figures.count(RECORDS_IN_FLOAT32)
+            assert float(mean.count) == 0.0
+    mean.total.assign_add(5.0)
+    mean.count.assign_add(1.0)
+    figures.count(1)
+    assert float(mean.count) == 1.0
+    (found,) = results([figures])
+    records = 40 * RECORDS_IN_FLOAT32 + 1
+    assert records > limit
+    assert found["mean"] == pytest.approx((80 * RECORDS_IN_FLOAT32 + 5) / records, rel=1e-7)
+    mean.update_state(7.0)  # after a result, the next one begins anew
+    assert results([figures])[0]["mean"] == 7.0
+
+
+def test_states_that_do_not_add_up_are_not_moved() -> None:
+    largest = Largest(name="m")
+    figures = figures_of(largest)
+    largest.seen.assign(4.0)
+    figures.count(2 * RECORDS_IN_FLOAT32)
+    assert results([figures])[0]["m"] == 4.0
+
+
+def test_numbers_of_a_step_are_means_over_records() -> None:
+    ranks = [Figures({"own": Source(None, 0)}, []) for _ in range(2)]
+    for figures, number, records in ((ranks[0], 2.0, 6.0), (ranks[0], 4.0, 1.0), (ranks[1], 8.0, 1.0)):
+        figures.add({"own": tf.constant(number)}, records)
+    ranks[1].add({"own": tf.constant(np.nan)}, 0.0)  # of a borrowed row
+    expected = (12 + 4 + 8) / 8
+    assert [found["own"] for found in results(ranks)] == [pytest.approx(expected)] * 2
+    assert np.isnan(results(ranks[:1])[0]["own"])  # no record since
+
+
+def test_an_evaluation_sets_the_metrics_of_training_aside_and_back() -> None:
+    mean = keras.metrics.Mean(name="loss")
+    training, evaluation = figures_of(mean), figures_of(mean)
+    mean.update_state(3.0)
+    assert evaluation.begin()
+    assert not evaluation.begin()
+    mean.update_state(9.0)
+    assert results([evaluation]) == [{"loss": 9.0}]
+    mean.update_state(5.0)
+    assert results([training])[0]["loss"] == 4.0
+
+
+class Several(keras.metrics.Mean):
+    """A dict with a vector."""
+
+    def result(self) -> Any:
+        mean = super().result()
+        return {"first": mean, "second": keras.ops.stack([mean, 3 * mean])}
+
+
+def test_metrics_that_return_dicts_and_vectors_show_their_parts() -> None:
+    class Tested(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.several, self.plain = Several(), keras.metrics.Mean()
+            self.held = {"more": [keras.metrics.Mean(name="more")]}
+
+        def test_step(self, data: Any) -> Any:
+            for metric in (self.several, self.plain):
+                metric.update_state(data)
+            return {"several": self.several.result(), "renamed": self.plain.result(), "own": tf.reduce_sum(data)}
+
+    model = Tested()
+    assert metrics_in(model)[-1].name == "more"
+    tried = try_step(model, "test_step", tf.TensorSpec((4,)), lambda data: data, "data.eval")
+    assert set(tried.sources) == {"first", "second", "second_0", "second_1", "renamed", "own"}
+    figures = Figures(tried.sources, metrics_in(model))
+    logs = model.test_step(tf.constant([1.0, 2.0, 3.0, 6.0]))
+    figures.add(logs, 4.0)
+    assert results([figures])[0] == pytest.approx(
+        {"first": 3.0, "second": 6.0, "second_0": 3.0, "second_1": 9.0, "renamed": 3.0, "own": 12.0}
+    )
