@@ -1,0 +1,130 @@
+"""What happens to the gradients that a model gives its optimizers: they are scaled, added up, exchanged, applied."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.optimizer import GradientExchange
+from horovod_train.training.steps.optimizers import Optimizers, Update, add_gradients
+from horovod_train.training.steps.shares import Shares
+from horovod_train.training.sync.every_step import EveryStep
+
+
+def rows(values: list[float], indices: list[int]) -> tf.IndexedSlices:
+    return tf.IndexedSlices(tf.constant(values)[:, None], tf.constant(indices), tf.constant([3, 1]))
+
+
+def dense(gradient: Any) -> list[float]:
+    values: list[float] = tf.convert_to_tensor(gradient).numpy().ravel().tolist()
+    return values
+
+
+def test_gradients_of_passes_add_up_in_their_kind() -> None:
+    """Sparse ones stay sparse with all rows; one that is not there stays None, so that weight decay leaves it alone."""
+    both = add_gradients(rows([1.0, 2.0], [0, 2]), rows([4.0], [2]))
+    assert isinstance(both, tf.IndexedSlices)
+    assert len(both.indices) == 3
+    assert dense(both) == [1.0, 0.0, 6.0]
+    assert dense(add_gradients(rows([1.0], [1]), tf.ones((3, 1)))) == [1.0, 2.0, 1.0]
+    assert dense(add_gradients(tf.ones(2), tf.ones(2))) == [2.0, 2.0]
+    assert add_gradients(None, None) is None
+    only = tf.ones(2)
+    assert add_gradients(None, only) is only
+    assert add_gradients(only, None) is only
+
+
+class Doubling:
+    """In place of a GradientExchange: an exchange with one other rank, which has the same."""
+
+    def combine_each(self, gradients: Any, name: str) -> list[Any]:
+        return [None if gradient is None else 2 * gradient for gradient in gradients]
+
+    def combining(self, name: str) -> Any:
+        return lambda gradients, variables, _: self.combine_each(gradients, name)
+
+
+class Given:
+    """A weight of 1, and an optimizer that a step applies to it by rate 1."""
+
+    def __init__(self, *, scaled: bool = False) -> None:
+        self.weight = keras.Variable([1.0, 1.0], name="weight")
+        optimizer: Any = keras.optimizers.SGD(1.0)
+        self.optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0) if scaled else optimizer
+        self.optimizers = Optimizers({"optimizer": self.optimizer})
+        with self.optimizers.only_noted():
+            self.optimizer.apply([tf.zeros(2)], [self.weight])
+        self.shares = Shares(cast(WorkerGroup, SimpleNamespace(size=2)))
+        step = tf.Variable(0, dtype=tf.int64, trainable=False)
+        exchange, enter = cast(GradientExchange, Doubling()), lambda phase, after=(): tf.no_op()
+        self.update = Update(self.optimizers, exchange, EveryStep(), self.shares, step, enter)
+        self.optimizers.distribute(self.update)
+
+    def apply(self, *gradients: list[float], share: float | None = None, loss: float | None = None) -> list[float]:
+        """Apply each in turn, the last for good, as passes of a step. Returns the weight."""
+
+        @tf.function(autograph=False)
+        def step() -> None:
+            with self.shares.of_pass(None if share is None else tf.constant(share)):
+                earlier: dict[str, Any] = {}
+                for gradient in gradients[:-1]:
+                    with self.update.collecting() as collected:
+                        self.optimizer.apply([tf.constant(gradient)], [self.weight])
+                    earlier = {
+                        path: [add_gradients(*pair) for pair in zip(earlier.get(path, [None]), found, strict=True)]
+                        for path, found in collected.items()
+                    }
+                self.update.earlier = earlier
+                self.update.loss = None if loss is None else tf.constant(loss)
+                self.optimizer.apply([tf.constant(gradients[-1])], [self.weight])
+
+        step()
+        values: list[float] = self.weight.numpy().tolist()
+        return values
+
+
+def test_a_gradient_is_scaled_by_its_share_and_exchanged_before_it_is_applied() -> None:
+    assert Given().apply([1.0, 2.0]) == [1.0 - 2.0, 1.0 - 4.0]
+    assert Given().apply([1.0, 2.0], share=0.25) == [1.0 - 0.5, 1.0 - 1.0]
+    assert Given().apply([np.nan, np.inf], share=0.0) == [1.0, 1.0]  # of a borrowed row
+    assert Given().apply([1.0, 0.0], [0.0, 3.0], [1.0, 1.0], share=0.5) == [1.0 - 2.0, 1.0 - 4.0]
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [([1.0, np.nan], 1.0), ([1.0, 1.0], np.inf)], ids=["gradient", "loss"])
+def test_numbers_that_are_not_finite_are_not_applied(gradient: list[float], loss: float) -> None:
+    given = Given()
+    assert given.apply(gradient, loss=loss) == [1.0, 1.0]
+    assert bool(given.optimizers.failed)
+    assert bool(given.optimizers.is_cause)
+    assert int(given.optimizer.iterations) == 0
+    given.optimizers.failed.assign(False)
+    assert given.apply([1.0, 1.0], loss=1.0) == [-1.0, -1.0]
+    assert not bool(given.optimizers.failed)
+
+
+def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
+    given = Given(scaled=True)
+    assert given.optimizers.scales_loss
+    assert given.apply([8.0, np.inf]) == [1.0, 1.0]
+    assert float(given.optimizer.dynamic_scale) == 4.0
+    assert given.apply([4.0, 8.0]) == [1.0 - 2.0, 1.0 - 4.0]
+
+
+def test_an_optimizer_that_is_applied_twice_in_a_pass_has_its_gradients_added_up() -> None:
+    given = Given()
+
+    @tf.function(autograph=False)
+    def collected() -> list[Any]:
+        with given.update.collecting() as found:
+            for _ in range(2):
+                given.optimizer.apply([tf.constant([1.0, 2.0])], [given.weight])
+        return found["optimizer"]
+
+    assert [gradient.numpy().tolist() for gradient in collected()] == [[2.0, 4.0]]
+    assert given.weight.numpy().tolist() == [1.0, 1.0]
