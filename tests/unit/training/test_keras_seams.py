@@ -1,0 +1,122 @@
+"""Attributes of Keras that are not public and that the trainer reads: each is still there, with what it held.
+
+Only keras_seams reads them. A failure here, after a new Keras, says which of its functions needs another name.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import horovod_train
+from horovod_train.training import keras_seams
+
+X, Y = np.ones((4, 3), np.float32), np.zeros((4, 1), np.float32)
+
+
+def compiled(loss: Any = "mse", **more: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", loss, **more)
+    return model
+
+
+def test_compile_arguments_are_the_objects_that_compile_was_given() -> None:
+    """_compile_config, and its config."""
+    loss, metric, users = keras.losses.Huber(), keras.metrics.AUC(), lambda y_true, y_pred: y_true - y_pred
+    found = keras_seams.compile_arguments(compiled(loss, metrics=[metric, users], loss_weights=None))
+    assert found["loss"] is loss
+    assert found["metrics"][0] is metric
+    assert found["metrics"][1] is users
+    assert "loss_weights" not in found
+    assert keras_seams.compile_arguments(keras.Sequential([keras.Input((3,)), layers.Dense(1)])) == {}
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse", keras.losses.Huber(), lambda y_true, y_pred: y_true - y_pred], ids=["name", "loss", "function"]
+)
+def test_compiled_losses_are_those_that_compute_loss_calls(loss: Any) -> None:
+    """_compile_loss, its _flat_losses, and their loss."""
+    model = compiled(loss)
+    assert keras_seams.compiled_losses(model) == []
+    model.compute_loss(X, Y, model(X), None)
+    (found,) = keras_seams.compiled_losses(model)
+    assert isinstance(found, keras.losses.Loss)
+    called: list[Any] = []
+    base = type(found)
+
+    class Noting(base):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            called.append(args)
+            return super().__call__(*args, **kwargs)
+
+    found.__class__ = Noting
+    model.compute_loss(X, Y, model(X), None)
+    assert len(called) == 1
+
+
+def test_losses_of_several_outputs_are_all_found() -> None:
+    x = keras.Input((3,))
+    model = keras.Model(x, {"a": layers.Dense(1, name="a")(x), "b": layers.Dense(1, name="b")(x)})
+    model.compile("sgd", {"a": "mse", "b": keras.losses.Huber()})
+    model.compute_loss(X, {"a": Y, "b": Y}, model(X), None)
+    assert [type(loss) for loss in keras_seams.compiled_losses(model)][1] is keras.losses.Huber
+    assert len(keras_seams.compiled_losses(model)) == 2
+
+
+def test_the_loss_tracker_is_the_mean_that_train_step_updates() -> None:
+    """_loss_tracker."""
+    model = compiled()
+    tracker = keras_seams.loss_tracker(model)
+    assert isinstance(tracker, keras.metrics.Mean)
+    assert tracker is model.metrics[0]
+    assert float(tracker.count) == 0.0
+    model.train_step((tf.constant(X), tf.constant(Y)))
+    assert float(tracker.count) == len(X)
+
+
+def test_masks_stay_with_the_tensors_that_layers_return() -> None:
+    """_keras_mask, which losses read."""
+    tokens = tf.constant([[1, 2, 0], [1, 0, 0]])
+    outputs = layers.Embedding(3, 2, mask_zero=True)(tokens)
+    mask = keras_seams.mask_of(outputs)
+    assert mask is not None
+    assert np.array_equal(mask, tokens > 0)
+    assert keras_seams.mask_of(tokens) is None
+    lost = tf.identity(outputs)
+    assert keras_seams.mask_of(lost) is None
+    targets, loss = tf.zeros((2, 3, 2)), keras.losses.MeanSquaredError()
+    assert float(loss(targets, lost)) != pytest.approx(float(loss(targets, outputs)), rel=1e-4)
+    keras_seams.set_mask(lost, mask)
+    assert float(loss(targets, lost)) == float(loss(targets, outputs))
+    keras_seams.set_mask(lost, None)
+    assert keras_seams.mask_of(lost) is mask
+
+
+PRIVATE = re.compile(r"_[a-z]\w*")
+
+
+def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
+    source = Path(keras_seams.__file__).read_text()
+    tree = ast.parse(source)
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    used = {name for name in names if PRIVATE.fullmatch(name)}
+    assert used == {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask"}
+    tested = Path(__file__).read_text()
+    assert all(tested.count(name) > 1 for name in used)
+
+
+def test_no_other_module_of_training_reads_private_names_of_keras() -> None:
+    names = "_compile_config|_compile_loss|_compile_metrics|_flat_losses|_loss_tracker|_keras_mask"
+    reads = re.compile(rf"""\.({names})\b|getattr\([^)]*"({names})\"""")
+    training = Path(horovod_train.__file__).parent / "training"
+    readers = {path.name for path in training.rglob("*.py") if reads.search(path.read_text())}
+    assert readers == {"keras_seams.py"}
