@@ -1,4 +1,4 @@
-"""What is asked of a model with steps of its own, and the lines for what is not."""
+"""What is asked of the step of a model, Keras' or its own, and the lines for what cannot be."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.steps.build import build_evaluation
-from horovod_train.training.steps.built import Training
-from horovod_train.training.steps.own.build import build_own_training
-from horovod_train.training.steps.own.optimizers import optimizers_in
+from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.steps import figures
+from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
+from horovod_train.training.steps.optimizers import optimizers_in
 
 ALONE = WorkerGroup(
     rank=0, size=2, local_rank=0, local_size=1, launcher="none", exchange="none", hosts=("", ""), devices=()
@@ -46,9 +46,8 @@ class Own(keras.Model):
         return self.dense(self.flatten(image))
 
     def loss_of(self, data: Any) -> Any:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
-        return ops.mean(losses * weight)
+        x, y = data  # there are no weights
+        return ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True))
 
     def train_step(self, data: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -67,21 +66,74 @@ def made(model: keras.Model | None = None, compiled: bool = True) -> keras.Model
 
 
 def train(batches: Pipeline, model: keras.Model, **sections: Any) -> Training:
-    config = build(Config, sections, "")
-    return build_own_training(config, ALONE, model, Horizon(16, 5, 10), batches, lambda batch: batch.count)
+    config = build(Config, {"model": "users:model"} | sections, "")
+    return build_training(config, ALONE, compile_model(config, model, Horizon(16, 5, 10)), batches)
+
+
+def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> Evaluation:
+    config = build(Config, {"model": "users:model"} | sections, "")
+    return build_evaluation(config, ALONE, compile_model(config, model, None), batches)
+
+
+def rate_of(training: Training) -> float:
+    return float(training.optimizers.learning_rates["learning_rate"])
 
 
 def test_the_optimizer_is_that_of_compile_or_the_configs(batches: Pipeline) -> None:
     as_compiled = train(batches, made())
-    optimizer: Any = as_compiled.optimizer
-    assert float(optimizer.learning_rates["learning_rate"]) == pytest.approx(0.25)
-    assert len(optimizer.variables) == 4  # counter, rate, and momentum of two weights
+    assert rate_of(as_compiled) == pytest.approx(0.25)
+    assert len(as_compiled.optimizers.variables) == 4  # counter, rate, and momentum of two weights
     other = train(batches, made(), optimizer="adam", lr_schedule={"base_lr": 0.5})
-    optimizer = other.optimizer
-    assert float(optimizer.learning_rates["learning_rate"]) == pytest.approx(0.5)
-    assert len(optimizer.variables) == 6
+    assert rate_of(other) == pytest.approx(0.5)
+    assert len(other.optimizers.variables) == 6
     built = train(batches, made(compiled=False), optimizer="adam")
-    assert len(built.optimizer.variables) == 6
+    assert len(built.optimizers.variables) == 6
+
+
+class Wrapping(keras.optimizers.Optimizer):
+    """Has another one apply, as a wrapper of a library does; its own counter moves too."""
+
+    def __init__(self, inner: keras.optimizers.Optimizer) -> None:
+        super().__init__(learning_rate=0.0)
+        self.inner = [inner]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.inner[0].apply(grads, trainable_variables)
+
+
+WRAPPERS: dict[str, tuple[Callable[[], keras.optimizers.Optimizer], int]] = {
+    # The scale, the counters and whether it is dynamic are its own; of SGD counter, rate, and momentum of two weights.
+    "a loss scale": (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.25, momentum=0.9)), 4),
+    "a loss scale around a wrapper": (
+        lambda: keras.optimizers.LossScaleOptimizer(Wrapping(keras.optimizers.SGD(0.25, momentum=0.9))),
+        4,
+    ),
+    "a wrapper": (lambda: Wrapping(keras.optimizers.Adam(0.25)), 6),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_variables_of_optimizers_inside_others_are_kept(batches: Pipeline, name: str) -> None:
+    build_optimizer, of_inner = WRAPPERS[name]
+    model, optimizer = Own(), build_optimizer()
+    model(keras.Input((4, 4, 1)))
+    model.compile(optimizer, auto_scale_loss=False)
+    found = train(batches, model).optimizers
+    inner: Any = optimizer
+    while isinstance(inner, keras.optimizers.LossScaleOptimizer | Wrapping):
+        inner = inner.inner_optimizer if isinstance(inner, keras.optimizers.LossScaleOptimizer) else inner.inner[0]
+    kept = {id(variable) for variable in found.variables}
+    assert len(inner.variables) == of_inner
+    assert {id(variable) for variable in (*inner.variables, *optimizer.variables)} <= kept
+    assert len(kept) == len(found.variables)
+    assert list(found.by_path) == ["optimizer"]
+    assert found.scales_loss == isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def test_rates_of_several_optimizers_have_their_names(batches: Pipeline) -> None:
+    found = train(batches, made(_with_two(Own(), learning_rate=0.5))).optimizers
+    rates = {name: float(rate) for name, rate in found.learning_rates.items()}
+    assert rates == {"optimizer_learning_rate": 0.25, "second_learning_rate": 0.5}
 
 
 def test_averages_are_those_of_the_optimizer_of_compile(batches: Pipeline) -> None:
@@ -103,32 +155,132 @@ def test_every_optimizer_of_a_model_is_found_once() -> None:
     assert set(found) == {"optimizer", "several.a", "several.b.0", f"{model.dense.name}.own"}
 
 
-def test_a_step_that_does_not_look_at_sample_weight_is_noted(batches: Pipeline) -> None:
-    class Careless(Own):
-        def loss_of(self, data: Any) -> Any:
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-            return ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True))
-
-    assert train(batches, made()).warnings == ()
-    (warning,) = train(batches, made(Careless())).warnings
-    assert "does not use sample_weight: in steps of fewer than 16 records (6) the rows that pad them" in warning
+ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
 
 
 def test_a_model_with_a_loss_is_evaluated_by_it_and_else_needs_a_test_step(batches: Pipeline) -> None:
-    config = build(Config, {"loss": {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}}, "")
-    assert build_evaluation(config, ALONE, made(), batches).step.metrics.names == ["loss"]
+    evaluation = evaluate(batches, made(), loss=ENTROPY, metrics=["accuracy", "sparse_categorical_accuracy"])
+    assert evaluation.step.metrics.names == ["loss", "accuracy", "sparse_categorical_accuracy"]
     with pytest.raises(UserError, match=r"^data.eval: the model has a train_step of its own and no test_step"):
-        build_evaluation(Config(), ALONE, made(), batches)
+        evaluate(batches, made())
 
 
-def test_an_own_evaluation_takes_no_metrics_of_the_config(batches: Pipeline) -> None:
+def test_an_evaluation_of_many_records_moves_its_sums_into_float64(
+    batches: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "RECORDS_IN_FLOAT32", 20)  # of 40 rows on this rank
+    model = compiled("sparse_categorical_crossentropy", layers.Softmax())
+    step, tracker = evaluate(batches, model).step, model.metrics[0]
+    counts = []
+    for number in range(batches.steps_per_epoch - 1):
+        step.run(batches.batches(0, number, epochs=1), 1, batches.size_of(number))
+        counts.append(float(tracker.count))
+    assert counts == [8.0, 16.0, 0.0, 8.0]
+
+
+def test_an_own_evaluation_has_the_figures_that_it_returns(batches: Pipeline) -> None:
     class Tested(Own):
         def test_step(self, data: Any) -> Any:
             return {"own": self.loss_of(data)}
 
-    assert build_evaluation(Config(), ALONE, made(Tested()), batches).step.metrics.names == ["own"]
-    with pytest.raises(UserError, match=r"^metrics: has no effect, because the model evaluates by its own test_step"):
-        build_evaluation(build(Config, {"metrics": ["mean"]}, ""), ALONE, made(Tested()), batches)
+    assert evaluate(batches, made(Tested())).step.metrics.names == ["own"]
+
+
+class Plain(keras.Model):
+    """Keras' own step."""
+
+    def __init__(self, last: keras.Layer | None = None) -> None:
+        super().__init__()
+        self.flatten, self.dense, self.last = layers.Flatten(), layers.Dense(10), last or layers.Identity()
+
+    def call(self, image: Any, training: bool = False) -> Any:
+        return self.last(self.dense(self.flatten(image)))
+
+
+def compiled(loss: Any, last: keras.Layer | None = None) -> keras.Model:
+    model = Plain(last)
+    model(keras.Input((4, 4, 1)))
+    model.compile(keras.optimizers.SGD(0.25), loss)
+    return model
+
+
+def test_a_loss_over_a_batch_has_a_line_that_says_how_ranks_combine_it(batches: Pipeline) -> None:
+    class Compares(keras.losses.Circle):
+        """Takes labels and embeddings, as Circle does."""
+
+    assert train(batches, compiled("sparse_categorical_crossentropy")).warnings == ()
+    for loss in (keras.losses.Circle(), Compares()):
+        assert train(batches, compiled(loss)).warnings == (
+            "the loss circle compares the records of a batch; it is averaged over ranks.",
+        )
+
+
+LOGITS = {"from_logits": True}
+OF_LOGITS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "compiled": (lambda: keras.losses.SparseCategoricalCrossentropy(**LOGITS), {}),
+    "of the config": (lambda: None, {"loss": ENTROPY}),
+    "ours": (lambda: None, {"loss": {"name": "smoothed_sparse_categorical_crossentropy"}}),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOGITS)
+def test_a_loss_of_logits_after_a_softmax_is_one_line(batches: Pipeline, name: str) -> None:
+    build_loss, sections = OF_LOGITS[name]
+    train(batches, compiled(build_loss(), layers.ReLU()), **sections)
+    for attempt in (train, evaluate):
+        with pytest.raises(UserError) as error:
+            attempt(batches, compiled(build_loss(), layers.Softmax()), **sections)
+        assert "takes logits, but the model ends in a softmax" in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def test_a_loss_of_pairs_of_records_is_one_line(batches: Pipeline) -> None:
+    class Squared(keras.losses.Loss):
+        def call(self, y_true: Any, y_pred: Any) -> Any:
+            return (tf.cast(y_true, tf.float32) - y_pred) ** 2
+
+    with pytest.raises(UserError, match=r"loss squared compares each record with all others: it gave \(8, 8\)"):
+        train(batches, compiled(Squared(name="squared"), layers.Dense(1)))
+
+
+def test_l2_is_added_to_the_regularizer_of_matrices_only(batches: Pipeline) -> None:
+    """½ λ Σ W², as tf.nn.l2_loss; and to what a matrix has."""
+    model = compiled("sparse_categorical_crossentropy")
+    model.dense.kernel.regularizer = keras.regularizers.L1(0.5)
+    train(batches, model, train={"l2": 0.1})
+    values = tf.constant([[3.0, -1.0]])
+    assert float(model.dense.kernel.regularizer(values)) == pytest.approx(0.5 * 4 + 0.1 * 0.5 * 10)
+    assert model.dense.bias.regularizer is None
+
+
+def test_what_the_forward_pass_assigns_is_known(batches: Pipeline) -> None:
+    norm = layers.BatchNormalization()
+    found = train(batches, compiled("sparse_categorical_crossentropy", norm)).forward_state.variables
+    assert [variable.ref() for variable in found] == [
+        variable.value.ref() for variable in (norm.moving_mean, norm.moving_variance)
+    ]
+    norm.trainable = False
+    model = compiled("sparse_categorical_crossentropy", norm)
+    assert train(batches, model).forward_state.variables == []
+
+
+ACCEPTED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any]]] = {
+    "accumulating": (lambda: made(), {"train": {"accumulate_steps": 2}}),
+    "l2": (lambda: made(), {"train": {"l2": 0.1}}),
+    "histograms": (lambda: made(), {"log": {"histograms_every_steps": 2}}),
+    "skipping": (lambda: made(), {"train": {"non_finite": "skip"}}),
+    "stale": (lambda: made(), {"train": {"synchronization": "stale"}}),
+    "local": (lambda: made(), {"train": {"synchronization": "local", "average_every_steps": 2}}),
+    "a loss scale": (lambda: made(_with_two(Own(), scaled=True)), {}),
+    "a vector": (lambda: made(Own({"a": tf.ones(3)})), {}),
+    "a dict": (lambda: made(Own({"a": {"b": tf.ones(()), "c": 1}})), {}),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_a_models_own_step_goes_with_the_settings_of_any_step(batches: Pipeline, name: str) -> None:
+    build_model, sections = ACCEPTED[name]
+    assert train(batches, build_model(), **sections).optimizers.by_path
 
 
 def _with_two(
@@ -169,19 +321,22 @@ class Applying(Own):
 
 
 REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
-    "accumulating": (made, {"train": {"accumulate_steps": 2}}, "train.accumulate_steps: has no effect, because the"),
-    "l2": (
+    "XLA": (
         made,
-        {"train": {"l2": 0.1}},
-        "train.l2: has no effect, because the model trains by its own train_step.",
+        {"jit_compile": True},
+        "jit_compile: has no effect, because the model trains by its own train_step, in which the exchange",
     ),
-    "histograms": (made, {"log": {"histograms_every_steps": 2}}, "log.histograms_every_steps: has no effect, because"),
-    "float16": (made, {"precision": "mixed_float16"}, "precision: mixed_float16 does not go with it: the model trains"),
-    "a loss scale": (
+    "a loss scale in stale steps": (
         lambda: made(_with_two(Own(), scaled=True)),
-        {},
-        "model.name: second is a LossScaleOptimizer, which leaves out updates, and the model trains by its own",
+        {"train": {"synchronization": "stale"}},
+        "train.synchronization: an optimizer scales the loss, which needs every_step; received stale.",
     ),
+    "a loss that nothing computes": (
+        made,
+        {"loss": ENTROPY},
+        "loss: has no effect, because the model's own train_step does not call compute_loss, and there is no data.eval",
+    ),
+    "metrics that nothing computes": (made, {"metrics": ["mean"]}, "metrics: has no effect, because the model's own"),
     "rate of two": (
         lambda: made(_with_two(Own())),
         {"lr_schedule": {"base_lr": 1.0}},
@@ -193,7 +348,6 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], dict[str, Any], str]] = {
         "data.train: train_step must return a dict of figures by name; it",
     ),
     "no figure": (lambda: made(Own({"a": "b"})), {}, "data.train: train_step must return numbers; a is str."),
-    "a vector": (lambda: made(Own({"a": tf.ones(3)})), {}, "must return single numbers; a has shape (3,)."),
     "a taken name": (lambda: made(Own({"step": 1})), {}, "train_step returns a figure named 'step', which is taken"),
     "one more": (lambda: made(Own({"seconds": 1})), {}, "train_step returns a figure named 'seconds', which is taken"),
     "raises": (lambda: made(Own(before=lambda model: model.nothing)), {}, "train_step does not fit records of ("),
