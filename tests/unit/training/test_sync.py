@@ -1,8 +1,11 @@
-"""Strategies for exchanging: each value of the setting has one, and what cannot wait for a step as it is."""
+"""Strategies for exchanging: each value of the setting has one; what each applies, and when."""
 
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import keras
 import pytest
@@ -10,10 +13,15 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import TrainConfig
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.training.sync import STRATEGIES
+from horovod_train.training.sync.every_step import EveryStep
+from horovod_train.training.sync.local import Local
 from horovod_train.training.sync.stale import Stale
 from horovod_train.training.sync.strategy import SyncParts
+
+ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0))
 
 
 def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
@@ -23,12 +31,62 @@ def test_gradients_of_embeddings_do_not_become_tables_unasked() -> None:
         total = tf.reduce_sum(model(tf.zeros((2, 3), tf.int32)))
     gradients = tape.gradient(total, model.trainable_variables)
     assert isinstance(gradients[0], tf.IndexedSlices)
-    parts = SyncParts(TrainConfig(), None, model, keras.optimizers.SGD(), sparse_as_dense=False)  # type: ignore[arg-type]
-    stale = Stale(parts)
+    stale = Stale(SyncParts(TrainConfig(), ALONE, model, list, sparse_as_dense=False))
     with pytest.raises(
         UserError, match=r"horovod.sparse_as_dense: must be true with .* the gradient of words/embeddings"
     ):
-        stale.exchange(gradients, tf.constant(0))
+        stale.exchange(list, gradients, None, tf.constant(0))
+
+
+def doubled(gradients: Sequence[Any]) -> list[Any]:
+    """An exchange that can be seen."""
+    return [None if gradient is None else 2 * gradient for gradient in gradients]
+
+
+@pytest.fixture
+def model() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), layers.Dense(1, name="first"), layers.Dense(1, name="second")])
+
+
+def test_gradients_wait_a_step_each_in_the_place_of_its_variable(model: keras.Model) -> None:
+    """Given in another order, and by an optimizer of some of them; None stays None."""
+    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    kernel, bias, *_ = weights = model.trainable_variables
+    first = [tf.constant([3.0]), None, tf.ones((2, 1))]
+    given = [bias, weights[2], kernel]
+    now = stale.exchange(doubled, first, given, tf.constant(0, tf.int64))
+    assert now.gradients[1] is None
+    assert [float(tf.reduce_sum(now.gradients[place])) for place in (0, 2)] == [0.0, 0.0]
+    stale.settled.assign(-1)
+    later = stale.exchange(doubled, [tf.zeros((2, 1)), tf.zeros(1)], [kernel, bias], tf.constant(1, tf.int64))
+    assert later.gradients[0].numpy().tolist() == [[2.0], [2.0]]
+    assert later.gradients[1].numpy().tolist() == [6.0]
+    assert [gradient.numpy().ravel().tolist() for gradient in later.local] == [[1.0, 1.0], [3.0]]
+
+
+def test_settled_gradients_are_combined_once(model: keras.Model) -> None:
+    stale = Stale(SyncParts(TrainConfig(), ALONE, model, doubled))
+    gradients = [tf.ones(weight.shape) for weight in model.trainable_variables]
+    stale.exchange(doubled, gradients, None, tf.constant(0, tf.int64))
+    assert stale.settle(1)
+    assert not stale.settle(1)
+    assert {float(value) for pending in stale.pending for value in pending.numpy().ravel()} == {2.0}
+    now = stale.exchange(doubled, gradients, None, tf.constant(1, tf.int64))
+    assert now.gradients[0].numpy().tolist() == [[2.0], [2.0]]
+
+
+def test_in_every_step_what_is_applied_is_what_the_exchange_gives() -> None:
+    now = EveryStep().exchange(doubled, [tf.constant(3.0), None], None, tf.constant(0, tf.int64))
+    assert (float(now.gradients[0]), now.gradients[1], float(now.local[0])) == (6.0, None, 3.0)
+
+
+def test_local_steps_apply_this_ranks_gradients_with_each_row_once(model: keras.Model) -> None:
+    local = Local(SyncParts(TrainConfig(synchronization="local", average_every_steps=4), ALONE, model, doubled))
+    rows = tf.IndexedSlices(tf.constant([[1.0], [2.0], [4.0]]), tf.constant([1, 0, 1]), tf.constant([3, 1]))
+    now = local.exchange(doubled, [rows, tf.constant(3.0)], None, tf.constant(0, tf.int64))
+    assert tf.convert_to_tensor(now.gradients[0]).numpy().ravel().tolist() == [2.0, 5.0, 0.0]
+    assert len(now.gradients[0].indices) == 2
+    assert float(now.gradients[1]) == 3.0
 
 
 def test_every_value_of_the_setting_has_a_strategy() -> None:
