@@ -31,6 +31,7 @@ from PIL import Image
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
+from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.errors import UserError
 
 RECORDS = 70
@@ -106,10 +107,48 @@ def test_evaluation_keeps_the_order_and_leaves_nothing_out(images: Path) -> None
 
 def test_one_epoch_is_taken_in_calls_of_at_most_so_many_steps(images: Path) -> None:
     made = pipeline(config(images), batch=16, training=False)
-    calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps in made.one_epoch(2)]
+    calls = [[batch.ids.numpy() for batch in itertools.islice(found, steps)] for found, steps, _ in made.one_epoch(2)]
     assert [len(call) for call in calls] == [2, 2, 1]
+    assert [size for _, _, size in made.one_epoch(3)] == [StepSize(16, True), StepSize(16, True), StepSize(6, False)]
     numbers = np.concatenate([number for call in calls for number in call])
     assert sorted(numbers[numbers >= 0].tolist()) == list(range(RECORDS))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("drop_remainder", [False, True], ids=["", "drop_remainder"])
+def test_a_step_has_as_many_records_as_its_size_says(images: Path, size: int, drop_remainder: bool) -> None:
+    """Steps of 16 but the last, of 6: some of 16 ranks have none then. A size is full where every rank's is."""
+    data = config(images, drop_remainder=drop_remainder)
+    by_rank = []
+    for rank in range(size):
+        made = pipeline(data, rank, size, batch=16)
+        rows = [int(np.sum(batch.ids >= 0)) for batch in batches(made)]
+        sizes = [made.size_of(step) for step in range(made.steps_per_epoch)]
+        assert [each.rows for each in sizes] == rows
+        by_rank.append([each.is_full for each in sizes])
+        assert made.size_of(0) is made.size_of(0)
+    assert by_rank == [by_rank[0]] * size
+    is_even = 16 % size == 0
+    assert by_rank[0] == [is_even] * 4 + [] if drop_remainder else [is_even] * 4 + [False]
+
+
+def test_a_call_ends_where_the_size_of_steps_changes(images: Path) -> None:
+    """Epochs of five steps, of which the last is short; steps are counted over epochs."""
+    made = pipeline(config(images), 0, 2, batch=16)
+    assert made.same_size_until(0, 0, 3) == 3
+    assert made.same_size_until(0, 10, 30) == 14
+    assert made.same_size_until(3, 13, 30) == 14
+    assert made.same_size_until(4, 14, 30) == 15
+    assert made.same_size_until(5, 15, 30) == 19
+    assert made.same_size_until(4, 14, 15) == 15
+    whole = pipeline(config(images, drop_remainder=True), 0, 2, batch=16)
+    assert whole.same_size_until(1, 1, 30) == 30
+
+
+def test_only_the_data_tells_the_size_of_a_step_whose_bad_records_are_skipped(images: Path) -> None:
+    made = pipeline(config(images, on_bad_record="skip"), 0, 2, batch=16)
+    assert {made.size_of(step) for step in range(made.steps_per_epoch)} == {StepSize(None, False)}
+    assert made.same_size_until(2, 2, 30) == 30
 
 
 def test_without_shuffling_steps_follow_the_files(images: Path) -> None:
