@@ -12,7 +12,7 @@ from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.parts.callbacks import load_callbacks
-from horovod_train.training.steps.own.optimizers import Optimizers, optimizers_in
+from horovod_train.training.steps.optimizers import Optimizers, optimizers_in
 
 NO_AVERAGES = Averages([])
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import keras
 import pytest
 import user_models  # noqa: F401  found by its name below
 
-from horovod_train.config.settings import Config, LrScheduleConfig, OptimizerSpec, Spec
+from horovod_train.config.settings import Config, LrScheduleConfig, MetricSpec, OptimizerSpec, Spec
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer
 from horovod_train.optim.schedules import Horizon
 from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import Accumulator, build_metrics
+from horovod_train.training.parts.metrics import build_metrics, targets_of
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 
@@ -51,11 +52,25 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: build_metrics([Spec("acuracy")]),
         "metrics: Keras has no 'acuracy'; did you mean Accuracy",
     ),
-    "same name": (
-        lambda: Accumulator(
-            build_loss(Spec("mean_squared_error")), build_metrics([Spec("AUC"), Spec("AUC", {"name": "auc"})])
-        ),
-        "metrics: names must differ",
+    "metric option": (
+        lambda: build_metrics([Spec("auc", {"threshold": 3})]),
+        "metrics.options: auc: got an unexpected keyword argument 'threshold'",
+    ),
+    "no metric": (
+        lambda: build_metrics([Spec("user_models:not_a_model")]),
+        "metrics: user_models:not_a_model must make a keras.metrics.Metric; it made int.",
+    ),
+    "outputs of some metrics": (
+        lambda: build_metrics([MetricSpec("mean_absolute_error", output="one"), MetricSpec("mean_absolute_error")]),
+        "metrics: give each metric its output, or none of them.",
+    ),
+    "a target without an output": (
+        lambda: targets_of([MetricSpec("accuracy", target="label")]),
+        "metrics: accuracy: target 'label' needs an output to be compared with.",
+    ),
+    "two targets of an output": (
+        lambda: targets_of([MetricSpec("mean_absolute_error", output="one", target=target) for target in ("a", "b")]),
+        "metrics: one has two targets, a and b.",
     ),
 }
 
@@ -68,6 +83,22 @@ def test_a_wrong_choice_is_one_line_with_what_would_be_right(name: str) -> None:
     assert expected in str(found.value)
     assert "\n" not in str(found.value)
     assert found.value.exit_code == 2
+
+
+def test_metrics_are_what_compile_takes() -> None:
+    """By output, if they have one; names that depend on shapes are left to Keras."""
+    plain = build_metrics([Spec("accuracy"), Spec("mean_absolute_error"), Spec("accuracy", {"name": "exact"})])
+    assert plain[0] == "accuracy"
+    assert [metric.name for metric in plain[1:]] == ["mean_absolute_error", "exact"]
+    by_output = build_metrics([MetricSpec("AUC", output="one"), MetricSpec("acc", output="two")])
+    assert list(by_output) == ["one", "two"]
+    assert isinstance(by_output["one"][0], keras.metrics.AUC)
+    assert by_output["two"] == ["acc"]
+    assert targets_of([MetricSpec("AUC", output="one", target="t"), MetricSpec("acc", output="two")]) == {
+        "one": "t",
+        "two": "two",
+    }
+    assert build_metrics([]) == []
 
 
 def test_what_a_users_function_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_he
 def test_statistics_are_what_a_pass_moves_whatever_is_frozen(freeze: object) -> None:
     model = build_model()
     freeze(model)  # type: ignore[operator]
-    state = TrainState(model, keras.optimizers.SGD())
+    state = TrainState(model, keras.optimizers.SGD(), losses=["loss"])
     kept = state.variables()
     own = {variable.ref() for variable in state.statistics}
     found = {name for name, variable in kept.items() if variable.ref() in own}
@@ -83,7 +83,7 @@ def test_layers_of_one_name_are_all_kept() -> None:
     model, optimizer = Twins(), keras.optimizers.SGD(momentum=0.9)
     model(keras.Input((2,)))
     optimizer.build(model.trainable_variables)
-    stale = Stale(SyncParts(TrainConfig(), None, model, optimizer))  # type: ignore[arg-type]
+    stale = Stale(SyncParts(TrainConfig(), cast(WorkerGroup, Alone()), model, list, optimizer.variables))
     assert len(stale.variables) == len(model.trainable_variables) + 1
     kept = TrainState(model, optimizer, synchronization=stale).variables()
     assert {id(variable) for variable in stale.pending} <= {id(variable) for variable in kept.values()}
@@ -195,7 +195,7 @@ def test_a_mask_does_not_have_the_statistics_taken_back() -> None:
     masked = Masked(name="masked")
     state = TrainState(keras.Model(x, layers.BatchNormalization()(masked(x))), keras.optimizers.SGD())
     left_out = {variable.name for variable in state.statistics} - {
-        variable.name for variable in state.finite_statistics
+        variable.name for variable in state.finite(state.statistics)
     }
     assert len(left_out) == 1
     assert "mask" in next(iter(left_out))
