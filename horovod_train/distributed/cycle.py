@@ -9,7 +9,7 @@ import os
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch.initialize import restart_horovod
-from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS
+from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS, YIELDS
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.distributed.timeline import VARIABLE as TIMELINE
 
@@ -29,5 +29,7 @@ def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
     votes = group.gather(may_change and gradient_bytes <= SMALL_BYTES)
     if not all(votes):
         return None
-    restart_horovod({_NAME: SMALL_MODEL_CYCLE_MS})
-    return f"{_NAME}={SMALL_MODEL_CYCLE_MS} (ms; a step's gradients have only {gradient_bytes} bytes)"
+    # Without a pause at all, threads that wait would take the cores from those that compute, unless they yield.
+    yields = all(group.gather(os.environ.get(YIELDS) == "1"))
+    restart_horovod({_NAME: SMALL_MODEL_CYCLE_MS[yields]})
+    return f"{_NAME}={SMALL_MODEL_CYCLE_MS[yields]} (ms; a step's gradients have only {gradient_bytes} bytes)"

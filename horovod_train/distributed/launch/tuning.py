@@ -29,8 +29,11 @@ class Setting(NamedTuple):
 CYCLE_MS: dict[Library, str] = {"MPI": "1", "gloo": "1", "alone": "0.5"}
 """Pause between two exchanges on CPU, in ms."""
 
-SMALL_MODEL_CYCLE_MS = "0.1"
-"""The same over MPI where the gradients of a step are small; see cycle."""
+YIELDS = "OMPI_MCA_mpi_yield_when_idle"
+"""Whether a rank that waits in Open MPI leaves its cores to others: 1 or 0."""
+
+SMALL_MODEL_CYCLE_MS = {True: "0", False: "0.1"}
+"""The same over MPI where the gradients of a step are small, by whether a rank that waits yields its cores; see cycle."""
 
 ELASTIC_TIMEOUT_S = "60"
 """How long elastic ranks wait for a host that has vanished without closing connections, or that loads TensorFlow."""
@@ -74,7 +77,7 @@ def _from_config(config: HorovodConfig, deterministic: bool) -> Iterator[tuple[s
 def _by_library(library: Library, *, has_gpu: bool) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield defaults measured by `bench exchange`; the figures are in docs/tools.md."""
     if library == "MPI":
-        yield "OMPI_MCA_mpi_yield_when_idle", ("1", "a rank that waits leaves its cores to those that compute")
+        yield YIELDS, ("1", "a rank that waits leaves its cores to those that compute")
     elif library == "gloo":
         yield "HOROVOD_GLOO_TIMEOUT_SECONDS", (GLOO_TIMEOUT_S, "Horovod's 30 s are less than a start or a compilation")
     elif library == "elastic":
