@@ -181,7 +181,6 @@ def _how_to_resume(config: Config, reason: StopReason) -> str:
 def _summary(run: Run, reason: StopReason) -> dict[str, Any]:
     seconds, _, records = run.clock.read()
     state, at_walltime = run.state, run.stopping.at_walltime
-    state.average_statistics(run.group)
     return {
         "steps": int(state.step),
         "epochs": int(state.epoch),

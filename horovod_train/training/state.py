@@ -84,14 +84,8 @@ class TrainState:
 
     @property
     def statistics(self) -> list[tf.Variable]:
-        """Variables that each rank computes for itself: its losses, and BatchNorm's moving statistics (for inference).
-
-        The statistics are the floating-point weights that were created as not trainable; frozen weights do not count.
-        """
-        weights = [as_tf_variable(weight) for weight in self.model.weights]
-        # Freezing a layer changes the Keras variable; the inner tf.Variable keeps the value from creation.
-        statistics = (variable for variable in weights if not variable.trainable and variable.dtype.is_floating)
-        return [*statistics, *self._losses]
+        """Variables that each rank computes for itself: its parts of the losses. All others are equal once settled."""
+        return self._losses
 
     def finite(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
         """Return those of some variables that must stay finite."""
@@ -136,11 +130,12 @@ class TrainState:
             raise self.failure.divergence(group)
 
     def _numbers(self) -> dict[str, tf.Variable]:
-        """Return what must be finite for a run to continue: weights, their averages, statistics, pending gradients."""
+        """Return what must be finite for a run to continue: weights, their averages, losses, pending gradients."""
         pending = {variable.ref() for variable in self.synchronization.must_be_finite}
-        refs = {as_tf_variable(weight).ref() for weight in self.model.trainable_variables} | pending
+        refs = {as_tf_variable(weight).ref() for weight in self.model.weights} | pending
         refs |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
-        return {name: variable for name, variable in self.variables().items() if variable.ref() in refs}
+        named = self.variables().items()
+        return {name: variable for name, variable in named if variable.ref() in refs and variable.dtype.is_floating}
 
     @property
     def learning_rates(self) -> dict[str, Any]:

@@ -25,11 +25,9 @@ def evaluate(run: Run, step: int) -> StopReason | None:
         state.settle(run.group)  # before callbacks exchange the weights for their averages
     tell(run, step, "on_test_begin")
     with run.outside_training("evaluate"):
-        local_statistics = state.average_statistics(run.group)
         with nullcontext() if state.averages.are_of_optimizer else state.averages.in_place():
             interrupted = _evaluate_all(run, parts.eval, parts.eval_step)
         values = run.group.broadcast_object(parts.eval_step.metrics.result(run.group))  # bit-equal, whatever the hosts
-        state.set_statistics(local_statistics)
     if interrupted:
         state.averages.put_back()  # callbacks are not told that it ends
         return interrupted

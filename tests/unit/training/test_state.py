@@ -1,4 +1,4 @@
-"""Which variables of a model each rank gathers for itself, and which all ranks must hold alike."""
+"""Which variables each rank gathers for itself, and which all ranks must hold alike."""
 
 from __future__ import annotations
 
@@ -52,21 +52,12 @@ FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_he
 
 
 @pytest.mark.parametrize("freeze", FREEZES)
-def test_statistics_are_what_a_pass_moves_whatever_is_frozen(freeze: object) -> None:
+def test_all_weights_are_compared_whatever_is_frozen(freeze: object) -> None:
     model = build_model()
     freeze(model)  # type: ignore[operator]
     state = TrainState(model, keras.optimizers.SGD(), losses=["loss"])
-    kept = state.variables()
-    own = {variable.ref() for variable in state.statistics}
-    found = {name for name, variable in kept.items() if variable.ref() in own}
-    assert found == {"model/norm/moving_mean", "model/norm/moving_variance", "progress/loss_averages"}
-    assert Settled(state).digests().keys() == kept.keys() - found
-
-
-def test_a_layer_made_frozen_has_no_statistics() -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3, trainable=False), layers.Dense(2)])
-    state = TrainState(model, keras.optimizers.SGD())
     assert [variable.name for variable in state.statistics] == ["loss_averages:0"]
+    assert Settled(state).digests().keys() == state.variables().keys() - {"progress/loss_averages"}
 
 
 def test_layers_of_one_name_are_all_kept() -> None:
@@ -140,17 +131,15 @@ class Alone:
         return value
 
 
-def test_statistics_of_ranks_come_back_by_name_where_layers_have_changed_places() -> None:
-    def built(*names: str) -> TrainState:
-        norms = [layers.BatchNormalization(name=name) for name in names]
-        return TrainState(keras.Sequential([keras.Input((4,)), *norms], name="norms"), keras.optimizers.SGD())
+def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
+    def built() -> TrainState:
+        return TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), keras.optimizers.SGD())
 
-    saved, other, group = built("one", "two"), built("two", "one"), cast(WorkerGroup, Alone())
-    saved.model.get_layer("one").moving_mean.assign([1.0, 2.0, 3.0, 4.0])
+    saved, other, group = built(), built(), cast(WorkerGroup, Alone())
+    saved.loss_averages.assign([3.0])
     arrays = {name: value for name, value in Settled(saved).snapshot(group, Copies()).items() if "ranks/" in name}
     other.restore_statistics(group, arrays)
-    assert other.model.get_layer("one").moving_mean.numpy().tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert other.model.get_layer("two").moving_mean.numpy().tolist() == [0.0] * 4
+    assert other.loss_averages.numpy().tolist() == [3.0]
 
 
 def test_a_moving_average_is_kept_of_every_loss_and_their_sum_is_that_of_the_sum() -> None:
@@ -194,9 +183,8 @@ def test_a_mask_does_not_have_the_statistics_taken_back() -> None:
     x = keras.Input((3,))
     masked = Masked(name="masked")
     state = TrainState(keras.Model(x, layers.BatchNormalization()(masked(x))), keras.optimizers.SGD())
-    left_out = {variable.name for variable in state.statistics} - {
-        variable.name for variable in state.finite(state.statistics)
-    }
+    weights = [weight.value for weight in state.model.weights]
+    left_out = {variable.name for variable in weights} - {variable.name for variable in state.finite(weights)}
     assert len(left_out) == 1
     assert "mask" in next(iter(left_out))
 
