@@ -166,7 +166,7 @@ def test_makes_nothing(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
             ["model.options={hidde: 3}"],
             "model.options: image_mlp: got an unexpected keyword argument 'hidde'; it takes:",
         ),
-        (["model.options={image_size: 5}"], "data.train: model, loss and metrics do not fit records of"),
+        (["model.options={image_size: 5}"], "data.train: the model's train_step does not fit records of"),
         (["loss=auto", "loss.options={}"], "loss: sparse_categorical_crossentropy takes probabilities, but the model"),
         (["metrics=[acuracy]"], "metrics: Keras has no 'acuracy'; did you mean Accuracy"),
         (["optimizer=sdg"], "optimizer.name: Keras has no 'sdg'; did you mean SGD"),
@@ -254,7 +254,7 @@ class Gathering(keras.Model):
     def train_step(self, data):
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(hvd.allgather(self(x, training=True)) ** 2) * hvd.size() * tf.reduce_mean(weight)
+            loss = tf.reduce_mean(hvd.allgather(self(x, training=True)) ** 2) * hvd.size()
         self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights))
         return {"loss": loss}
 
