@@ -27,7 +27,8 @@ from horovod_train.training.build import Components, build_components
 from horovod_train.training.shared_records import open_on_all_ranks
 
 group = start(Config().horovod, Config().device)
-from differential_cases import BATCH, CASES, DATA, ROWS, Case  # noqa: E402  (makes tensors, which fixes the threads)
+from differential_cases import BATCH, ROWS, Case  # noqa: E402  making tensors fixes the number of threads
+from differential_more import CASES, DATA  # noqa: E402
 
 
 def main(words: list[str]) -> None:
@@ -73,7 +74,9 @@ def _facts(name: str, group: WorkerGroup, folder: Path, fits: int, *, equal_shar
     failures = [each for each in group.gather(failure) if each]
     if failures:
         return {"error": failures[0]}
-    expected_weights, theirs = group.gather(by_fit(case, config) if group.rank == fits else None)[fits]
+    assert config is not None
+    by_rank = group.gather(by_fit(case, config) if group.rank == fits else ([], {}))
+    expected_weights, theirs = by_rank[fits]
     each_rank = group.gather([weight.tolist() for weight in weights])
     return {
         "weights": _difference(weights, [np.asarray(weight) for weight in expected_weights]),
@@ -93,7 +96,7 @@ def config_of(name: str, case: Case, folder: Path, group: WorkerGroup) -> Config
     features, inputs, targets = DATA[case.data]
     path = folder / f"{case.data}.npz"
     if group.is_root and not path.exists():
-        np.savez(path, **features)
+        np.savez(path, **features)  # type: ignore[arg-type]
     group.barrier()
     data = {
         "train": str(path),
@@ -106,7 +109,7 @@ def config_of(name: str, case: Case, folder: Path, group: WorkerGroup) -> Config
     }
     sections: dict[str, Any] = {
         "data": data,
-        "model": {"name": "differential_cases:build", "options": {"case": name}},
+        "model": {"name": "differential_more:build", "options": {"case": name}},
         "eval": {"batch_size_per_rank": -(-ROWS // group.size)},
         "output_dir": str(folder),
     }

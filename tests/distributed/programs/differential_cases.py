@@ -32,8 +32,9 @@ from differential_models import (
     Vae,
     WrapsAnother,
 )
+from keras import layers, losses, ops, optimizers
+from keras.optimizers import schedules
 
-layers, losses, optimizers, ops = keras.layers, keras.losses, keras.optimizers, keras.ops
 ROWS, BATCH = 100, 16
 _RNG = np.random.default_rng(0)
 
@@ -218,8 +219,8 @@ def largest_error(y_true: Any, y_pred: Any) -> Any:
     return ops.max(ops.abs(y_true - y_pred), axis=-1)
 
 
-def in_steps() -> optimizers.schedules.LearningRateSchedule:
-    return optimizers.schedules.PiecewiseConstantDecay([2, 4], [0.05, 0.02, 0.01])
+def in_steps() -> schedules.LearningRateSchedule:
+    return schedules.PiecewiseConstantDecay([2, 4], [0.05, 0.02, 0.01])
 
 
 def reduced(name: str) -> Callable[[], Any]:
@@ -352,46 +353,6 @@ CASES: dict[str, Case] = {
 }
 
 
-def _metric_cases() -> dict[str, Case]:
-    metrics = keras.metrics
-    regression = (
-        *("MeanSquaredError", "RootMeanSquaredError", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
-        *("MeanSquaredLogarithmicError", "LogCoshError", "CosineSimilarity", "R2Score", "Hinge", "SquaredHinge"),
-    )
-    binary = (
-        *("BinaryAccuracy", "BinaryCrossentropy", "BinaryIoU", "AUC", "Precision", "Recall", "TruePositives"),
-        *("TrueNegatives", "FalsePositives", "FalseNegatives"),
-    )
-    one_hot = (
-        "CategoricalAccuracy",
-        "CategoricalCrossentropy",
-        "CategoricalHinge",
-        "KLDivergence",
-        "F1Score",
-        "Poisson",
-    )
-    labels = ("SparseCategoricalAccuracy", "SparseCategoricalCrossentropy")
-    kinds = {
-        **{name: ("regression", "mse", 1, None, {}) for name in regression},
-        **{name: ("binary", "binary_crossentropy", 1, "sigmoid", {}) for name in binary},
-        "SensitivityAtSpecificity": ("binary", "binary_crossentropy", 1, "sigmoid", {"specificity": 0.5}),
-        "PrecisionAtRecall": ("binary", "binary_crossentropy", 1, "sigmoid", {"recall": 0.5}),
-        **{name: ("one_hot", "categorical_crossentropy", 3, "softmax", {}) for name in one_hot},
-        "TopKCategoricalAccuracy": ("one_hot", "categorical_crossentropy", 3, "softmax", {"k": 2}),
-        "OneHotMeanIoU": ("one_hot", "categorical_crossentropy", 3, "softmax", {"num_classes": 3}),
-        **{name: ("labels", "sparse_categorical_crossentropy", 3, "softmax", {}) for name in labels},
-        "SparseTopKCategoricalAccuracy": ("labels", "sparse_categorical_crossentropy", 3, "softmax", {"k": 2}),
-    }
-
-    def metric(name: str, options: Mapping[str, Any]) -> Callable[[], Any]:
-        return lambda: [getattr(metrics, name)(**options)]
-
-    return {
-        f"metric {name}": Case(dense(loss, size, activation, metrics=metric(name, options)), data, long=True)
-        for name, (data, loss, size, activation, options) in kinds.items()
-    }
-
-
 def _optimizer_cases() -> dict[str, Case]:
     names = (
         *("SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam", "Ftrl", "Lion", "Lamb"),
@@ -411,9 +372,4 @@ def _optimizer_cases() -> dict[str, Case]:
     }
 
 
-CASES |= _metric_cases() | _optimizer_cases()
-
-
-def build(case: str) -> keras.Model:
-    """What a config names: model: {name: differential_cases:build, options: {case: NAME}}."""
-    return CASES[case].build()
+CASES |= _optimizer_cases()

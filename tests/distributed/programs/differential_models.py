@@ -7,8 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-
-layers, ops = keras.layers, keras.ops
+from keras import layers, ops
 
 
 class Penalised(layers.Layer):

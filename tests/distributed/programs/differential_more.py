@@ -28,6 +28,7 @@ from differential_cases import (
     dense,
 )
 from differential_models import Contrastive, OwnStep, Penalised, network
+from differential_refused import COMBINED, REFUSED
 from keras import layers, losses, metrics, ops, optimizers
 from keras.optimizers import schedules
 
@@ -485,7 +486,7 @@ MORE: dict[str, Case] = {
     "own train_step that clips": Case(ClipsByHand.made, equal_on=(1,), long=True),
 }
 
-CASES: dict[str, Case] = {**first.CASES, **MORE}
+CASES: dict[str, Case] = {**first.CASES, **MORE, **COMBINED, **REFUSED}
 
 
 def build(case: str) -> keras.Model:

@@ -61,25 +61,32 @@ def train(model: str, into: str, *words: str) -> dict[str, Any]:
     return {"code": code, "rows": rows, "sha256": summary["weights_sha256"], "ended": summary["ended"]}
 
 
-def like_fit(model: str, *words: str) -> dict[str, Any]:
-    """How far the weights of a run are from those of `fit` on root alone, whose last batch of an epoch is smaller."""
-    found = train(model, model, "hooks=user_hooks:keep_weights", *words)
-    if RANK:
+def like_fit(
+    model: str, *words: str, into: str = "", records: int = RECORDS, fit: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """How far the weights of a run are from those of `fit` on root alone, whose last batch of an epoch is smaller.
+
+    records: that an epoch has. fit: more arguments of `fit`.
+    """
+    into = into or model
+    found = train(model, into, "hooks=user_hooks:keep_weights", *words)
+    if RANK or found["code"]:
         return found
-    with np.load(OUT / model / f"weights-{RANK}-{STEPS}.npz") as kept:
+    with np.load(OUT / into / f"weights-{RANK}-{STEPS}.npz") as kept:
         ours = flat([kept[path] for path in kept])
     options = {"contrastive": {"gathers": False}, "pairs": {"compiled": True}}.get(model, {})
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     alone = getattr(user_steps, model)(**options)
     start = flat(alone.get_weights())
-    rows = {name: ARRAYS[name] for name in INPUTS[model]}
-    alone.fit(rows, batch_size=BATCH, epochs=4, shuffle=False, verbose=0)
+    rows = {name: ARRAYS[name][:records] for name in INPUTS[model]}
+    epochs = STEPS // -(-records // BATCH)
+    alone.fit(rows, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **(fit or {}))
     theirs = flat(alone.get_weights())
     found |= {"error": float(np.max(np.abs(ours - theirs))), "moved": rel_error(start, theirs)}
     if model == "vae":
         alone.reset_metrics()
-        found["evaluation"] = {key: float(value) for key, value in alone.test_step((EVAL, None, None)).items()}
+        found["evaluation"] = {key: float(value) for key, value in alone.test_step(EVAL).items()}
     return found
 
 

@@ -13,11 +13,25 @@ import pytest
 from conftest import HANGS_AFTER_S, PROGRAMS, launcher_command, run_process, warm_python
 
 sys.path.insert(0, str(PROGRAMS))
-from differential_cases import CASES
+from differential_more import CASES, uncovered
 
 Facts = Callable[..., dict[str, Any]]
 UNEVEN = ["plain", "activity_regularizer", "own train_step", "layer with a scale", "class weights"]
 """Cases in which ranks have different numbers of records in a step."""
+
+ON_THREE_RANKS = [
+    *("plain", "reduction sum, weights", "reduction mean_with_sample_weight, weights", "mask, mean, weights"),
+    *("mask, mean_with_sample_weight, weights", "ignore_class, mask", "two outputs, weights", "add_loss"),
+    *("one loss for two outputs", "activity_regularizer, weights", "own compute_loss", "own train_step, weights"),
+    *("own test_step", "own compute_metrics", "function as loss", "weighted_metrics", "metric that returns a dict"),
+    *("maps", "class weights", "named inputs", "use_ema", "optimizer with its own apply"),
+    *("optimizer that holds another", "BatchNormalization, synchronised", "layer with a scale", "layer with a counter"),
+    *("SpectralNormalization", "mixed_float16", "XLA, mask", "accumulated, mask", "accumulated, own train_step", "VAE"),
+    *("GAN", "VQ-VAE", "endpoint layer", "BYOL", "metrics of classes, numbered", "metrics of states that are no sums"),
+    *("metric of a user, a maximum from 0", "losses, mean_with_sample_weight", "layer with an average of records"),
+    *("Embedding, Adam", "contrastive, gathered", "XLA, own train_step"),
+]
+"""One of each kind; the others of `make test` run on one rank."""
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +51,23 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 def _cases(np: int) -> list[Any]:
-    """All cases; at two ranks all of them are more of a kind, as three are tested."""
+    """All cases; those are more of a kind that run at another number of ranks without being long."""
+
+    def is_long(name: str) -> bool:
+        return CASES[name].long or np == 2 or (name in ON_THREE_RANKS) != (np == 3)
+
     return [
-        pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.long] if case.long or np == 2 else [])
-        for name, case in CASES.items()
+        pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.long] if is_long(name) else []) for name in CASES
     ]
 
 
+@functools.cache
 def _launched_with(np: int, name: str) -> tuple[str, ...]:
     """The cases that one launch trains together: the long ones apart from the others."""
-    return tuple(each for each, case in CASES.items() if case.long == CASES[name].long)
+    by_mark: dict[bool, list[str]] = {False: [], True: []}
+    for parameters in _cases(np):
+        by_mark[bool(parameters.marks)].append(parameters.values[1])
+    return tuple(next(names for names in by_mark.values() if name in names))
 
 
 @pytest.mark.parametrize(("np", "name"), [*_cases(1), *_cases(2), *_cases(3)])
@@ -69,3 +90,7 @@ def test_ranks_end_where_fit_does(facts: Facts, np: int, name: str) -> None:
 @pytest.mark.parametrize("name", UNEVEN)
 def test_with_equal_shares_uneven_steps_end_elsewhere(facts: Facts, name: str) -> None:
     assert facts(3, tuple(UNEVEN), ("--equal-shares",))[name]["weights"] > 1e-4
+
+
+def test_every_class_of_keras_has_a_case() -> None:
+    assert uncovered() == {"metrics": [], "losses": [], "optimizers": [], "schedules": []}
