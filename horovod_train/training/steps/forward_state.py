@@ -25,6 +25,9 @@ class ForwardState:
     def __init__(self, group: WorkerGroup, variables: Sequence[Any], *, in_each_step: bool = True) -> None:
         """variables: Keras' or TensorFlow's, in the same order on all ranks. in_each_step: whether `combine` acts."""
         self._group, self._variables, self.in_each_step = group, list(variables), in_each_step
+        # Not a constant: other ranks would send constants, and TensorFlow would move their exchange out of the loop
+        # over steps, there alone.
+        self._is_root = tf.Variable(group.is_root, trainable=False)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -65,7 +68,7 @@ class ForwardState:
             return shares.scaled(value)
         if kind == "sum":
             return value - old if shares.share is None else (value - old) * tf.cast(shares.share > 0, value.dtype)
-        return value if self._group.is_root else tf.zeros_like(value)
+        return tf.where(self._is_root, value, tf.zeros_like(value))
 
 
 def _kind(variable: Any) -> str:
