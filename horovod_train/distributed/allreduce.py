@@ -56,6 +56,15 @@ def number_of_ranks(ranks: hvd.ProcessSet = hvd.global_process_set) -> Any:
     return hvd.size_op() if launcher.detect().is_elastic else ranks.size()
 
 
+def over_ranks(total: tf.Tensor, ranks: hvd.ProcessSet = hvd.global_process_set) -> tf.Tensor:
+    """Return a sum over ranks divided by their number, with the same bits on all of them.
+
+    It multiplies by the reciprocal: of a division TensorFlow's optimizer of graphs makes that on some ranks only.
+    """
+    reciprocal = 1.0 / tf.cast(number_of_ranks(ranks), tf.float64)
+    return total * tf.cast(reciprocal, total.dtype)
+
+
 def is_alone(ranks: hvd.ProcessSet = hvd.global_process_set) -> bool:
     """Return whether an exchange may be left out of a graph, because there will never be another rank."""
     return ranks.size() == 1 and not launcher.detect().is_elastic

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed import device, objects
-from horovod_train.distributed.allreduce import sum_over_ranks
+from horovod_train.distributed.allreduce import over_ranks, sum_over_ranks
 from horovod_train.distributed.launch import tuning
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
@@ -75,7 +75,7 @@ class WorkerGroup:
 
     def average_in_step(self, value: tf.Tensor, name: str) -> tf.Tensor:
         """Collective: return the mean over all ranks, in a compiled step. name: as in `sum_in_step`."""
-        return self.sum_in_step(tf.convert_to_tensor(value), name) / self.size
+        return over_ranks(self.sum_in_step(tf.convert_to_tensor(value), name))
 
     def average(self, arrays: Sequence[Any]) -> list[np.ndarray]:
         """Collective: return element-wise means over all ranks, in float64. Shapes as in `sum`."""

@@ -21,6 +21,7 @@ from horovod_train.distributed.allreduce import (
     exchange_name,
     is_alone,
     number_of_ranks,
+    over_ranks,
     sum_in_order,
 )
 from horovod_train.distributed.launch import launcher
@@ -197,7 +198,7 @@ class GradientExchange:
         values = hvd.allgather(local_rows.values, name=f"{name}.values", ignore_name_scope=True, process_set=ranks)
         indices = hvd.allgather(local_rows.indices, name=f"{name}.indices", ignore_name_scope=True, process_set=ranks)
         if self.op == "average":
-            values = values / tf.cast(number_of_ranks(ranks), values.dtype)
+            values = over_ranks(values, ranks)
         return add_up_rows_in_order(tf.IndexedSlices(values, indices, gradient.dense_shape))
 
     def combining(self, name: str) -> Combine:

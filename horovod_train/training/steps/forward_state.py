@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod_train.distributed.allreduce import over_ranks
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.training.steps.shares import Shares
 
@@ -53,7 +54,7 @@ class ForwardState:
             for (variable, old, kind), value in zip(entries, sums, strict=True):
                 value = tf.reshape(value, variable.shape)
                 if kind == "mean":
-                    value = value / self._group.size
+                    value = over_ranks(value)
                 elif kind == "sum":
                     value = old + value
                 variable.assign(tf.cast(value, variable.dtype))
