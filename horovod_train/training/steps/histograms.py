@@ -71,13 +71,10 @@ class Summaries:
         with _noting_outputs(self.layers) as outputs:
             by_optimizer = step.gradients(batch, self._size)
         combined: dict[Any, Any] = {}
-        for path, gradients in by_optimizer.items():
-            optimizer = update.optimizers.by_path[path]
-            scale = optimizer.scale_loss(tf.constant(1.0))
-            variables = update.variables_of(path)
-            for variable, gradient in zip(
-                variables, update.exchange.combine_each(gradients, f"histograms.{path}"), strict=True
-            ):
+        for call, gradients in by_optimizer.items():
+            scale = update.optimizer_of(call).scale_loss(tf.constant(1.0))
+            whole = update.exchange.combine_each(gradients, f"histograms.{call}")
+            for variable, gradient in zip(update.variables_of(call), whole, strict=True):
                 if gradient is not None:
                     combined[variable.ref()] = tf.cast(_values(gradient), tf.float32) / scale
         trained = [as_tf_variable(variable) for variable in step.state.model.trainable_variables]

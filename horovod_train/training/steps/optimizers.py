@@ -7,6 +7,7 @@ and the way to exchange are the same. When ranks exchange is decided in sync.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,16 +166,24 @@ class Update:
 
     def __post_init__(self) -> None:
         self.earlier: Mapping[str, Sequence[Any]] = {}
-        """By optimizer, the gradients of earlier passes of this step, to be added."""
+        """By optimizer and call, as `optimizer` and `optimizer#2`: gradients of earlier passes, to be added."""
         self.collected: dict[str, list[Any]] | None = None
-        """Where gradients are put instead of being applied, by optimizer; None: apply them."""
+        """Where gradients are put instead of being applied, by optimizer and call; None: apply them."""
+        self._calls: Counter[str] = Counter()
         self.loss: tf.Tensor | None = None
         """The loss of the pass times its share, if it is known; float scalar."""
         self._variables: dict[str, list[Any]] = {}
 
-    def variables_of(self, path: str) -> list[tf.Variable]:
-        """Return the variables that an optimizer was last given with gradients; none if it was given gradients only."""
-        return self._variables[path]
+    def variables_of(self, call: str) -> list[tf.Variable]:
+        """Return the variables that an optimizer was given with gradients; none if it was given gradients only."""
+        return self._variables[call]
+
+    def optimizer_of(self, call: str) -> keras.optimizers.Optimizer:
+        return self.optimizers.by_path[call.partition("#")[0]]
+
+    def begin_pass(self) -> None:
+        """Count anew how often each optimizer is applied: gradients of passes are added up call by call."""
+        self._calls.clear()
 
     @contextmanager
     def collecting(self) -> Iterator[dict[str, list[Any]]]:
@@ -188,12 +197,13 @@ class Update:
     def apply(self, path: str, optimizer: Any, local_gradients: list[Any], variables: list[Any] | None) -> None:
         """In the compiled step: take the gradients that a model gives one of its optimizers."""
         gradients = [self.shares.scaled(gradient) for gradient in local_gradients]
-        self._variables[path] = [as_tf_variable(variable) for variable in variables or ()]
+        self._calls[path] += 1
+        key = path if self._calls[path] == 1 else f"{path}#{self._calls[path]}"
+        self._variables[key] = [as_tf_variable(variable) for variable in variables or ()]
         if self.collected is not None:
-            # An optimizer that is applied twice in a pass has its gradients added up.
-            self.collected[path] = _add_lists(self.collected.get(path), gradients)
+            self.collected[key] = gradients
             return
-        gradients = _add_lists(self.earlier.get(path), gradients)
+        gradients = _add_lists(self.earlier.get(key), gradients)
         if self.loss is not None:
             gradients = poison_if_nonfinite(tf.cast(self.loss, tf.float32), gradients)
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this

@@ -65,6 +65,7 @@ class Passes:
 
     def apply(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
         """Run a pass whose optimizers apply what they are given."""
+        self.update.begin_pass()
         with (
             part.without_borrowed(self.kept_variables()),
             self.shares.of_pass(part.share, totals),
@@ -135,7 +136,8 @@ class Passes:
     ) -> tuple[list[Any], Any, list[Any], tf.Tensor]:
         with tf.GradientTape() as tape, self.shares.of_pass(share, totals):
             outputs = self.model(x, training=True)
-            loss = self.model.compute_loss(x, y, outputs, weights, training=True)
+            with tf.name_scope("loss_function"):
+                loss = self.model.compute_loss(x, y, outputs, weights)
             scaled = self.model.optimizer.scale_loss(loss)
         masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
         return tape.gradient(scaled, self.model.trainable_weights), outputs, masks, loss
