@@ -77,8 +77,8 @@ class Compiled:
         Keras multiplies weights [rows] with values [rows, …] of a loss as NumPy would: by the last axis.
         """
         weights = batch.weights if has_weights else batch.real
-        if "train_step" in self.own and not by_class:
-            return weights
+        if "train_step" in self.own:
+            return weights * by_class[None](batch.targets) if None in by_class else weights
 
         def of(name: Any, output: Any) -> tf.Tensor:
             counted = by_class.get(name, by_class.get(None))

@@ -5,7 +5,7 @@ Does not compile the model (see parts.compiled), and builds neither data nor sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,6 +148,12 @@ def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pip
     tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
     known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
     check_variables(tried.assigns, known, "test_step changes", "model.name")
+    for key in ("metrics", "weighted_metrics"):
+        if not tried.calls_compute_metrics and lookup(config, key) != lookup(Config(), key):
+            raise UserError(
+                f"{key}: has no effect in evaluations, because the model's own test_step does not call "
+                "compute_metrics. Leave it out."
+            )
     for loss in _losses(model):
         shares = shares.take_on(loss)
     step = EvalStep(
@@ -166,9 +172,15 @@ def _where(config: Config, split: str) -> str:
 
 def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: Batched, *, training: bool) -> Rows:
     has_weights = source.has_weights
+    targets = source.scaled_spec.targets
+    if has_weights and isinstance(targets, Mapping) and not targets:
+        raise UserError(
+            f"{'data.dataset' if config.data.dataset else 'data.weight'}: weights of records have no effect without "
+            "targets: Keras hands over neither. Leave them out, or give data.targets."
+        )
     needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
     outputs = None
-    if needs_outputs and ("train_step" not in compiled.own or compiled.targets):
+    if needs_outputs:
         outputs = try_outputs(compiled.model, source.scaled_spec.inputs, _where(config, "train"))
     return Rows(
         group,

@@ -34,6 +34,7 @@ class Tried:
     updates: dict[int, str]
     """How it changes them, by the id of their handle; see traced.updates_in."""
     calls_compute_loss: bool
+    calls_compute_metrics: bool
 
 
 def try_step(
@@ -51,9 +52,15 @@ def try_step(
     """
     trials: list[dict[str, Source]] = []
     losses: list[Any] = []
+    figures: list[Any] = []
 
     def trace(records: Any) -> None:
-        with applied(), noting_results(metrics_in(model)) as source_of, noting_loss(model, losses.append):
+        with (
+            applied(),
+            noting_results(metrics_in(model)) as source_of,
+            noting_loss(model, losses.append),
+            _noting_metrics(model, figures.append),
+        ):
             logs = getattr(model, method)(data_of(records))
             _check_logs(logs, method, where)
             trials[:] = [sources_of(logs, source_of)]
@@ -73,7 +80,9 @@ def try_step(
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
     check_draws(function, method, where)
-    return Tried(trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses))
+    return Tried(
+        trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
+    )
 
 
 def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
@@ -95,7 +104,8 @@ def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> Iterator[Non
     compute_loss = model.compute_loss
 
     def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-        loss = compute_loss(*args, **kwargs)
+        with tf.name_scope("loss_function"):
+            loss = compute_loss(*args, **kwargs)
         if tf.is_tensor(loss) and not loss.shape.rank:
             note(loss)
         return loss
@@ -105,6 +115,23 @@ def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> Iterator[Non
         yield
     finally:
         del model.compute_loss
+
+
+@contextmanager
+def _noting_metrics(model: keras.Model, note: Callable[[Any], None]) -> Iterator[None]:
+    """Inside the block, pass what the model's `compute_metrics` returns to `note`."""
+    compute_metrics = model.compute_metrics
+
+    def compute_and_note(*args: Any, **kwargs: Any) -> Any:
+        figures = compute_metrics(*args, **kwargs)
+        note(figures)
+        return figures
+
+    model.compute_metrics = compute_and_note
+    try:
+        yield
+    finally:
+        del model.compute_metrics
 
 
 def _check_logs(logs: Any, method: str, where: str) -> None:
