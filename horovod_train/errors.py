@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class RunError(Exception):
     """Ends the run with `exit_code`; its text is one line that a user can act on."""
@@ -50,5 +52,8 @@ class FailedElsewhere(AlreadySaid):
 
 
 def one_line(error: object) -> str:
-    """Return the text of an error as one line, also if it has several, as those of libraries have."""
-    return " ".join(str(error).split())
+    """Return the text of an error as one line, also if it has several, as those of libraries have.
+
+    TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing.
+    """
+    return " ".join(re.sub(r"\{\{function_node [^}]*\}\}", "", str(error)).split())
