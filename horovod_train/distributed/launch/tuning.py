@@ -33,7 +33,7 @@ YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 """Whether a rank that waits in Open MPI leaves its cores to others: 1 or 0."""
 
 SMALL_MODEL_CYCLE_MS = {True: "0", False: "0.1"}
-"""The same over MPI where the gradients of a step are small, by whether ranks that wait yield their cores; see cycle."""
+"""The same over MPI where the gradients of a step are small, by whether ranks that wait yield; see cycle."""
 
 ELASTIC_TIMEOUT_S = "60"
 """How long elastic ranks wait for a host that has vanished without closing connections, or that loads TensorFlow."""

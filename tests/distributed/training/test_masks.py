@@ -60,8 +60,8 @@ def test_ranks_train_as_fit_does(
     model = f"model={{name: user_models:tagger, options: {{ignore_class: {'null' if ignore_class is None else 0}}}}}"
     # What is masked is counted batch by batch, in Keras too, and prepare has shuffled the records of the evaluation.
     together = f"eval.batch_size_per_rank={RECORDS // np_}"
-    words = ["--config", here / "run.yaml", model, *words, together, "--output-dir", tmp_path / "run"]
-    finished = train(words, launcher="mpirun", np=np_)
+    started = ["--config", here / "run.yaml", model, *words, together, "--output-dir", tmp_path / "run"]
+    finished = train(started, launcher="mpirun", np=np_)
     assert finished.returncode == 0, finished.text
     keras.utils.set_random_seed(1)
     fitted, losses, of_halves = tagger(ignore_class), [], []

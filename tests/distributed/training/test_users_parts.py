@@ -162,7 +162,7 @@ def test_the_imagenet_config_runs_on_made_images(tmp_path: Path) -> None:
     run(tmp_path, ["--config", "small.yaml", "--output-dir", "run"], launcher="mpirun", np=2)
     rows = metrics_of(tmp_path / "run", "train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    # A mean over 1000 classes that nothing is known of; the l2 penalty is told apart.
-    assert rows[0]["loss"] == pytest.approx(np.log(1000), rel=0.2)
+    # A mean over 1000 classes that nothing is known of, and the l2 penalty.
+    assert 0.8 * np.log(1000) < rows[0]["loss"] < 1.6 * np.log(1000)
     assert rows[0]["learning_rate"] == pytest.approx(0.1 * 8 / 256 * 2 / (5 * 8), rel=1e-5)  # of the next step
     assert rows[0].keys() >= {"top1", "top5"}
