@@ -30,7 +30,7 @@ def arrays(records: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def mean(values: Any, sample_weight: Any) -> Any:
-    """The mean over the records of all ranks, once ranks are averaged. values: [rows]."""
+    """The mean over the rows, as Keras' losses weigh it. values: [rows]."""
     return ops.mean(values if sample_weight is None else values * sample_weight)
 
 
@@ -74,8 +74,8 @@ class Vae(keras.Model):
             loss = mean(reconstruction + kl, weight)
         gradients = tape.gradient(loss, self.trainable_weights)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
-        self.total.update_state(loss)
-        self.kl.update_state(mean(kl, weight))
+        self.total.update_state(reconstruction + kl, sample_weight=weight)
+        self.kl.update_state(kl, sample_weight=weight)
         return {
             "loss": self.total.result(),
             "kl_loss": self.kl.result(),
@@ -170,21 +170,20 @@ class Contrastive(keras.Model):
         return ops.stack([one / ops.norm(one, axis=-1, keepdims=True) for one in encoded], axis=1)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        x, _, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
-            pairs, size = self(x, training=True), 1
-            counts = ops.ones(ops.shape(pairs)[0]) if weight is None else weight
+            pairs = self(data, training=True)
+            own_rows = ops.shape(pairs)[0]
             if self.gathers:
                 import horovod_train.tensorflow as hvd
 
-                pairs, counts, size = hvd.allgather(pairs), hvd.allgather(counts), hvd.size()
-            is_there = ops.cast(counts > 0, "float32")
-            likeness = 5.0 * ops.matmul(pairs[:, 0], ops.transpose(pairs[:, 1])) - 1e9 * (1.0 - is_there)[None, :]
-            losses = ops.logsumexp(likeness, axis=1) - ops.diagonal(likeness)
-            loss = ops.sum(ops.where(is_there > 0, losses, 0.0)) / ops.sum(is_there)
-            scaled = size * loss  # each rank has the loss of all, and gives the gradient of its own records
+                pairs = hvd.allgather(pairs)
+            likeness = 5.0 * ops.matmul(pairs[:, 0], ops.transpose(pairs[:, 1]))
+            loss = ops.mean(ops.logsumexp(likeness, axis=1) - ops.diagonal(likeness))
         own = self.trainable_weights
-        self.optimizer.apply_gradients(zip(tape.gradient(scaled, own), own, strict=True))
+        # Each rank has the loss of all, and gives the gradient of its own rows; the mean over ranks is by rows.
+        factor = ops.cast(ops.shape(pairs)[0] / own_rows, "float32")
+        gradients = [factor * gradient for gradient in tape.gradient(loss, own)]
+        self.optimizer.apply_gradients(zip(gradients, own, strict=True))
         return {"loss": loss}
 
 

@@ -63,10 +63,19 @@ def test_figures_are_of_the_records_of_all_ranks(rank_facts: RankFacts) -> None:
 
 
 @pytest.mark.long
-def test_weights_of_records_and_compression_reach_every_optimizer(rank_facts: RankFacts) -> None:
+def test_weights_of_records_reach_every_optimizer(rank_facts: RankFacts) -> None:
     root, _ = rank_facts("own_steps_more", *WAY)
-    assert root["weighted"]["ended"] == "done"
-    assert all(math.isfinite(value) for value in figures(root["weighted"], "train").values() if value != "train")
+    assert root["weighted"]["error"] < 1e-5
+    assert root["weighted"]["moved"] > 0.1
+    unweighted, _ = rank_facts("own_steps", *WAY)
+    assert root["weighted"]["sha256"] != unweighted["wgan"]["sha256"]
+
+
+@pytest.mark.long
+def test_compression_reaches_every_optimizer(rank_facts: RankFacts) -> None:
+    root, _ = rank_facts("own_steps_more", *WAY)
+    assert root["compressed"]["ended"] == "done"
+    assert all(math.isfinite(value) for value in figures(root["compressed"], "train").values() if value != "train")
 
 
 @pytest.mark.long
