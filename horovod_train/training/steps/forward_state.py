@@ -11,7 +11,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.distributed.allreduce import over_ranks
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.training.steps.shares import Shares
 
@@ -54,7 +53,7 @@ class ForwardState:
             for (variable, old, kind), value in zip(entries, sums, strict=True):
                 value = tf.reshape(value, variable.shape)
                 if kind == "mean":
-                    value = over_ranks(value)
+                    value *= tf.constant(1 / self._group.size, value.dtype)  # see allreduce.over_ranks
                 elif kind == "sum":
                     value = old + value
                 variable.assign(tf.cast(value, variable.dtype))

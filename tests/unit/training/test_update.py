@@ -74,6 +74,7 @@ class Given:
             with self.shares.of_pass(None if share is None else tf.constant(share)):
                 earlier: dict[str, Any] = {}
                 for gradient in gradients[:-1]:
+                    self.update.begin_pass()
                     with self.update.collecting() as collected:
                         self.optimizer.apply([tf.constant(gradient)], [self.weight])
                     earlier = {
@@ -81,6 +82,7 @@ class Given:
                         for path, found in collected.items()
                     }
                 self.update.earlier = earlier
+                self.update.begin_pass()
                 self.update.loss = None if loss is None else tf.constant(loss)
                 self.optimizer.apply([tf.constant(gradients[-1])], [self.weight])
 
@@ -116,15 +118,17 @@ def test_a_loss_scale_is_lowered_by_gradients_that_are_not_finite() -> None:
     assert given.apply([4.0, 8.0]) == [1.0 - 2.0, 1.0 - 4.0]
 
 
-def test_an_optimizer_that_is_applied_twice_in_a_pass_has_its_gradients_added_up() -> None:
+def test_gradients_of_an_optimizer_that_is_applied_twice_in_a_pass_are_kept_by_call() -> None:
     given = Given()
 
     @tf.function(autograph=False)
-    def collected() -> list[Any]:
+    def collected() -> dict[str, list[Any]]:
+        given.update.begin_pass()
         with given.update.collecting() as found:
-            for _ in range(2):
-                given.optimizer.apply([tf.constant([1.0, 2.0])], [given.weight])
-        return found["optimizer"]
+            for factor in (1.0, 3.0):
+                given.optimizer.apply([factor * tf.constant([1.0, 2.0])], [given.weight])
+        return dict(found)
 
-    assert [gradient.numpy().tolist() for gradient in collected()] == [[2.0, 4.0]]
+    calls = {call: gradients[0].numpy().tolist() for call, gradients in collected().items()}
+    assert calls == {"optimizer": [1.0, 2.0], "optimizer#2": [3.0, 6.0]}
     assert given.weight.numpy().tolist() == [1.0, 1.0]
