@@ -209,7 +209,8 @@ class Update:
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
         # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
         # differ, only on some of them.
-        with tf.name_scope("exchange"):
+        # With a slash: beside the scope of the model's pass, which calls this, and not inside it.
+        with tf.name_scope("exchange/"):
             with tf.control_dependencies([self.enter("compute")]):
                 combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
                 exchanged = self.synchronization.exchange(combine, gradients, variables, tf.identity(self.step))
@@ -218,7 +219,7 @@ class Update:
                 applying = self.enter("compute", after=exchanged.gradients)
             with tf.control_dependencies([applying]):
                 combined = [_identity(gradient) for gradient in exchanged.gradients]
-        with tf.name_scope("update_parameters"):
+        with tf.name_scope("update_parameters/"):
             self._apply_if_finite(optimizer, combined, exchanged.local, variables)
 
     def _apply_if_finite(
