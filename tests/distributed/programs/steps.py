@@ -153,17 +153,15 @@ def mask_of_last_step(first_step: int = 0) -> np.ndarray:
 facts["mask"], facts["mask_again"], facts["mask_later"] = (mask_of_last_step(first) for first in (0, 0, 1))
 
 # What the forward pass assigns is equal on all ranks after each step; where ranks exchange now and then, it differs
-# between exchanges, is averaged for a save, and comes back.
+# between exchanges and is averaged for a save.
 for name, config in {
     "every_step": TrainConfig(),
     "local": TrainConfig(synchronization="local", average_every_steps=2),
 }.items():
     state = train(keras.optimizers.SGD(0.1), build_model(normalized=True), config).state
     facts[f"statistics {name}"] = state.model.layers[1].moving_mean.numpy()
-own = state.average_statistics(group)
-facts["statistics averaged"] = state.model.layers[1].moving_mean.numpy()
-state.set_statistics(own)
-facts["statistics put back"] = state.model.layers[1].moving_mean.numpy()
+    state.settle(group)
+    facts[f"statistics {name}, settled"] = state.model.layers[1].moving_mean.numpy()
 
 facts |= modes.facts() | frozen.facts() | together.facts() | {"waiting": overlap.facts()}
 leave(rank, facts)

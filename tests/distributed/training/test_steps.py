@@ -126,8 +126,8 @@ def test_statistics_are_equal_on_all_ranks_and_under_local_averages_averaged_for
     assert len({str(facts["statistics local"]) for facts in ranks}) == np_
     mean = np.mean([facts["statistics local"] for facts in ranks], axis=0)
     for facts in ranks:
-        assert np.allclose(facts["statistics averaged"], mean)
-        assert facts["statistics put back"] == facts["statistics local"]
+        assert np.allclose(facts["statistics local, settled"], mean)
+        assert facts["statistics every_step, settled"] == facts["statistics every_step"]
 
 
 @pytest.mark.parametrize(("launcher", "np_"), WAYS[1:])
