@@ -120,7 +120,7 @@ COMBINED: dict[str, Case] = {
     "layer with an average of records": Case(dense(extra=(Recentred,))),
     "accumulated, metrics": Case(
         dense(metrics=lambda: ["mae"], hidden={"activity_regularizer": "l2"}),
-        config={"train": {"accumulate_steps": 3}},
+        config={"train": {"accumulate_steps": 2}},
         alone_within=2e-6,
     ),
     # The generator is trained against the critic of the step before, as the passes of a step apply nothing.
