@@ -463,7 +463,7 @@ MORE: dict[str, Case] = {
     "Hashing": Case(looked_up(lambda: layers.Hashing(16)), "ids", **ROUNDED, long=True),
     "IntegerLookup": Case(looked_up(lambda: layers.IntegerLookup(vocabulary=[*range(100, 110)])), "ids", **ROUNDED),
     "Discretization, CategoryEncoding": Case(discretized, **ROUNDED, long=True),
-    "frozen and shared layers": Case(frozen_and_shared, "inputs"),
+    "frozen and shared layers": Case(frozen_and_shared, "inputs", **ROUNDED),
     "Embedding, Adam": Case(
         # Adam divides its first small gradients by their own size.
         embedded_in_adam,

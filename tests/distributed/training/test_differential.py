@@ -31,7 +31,18 @@ ON_THREE_RANKS = [
     *("metric of a user, a maximum from 0", "losses, mean_with_sample_weight", "layer with an average of records"),
     *("Embedding, Adam", "contrastive, gathered", "XLA, own train_step"),
 ]
-"""One of each kind; the others of `make test` run on one rank."""
+"""One of each kind."""
+ON_ONE_RANK = [
+    *("reduction sum_over_batch_size, weights", "mask, sum, weights", "Masking", "mask, metrics", "two outputs, list"),
+    *("two losses, metrics by output", "kernel_regularizer", "regularizer, sum", "constraint", "loss of one number"),
+    *("function as metric", "short names", "acc", "metric that ignores weights", "Dice", "schedule", "global_clipnorm"),
+    *("gradient_accumulation_steps", "LossScaleOptimizer", "optimizer with its own update_step"),
+    *("optimizer with its own apply_gradients", "optimizer MultiOptimizer", "BatchNormalization", "Normalization"),
+    *("mixed_bfloat16", "XLA", "accumulated, sum", "contrastive", "losses, sum", "siamese", "IntegerLookup"),
+    *("frozen and shared layers", "metrics of values", "metrics of a yes or no", "metrics of classes, one-hot"),
+    *("class weights of two losses", "clipping of a model's own optimizers", "own train_step that draws"),
+]
+"""Those that ranks have no part in, or that are of a kind that three ranks have."""
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +68,10 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 def _cases(np: int) -> list[Any]:
-    """All cases; those are more of a kind that run at another number of ranks without being long."""
+    """All cases, of which most are one more of a kind."""
 
     def is_long(name: str) -> bool:
-        return CASES[name].long or np == 2 or (name in ON_THREE_RANKS) != (np == 3)
+        return name not in {1: ON_ONE_RANK, 3: ON_THREE_RANKS}.get(np, [])
 
     return [
         pytest.param(np, name, id=f"{np}-{name}", marks=[pytest.mark.long] if is_long(name) else []) for name in CASES
