@@ -62,6 +62,8 @@ class Components:
     """Applied as at the start of the first epoch."""
     origins: tuple[str, ...] = ()
     """Where the parts come from that a compiled model has too."""
+    keeps_compiled_rate: bool = False
+    """Whether the learning rate is that of the optimizer that the model was compiled with."""
     averages: str = ""
     """What the averages are for that the optimizer keeps; "" if it keeps none."""
 
@@ -111,6 +113,7 @@ def build_components(
         last_step=horizon.total_steps,
         freezing=freezing,
         origins=training.origins,
+        keeps_compiled_rate=compiled.takes["optimizer"] and config.lr_schedule.base_lr is None,
         averages=_use_of_averages(state.averages, callbacks, evaluation),
         callbacks=callbacks,
         users_hooks=load_hooks(config.hooks, config.log.every_steps),

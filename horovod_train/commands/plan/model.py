@@ -28,7 +28,6 @@ from horovod_train.output.trackers.build import build_trackers
 from horovod_train.training.build import Components, build_components
 from horovod_train.training.hooks.users import load_hooks
 from horovod_train.training.parts.callbacks import load_callbacks
-from horovod_train.training.parts.compiled import brings
 from horovod_train.training.parts.fine_tuning import is_lora, listed
 from horovod_train.training.parts.initial_weights import match
 from horovod_train.training.parts.losses import build_loss
@@ -139,7 +138,6 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         "averages and progress": total - weights - optimizer,
         "cached records": train.bytes_to_cache if isinstance(train, Pipeline) and is_cached else 0,
     }
-    has_compiled_rate = brings(model, outlook.config)["optimizer"] and outlook.config.lr_schedule.base_lr is None
     model_has_optimizers = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
     return Sizes(
         source="of the model as built",
@@ -147,7 +145,11 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,
-        rate_of="the model" if model_has_optimizers else "the compiled optimizer" if has_compiled_rate else "",
+        rate_of="the model"
+        if model_has_optimizers
+        else "the compiled optimizer"
+        if components.keeps_compiled_rate
+        else "",
         fine_tuning=dict(_fine_tuning(components, outlook)),
     )
 

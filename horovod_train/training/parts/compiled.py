@@ -42,6 +42,8 @@ class Compiled:
 
     config: Config
     model: keras.Model
+    given: Mapping[str, Any]
+    """The arguments of the model's own compile(); none if Keras' was not called."""
     loss: ChosenLoss
     """That of the config; without a loss if the model's is taken."""
     own: tuple[str, ...]
@@ -96,34 +98,28 @@ class Compiled:
         """Raise UserError for a weight of a class that the schema excludes."""
         self.loss.check_classes(schema)
 
+    @property
+    def takes(self) -> dict[str, bool]:
+        """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
+        return _takes(self.given, self.config)
+
     def origins(self) -> Iterator[str]:
-        """Yield for the log where each part comes from, if the model is compiled or has a step of its own."""
-        compiled = compile_arguments_of_own(self.model, self.config)
-        for part, is_compiled in brings(self.model, self.config).items():
+        """Yield for the log where each part comes from, if the model was compiled before."""
+        for part, is_compiled in self.takes.items():
             if is_compiled:
                 yield f"{part}: as the model was compiled"
-            elif compiled.get(part):
+            elif self.given.get(part):
                 yield f"{part}: of the config, not as the model was compiled"
 
 
-_BROUGHT = "_horovod_train_compiled_with"
-
-
-def compile_arguments_of_own(model: keras.Model, config: Config) -> dict[str, Any]:
-    """Return what the model was compiled with before the trainer compiled it with what the config names."""
-    return vars(model).get(_BROUGHT, compile_arguments(model))
-
-
-def brings(model: keras.Model, config: Config) -> dict[str, bool]:
-    """Return for each of loss, metrics, weighted_metrics and optimizer whether the run takes the compiled model's."""
-    compiled = compile_arguments_of_own(model, config)
+def _takes(given: Mapping[str, Any], config: Config) -> dict[str, bool]:
     in_config = {
         "loss": config.loss.name != AUTO,
         "metrics": bool(config.metrics),
         "weighted_metrics": bool(config.weighted_metrics),
         "optimizer": config.optimizer.name != AUTO,
     }
-    return {part: bool(compiled.get(part)) and not in_config[part] for part in in_config}
+    return {part: bool(given.get(part)) and not in_config[part] for part in in_config}
 
 
 def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:
@@ -136,21 +132,20 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
     holds = optimizers_in(model)
     has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
     given = {} if compiles_itself else compile_arguments(model)
-    object.__setattr__(model, _BROUGHT, given)
     arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
     arguments, chosen = _with_config(config, model, arguments, own)
     optimizer, slots = model.optimizer if model.compiled else None, None
     if has_own_optimizers:
         _refuse_settings(config, holds)
     elif horizon is not None:
-        optimizer, slots = _prepare_optimizer(config, model, horizon)
+        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=_takes(given, config)["optimizer"])
     changes = any(arguments[name] is not given.get(name) for name in arguments)
     if changes or not model.compiled:
         keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
     if not has_own_optimizers and optimizer is not None:
         model.optimizer = optimizer
     targets = _targets(config, chosen)
-    return Compiled(config, model, chosen, own, targets, has_own_optimizers, slots)
+    return Compiled(config, model, given, chosen, own, targets, has_own_optimizers, slots)
 
 
 def _with_config(
@@ -205,24 +200,22 @@ def _arranged(targets: Any, by_output: Mapping[str, str], outputs: Any) -> Any:
 
 
 def _prepare_optimizer(
-    config: Config, model: keras.Model, horizon: Horizon
+    config: Config, model: keras.Model, horizon: Horizon, *, is_compiled: bool
 ) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
     """Return the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
-    optimizer = _choose_optimizer(config, model, horizon)
+    optimizer = _change_optimizer(config, model, horizon) if is_compiled else build_optimizer(config, horizon)
     multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
     slots = AverageSlots(optimizer)
-    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=brings(model, config)["optimizer"])
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
     return optimizer, slots
 
 
-def _choose_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
-    """Return the config's optimizer or the compiled model's, with what the config changes of it.
+def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
+    """Return the compiled model's optimizer with what the config changes of it.
 
-    The compiled one keeps its learning rate or schedule unless the config has lr_schedule; without base_lr that begins
-    at the compiled rate. Raises UserError.
+    It keeps its learning rate or schedule unless the config has lr_schedule; without base_lr that begins at the
+    compiled rate. Raises UserError.
     """
-    if not brings(model, config)["optimizer"]:
-        return build_optimizer(config, horizon)
     if config.optimizer.options:
         raise UserError("optimizer.options: the model is compiled with an optimizer; give optimizer.name too.")
     optimizer = model.optimizer

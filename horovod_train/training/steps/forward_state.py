@@ -74,6 +74,6 @@ class ForwardState:
 def _kind(variable: Any) -> str:
     aggregation = getattr(variable, "aggregation", None)
     aggregation = getattr(aggregation, "name", aggregation)  # of a tf.Variable it is an enum
-    named = {"mean": "mean", "sum": "sum", "only_first_replica": "first"}
-    is_floating = as_tf_variable(variable).dtype.is_floating
-    return named.get(str(aggregation).lower(), "mean" if is_floating else "first")
+    mean = "mean" if as_tf_variable(variable).dtype.is_floating else "first"  # integers have no mean
+    named = {"mean": mean, "sum": "sum", "only_first_replica": "first"}
+    return named.get(str(aggregation).lower(), mean)
