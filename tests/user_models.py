@@ -20,6 +20,38 @@ def small(hidden: int = 16) -> keras.Model:
     return keras.Model(image, layers.Dense(10)(x))
 
 
+class Scaled(layers.Layer):
+    """Multiplies by a constant that is no weight, and was drawn without a seed."""
+
+    def build(self, shape: tuple[int | None, ...]) -> None:
+        self.factors = np.random.default_rng().uniform(0.5, 1.5, shape[-1]).astype(np.float32)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * self.factors
+
+
+def with_a_constant() -> keras.Model:
+    image = keras.Input((28, 28, 1))
+    return keras.Model(image, layers.Dense(10)(Scaled(name="scaled")(layers.Flatten()(image))))
+
+
+def in_the_order_of_a_set() -> keras.Model:
+    image = keras.Input((28, 28, 1))
+    x = layers.Flatten()(image)
+    for name in {"a", "b", "c", "d", "e", "f", "g", "h"}:
+        x = layers.Dense(4, name=name)(x)
+    return keras.Model(image, layers.Dense(10)(x))
+
+
+def with_a_vocabulary() -> keras.Model:
+    """Pixels as tokens; their vocabulary is in the folder of the process."""
+    image = keras.Input((28, 28, 1))
+    lookup = layers.IntegerLookup(max_tokens=9, name="lookup")
+    lookup.set_vocabulary([int(line) for line in Path("vocabulary.txt").read_text().split()])
+    tokens = lookup(keras.ops.cast(layers.Flatten()(image), "int64"))
+    return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling1D()(layers.Embedding(9, 4)(tokens))))
+
+
 def of_lists(hidden: int = 16) -> keras.Model:
     """Grey 28×28 images `image`, and lists of 11 tokens `words` → 10 logits."""
     image, words = keras.Input((28, 28, 1), name="image"), keras.Input((11,), dtype="int64", name="words")

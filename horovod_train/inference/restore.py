@@ -11,6 +11,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 from horovod_train.models import build_model
+from horovod_train.training.parts import layer_contents
 from horovod_train.training.parts.fine_tuning import Freezing, enable_lora
 from horovod_train.training.state import weights_by_name
 
@@ -34,6 +35,12 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
     Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
     checkpoint is of another model, or has no moving averages.
     """
+    loaded = _load_weights(model, checkpoint, weights)
+    layer_contents.finalize(model)
+    return loaded
+
+
+def _load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
     saved = checkpoint.names()
     has_averages = any(name.startswith("ema/") for name in saved)
     if weights == "ema" and not has_averages:

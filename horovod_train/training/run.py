@@ -22,6 +22,7 @@ from horovod_train.training.hooks import call_callbacks
 from horovod_train.training.hooks.build import build_hooks
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
+from horovod_train.training.parts import layer_contents
 from horovod_train.training.parts.initial_weights import assign, match, slots_like_weights
 from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
@@ -41,13 +42,16 @@ def run(config: Config) -> int:
     user must fix. Raises DivergedError or RanksDisagree on all ranks where training must not continue.
     """
     with open_run(config) as run:
-        statistics = restore(run)
+        loss_averages = restore(run)
         _take_initial_weights(run)
-        consistency.check(run.group, _users_code(run), "at the start", RanksStartApart)
+        facts = _users_code(run) | layer_contents.structure(run.state.model)
+        consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
         run.group.broadcast(list(run.state.variables().values()))
-        run.state.restore_statistics(run.group, statistics)
+        run.state.restore_loss_average(run.group, loss_averages)
+        layer_contents.finalize(run.state.model)
+        consistency.check(run.group, layer_contents.contents(run.state.model), "at the start", RanksStartApart)
         run.parts.freezing.apply(int(run.state.epoch))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)

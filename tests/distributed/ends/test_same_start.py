@@ -61,10 +61,19 @@ class Rank:
         return ["-np", "1", "-wdir", str(here), "env", *variables, *shell, *program, "--output-dir", str(output_dir)]
 
 
-def launch(digits: Path, folder: Path, first: Rank, second: Rank, prepare: Prepare = lambda here: None) -> Finished:
+def launch(
+    digits: Path,
+    folder: Path,
+    first: Rank,
+    second: Rank,
+    prepare: Prepare = lambda here: None,
+    *,
+    model: str = "small",
+) -> Finished:
     for name in ("first", "second"):
         (folder / name).mkdir()
-        (folder / name / "config.yaml").write_text(CONFIG)
+        (folder / name / "config.yaml").write_text(CONFIG.replace("user_models:small", f"user_models:{model}"))
+        (folder / name / "vocabulary.txt").write_text("1 2 3")
         (folder / name / "sitecustomize.py").write_text(SHIM)
         shutil.copytree(digits, folder / name / "digits", copy_function=shutil.copyfile)  # copies of another time
         forget_counts(folder / name)
@@ -175,13 +184,58 @@ def test_what_must_be_equal_ends_the_run_before_training_with_one_sentence(
 ) -> None:
     second, prepare, said = DIFFERENT[name]
     finished = launch(digits, tmp_path, Rank(), second, prepare)
+    check_refused(finished, said, tmp_path / "run")
+
+
+def check_refused(finished: Finished, said: str, run_dir: Path) -> None:
     assert finished.returncode == 2, finished.text
     (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
     host = line.partition("rank 1 (")[2].partition(")")[0]
     assert line.startswith(said.format(host=host)), line
     assert "Traceback" not in finished.stderr
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    assert not (run_dir / "metrics.jsonl").exists()
+    assert not list(run_dir.glob("checkpoints/*"))
+
+
+def write_keras_json(here: Path) -> None:
+    (here / "keras").mkdir()
+    (here / "keras/keras.json").write_text('{"backend": "tensorflow", "epsilon": 1e-05}')
+
+
+HASHED = {"PYTHONHASHSEED": "0"}
+OTHER_MODELS: dict[str, tuple[str, Rank, Prepare, str]] = {
+    "constant": ("with_a_constant", Rank(), lambda here: None, "constant factors of layer scaled"),
+    "order": (
+        "in_the_order_of_a_set",
+        Rank(environment={"PYTHONHASHSEED": "1"}),
+        lambda here: None,
+        "weight 2 of the model: rank 1 ({host}) has 'g/kernel (4, 4) float32'; 1 of 2 have 'f/kernel (4, 4) float32'",
+    ),
+    "vocabulary": (
+        "with_a_vocabulary",
+        Rank(),
+        lambda here: (here / "vocabulary.txt").write_text("1 2 4"),
+        "table lookup_table of layer lookup",
+    ),
+    "keras.json": (
+        "small",
+        Rank(environment={"KERAS_HOME": "{here}/keras"}),
+        write_keras_json,
+        "Keras' settings (keras.json)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "order" else pytest.mark.long) for n in OTHER_MODELS]
+)
+def test_models_that_differ_though_their_files_are_the_same_are_refused(
+    digits: Path, tmp_path: Path, name: str
+) -> None:
+    model, second, prepare, what = OTHER_MODELS[name]
+    second.environment = HASHED | second.environment
+    finished = launch(digits, tmp_path, Rank(environment=HASHED), second, prepare, model=model)
+    check_refused(finished, f"error: ranks disagree at the start on {what}", tmp_path / "run")
 
 
 HARMLESS: dict[str, Rank] = {

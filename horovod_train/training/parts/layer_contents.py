@@ -1,0 +1,96 @@
+"""What layers hold besides their weights, such as constants and vocabularies: compared between ranks, and made anew.
+
+Weights come to all ranks by broadcast. What is compared here does not: where it differs, ranks train different models.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.distributed.consistency import digest
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.errors import one_line
+
+_TABLES: tuple[type[Any], ...] = (
+    tf.lookup.StaticHashTable,
+    tf.lookup.experimental.MutableHashTable,
+    tf.lookup.experimental.DenseHashTable,
+)
+
+
+def structure(model: keras.Model) -> dict[str, str]:
+    """Return what must be equal before ranks can send each other weights, by name: Keras' settings, layers, weights."""
+    settings = (keras.config.backend(), keras.config.image_data_format(), f"epsilon {keras.config.epsilon():g}")
+    facts = {"Keras' settings (keras.json)": ", ".join(settings)}
+    for number, weight in enumerate(model.weights):
+        facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
+    for number, layer in enumerate(layers_inside(model)):
+        # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
+        if type(layer).__module__.partition(".")[0] == "keras" and not isinstance(layer, keras.Model):
+            facts[f"options of layer {number}"] = f"{layer.path}: {digest(_as_text(layer.get_config()).encode())}"
+    return facts
+
+
+def contents(model: keras.Model) -> dict[str, str]:
+    """Return digests of the arrays, tensors, tables and files (Keras' assets) that layers hold, by name."""
+    return {f"{what} of layer {layer.path}": value for layer in layers_inside(model) for what, value in _held(layer)}
+
+
+def finalize(model: keras.Model) -> None:
+    """Have layers compute anew what they derive from weights, as Normalization does; call after loading weights."""
+    for layer in layers_inside(model):
+        if callable(getattr(layer, "finalize_state", None)):
+            layer.finalize_state()
+
+
+def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
+    for name, value in vars(layer).items():
+        arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
+        # Tensors of graphs have no values.
+        arrays += [part.numpy() for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
+        if arrays:
+            yield f"constant {name}", digest("".join(map(_digest_of_array, arrays)).encode())
+        for table in (part for kind in _TABLES for part in parts_in(value, kind)):
+            if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
+                keys, values = (part.numpy().tolist() for part in table.export())
+                yield f"table {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
+    if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
+        yield "vocabulary or other assets", _digest_of_assets(layer)
+
+
+def _digest_of_array(array: np.ndarray) -> str:
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return digest(f"{array.shape} {array.dtype}".encode() + data)
+
+
+def _digest_of_assets(layer: keras.Layer) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            layer.save_assets(folder)
+        except Exception as error:  # a layer that cannot be saved may train all the same
+            return f"cannot be saved: {one_line(error)}"
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
+    return digest("\n".join(texts).encode())
+
+
+def _as_text(config: Any) -> str:
+    """Return a layer's config as text, without its seeds: they do not decide what ranks compute; see step.Seeds."""
+
+    def without_seeds(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): without_seeds(part) for key, part in value.items() if key != "seed"}
+        return [without_seeds(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def other(value: Any) -> str:
+        return _digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
+
+    return json.dumps(without_seeds(config), sort_keys=True, default=other)

@@ -1,0 +1,63 @@
+"""What layers hold besides weights: compared by content, and computed anew from weights that were loaded."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from horovod_train.training.parts import layer_contents
+
+ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
+
+
+def normalized(rows: np.ndarray) -> keras.Model:
+    keras.utils.clear_session()
+    norm = layers.Normalization(name="norm")
+    norm.adapt(rows)
+    return keras.Sequential([keras.Input((2,)), norm, layers.Dropout(0.5, seed=int(rows.sum())), layers.Dense(1)])
+
+
+def test_the_structure_of_a_model_is_the_same_whatever_its_values_and_seeds() -> None:
+    assert layer_contents.structure(normalized(ROWS)) == layer_contents.structure(normalized(2 * ROWS))
+
+
+def test_another_option_of_a_layer_is_another_structure() -> None:
+    def built(name: str) -> keras.Model:
+        keras.utils.clear_session()
+        return keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=name)])
+
+    one, other = (layer_contents.structure(built(name)) for name in ("relu", "gelu"))
+    assert one.keys() == other.keys()
+    assert [name for name in one if one[name] != other[name]] == ["options of layer 2"]
+
+
+def test_what_is_computed_from_weights_is_computed_anew() -> None:
+    model, other = normalized(ROWS), normalized(2 * ROWS)
+    other.set_weights(model.get_weights())
+    assert layer_contents.contents(other) != layer_contents.contents(model)
+    layer_contents.finalize(other)
+    assert layer_contents.contents(other) == layer_contents.contents(model)
+    assert np.array_equal(other(ROWS), model(ROWS))
+
+
+@pytest.mark.parametrize("words", [["a", "b"], ["b", "a"], ["a", "c"]])
+def test_tables_are_compared_by_what_they_hold(words: list[str]) -> None:
+    class Looking(layers.Layer):
+        def __init__(self, words: list[str]) -> None:
+            super().__init__(name="looking")
+            keys = tf.constant(sorted(words))
+            initializer = tf.lookup.KeyValueTensorInitializer(keys, tf.range(2, dtype=tf.int64))
+            self.table = tf.lookup.StaticHashTable(initializer, -1)
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return self.table.lookup(inputs)
+
+    def held(words: list[str]) -> dict[str, str]:
+        text = keras.Input((), dtype="string")
+        return layer_contents.contents(keras.Model(text, Looking(words)(text)))
+
+    assert list(held(words)) == ["table table of layer looking"]
+    assert (held(words) == held(["a", "b"])) == (set(words) == {"a", "b"})
