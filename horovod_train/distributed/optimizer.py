@@ -227,6 +227,8 @@ class GradientExchange:
         """Return the indices of the gradients to exchange as one tensor, by dtype."""
         indices: dict[str, list[int]] = {}
         size = 0
+        if is_alone(self.ranks):
+            return indices
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, tf.Tensor) and gradient.shape.is_fully_defined():
                 indices.setdefault(gradient.dtype.name, []).append(index)

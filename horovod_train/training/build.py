@@ -143,8 +143,9 @@ def build_state(
             config.horovod.sparse_as_dense,
         )
     )
-    losses = ["loss"] if training.knows_loss else []
-    return TrainState(model, optimizers, tracked, averages=averages, synchronization=strategy, losses=losses)
+    return TrainState(
+        model, optimizers, tracked, averages=averages, synchronization=strategy, knows_loss=training.knows_loss
+    )
 
 
 def _build_model(config: Config, group: WorkerGroup) -> keras.Model:

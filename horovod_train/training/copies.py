@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import tensorflow as tf
-
-from horovod_train.distributed.group import WorkerGroup
 
 
 class Copies:
@@ -42,20 +40,6 @@ class Copies:
                 self._arrays[name] = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
             self._arrays[name].reshape(-1).view(np.uint8)[:] = bytes_of(variable)
         return {name: self._arrays[name] for name in variables}
-
-
-def values_on_root(group: WorkerGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Collective: return on root each value of all ranks, as [ranks, ...]; elsewhere nothing.
-
-    Not by a gather, which would give each of hundreds of ranks the values of all.
-    """
-    if not values:
-        return []
-    row = np.frombuffer(b"".join(value.tobytes() for value in values), np.uint8)
-    rows = group.to_root(row[np.newaxis])
-    parts = np.split(rows, np.cumsum([value.nbytes for value in values])[:-1], axis=1)
-    pairs = zip(values, parts, strict=True) if group.is_root else ()
-    return [np.ascontiguousarray(part).view(value.dtype).reshape(-1, *value.shape) for value, part in pairs]
 
 
 def bytes_of(variable: tf.Variable) -> memoryview:

@@ -32,7 +32,7 @@ class Failure:
         self._variable = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
-    def note(self, step: tf.Tensor, is_cause: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor) -> None:
+    def note(self, step: tf.Tensor, is_cause: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int) -> None:
         """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above."""
         self.step.assign(step)
         self.is_cause.assign(is_cause)
@@ -63,9 +63,7 @@ class Failure:
         step, _, loss_is_finite, shown, skips, variable = facts[(causes or failed)[0]]
         ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
         tried = f", after {skips} skipped updates in a row" if skips else ""
-        state = f"The weights are those before that step; {_ADVICE}."
-        if not self.knows_loss:
-            state = "Weights with such gradients are those before that step; lower the learning rates."
+        state = f"Nothing of it has been saved; {_ADVICE if self.knows_loss else 'lower the learning rates'}."
         if not causes:
             return DivergedError(
                 f"Model diverged at step {step}: gradients are finite on each rank, but not once they are combined"
@@ -74,7 +72,7 @@ class Failure:
         shows_loss = self.knows_loss and not loss_is_finite
         lead = f"Model diverged{f' with loss = {shown}' if shows_loss else ''} at step {step}"
         if variable:
-            return DivergedError(f"{lead}: {variable} is not finite on {ranks}. It has not been saved; {_ADVICE}.")
+            return DivergedError(f"{lead}: {variable} is not finite on {ranks}. {state}")
         but = ", but not the loss," if self.knows_loss else ""
         numbers = f"gradients{but}" if loss_is_finite else "loss or gradients"
         return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {state}")

@@ -19,6 +19,7 @@ from horovod_train.data import identity
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.errors import UserError
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +44,16 @@ def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Co
     return resolved
 
 
-def restore(run: Run) -> dict[str, Any]:
-    """Collective: on root, load the checkpoint into the state; return the statistics of each rank in it.
+def restore(run: Run) -> Any:
+    """Collective: on root, load the checkpoint into the state; return the average of the loss of each rank in it.
 
     Raises UserError for a checkpoint that does not fit.
     """
     with run.group.raise_together():
-        return {} if run.checkpoint is None else _load(run, run.checkpoint)
+        return None if run.checkpoint is None else _load(run, run.checkpoint)
 
 
-def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
+def _load(run: Run, checkpoint: Checkpoint) -> Any:
     config, parts = run.config, run.parts
     rates = run.state.rates
     arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
@@ -66,7 +67,7 @@ def _load(run: Run, checkpoint: Checkpoint) -> dict[str, Any]:
     elif checkpoint.facts.setting("early_stopping.patience") is None:
         parts.early_stopping.best.evaluations_since.assign(0)  # that run did not count them
     log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
-    return {name: array for name, array in arrays.items() if name.startswith("ranks/")}
+    return arrays.get(LOSS_AVERAGE_BY_RANK)
 
 
 def _restore_rates(rates: Mapping[str, tf.Variable], arrays: dict[str, Any], *, is_same: bool) -> None:

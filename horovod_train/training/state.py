@@ -14,7 +14,7 @@ import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.training.copies import Copies, bytes_of, values_on_root
+from horovod_train.training.copies import Copies, bytes_of
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.steps.optimizers import Optimizers
@@ -23,6 +23,9 @@ from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
 """Decay of the moving average of the training loss."""
+_LOSS_AVERAGE = "progress/loss_averages"
+LOSS_AVERAGE_BY_RANK = f"ranks/{_LOSS_AVERAGE}"
+"""The names in a checkpoint of the mean over ranks, and of each rank's own."""
 
 
 class TrainState:
@@ -41,11 +44,11 @@ class TrainState:
         *,
         averages: Averages | None = None,
         synchronization: SyncStrategy | None = None,
-        losses: Sequence[str] = ("loss",),
+        knows_loss: bool = True,
     ) -> None:
         """averages: of the weights, if any are kept. synchronization: how ranks exchange; default: at every step.
 
-        losses: names of the losses passed to `note_losses`, if it is called.
+        knows_loss: whether `note_loss` is called.
         """
         # Slots must exist before the broadcast, or each rank would make its own at its first step.
         if isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
@@ -59,9 +62,12 @@ class TrainState:
             self.step, self.epoch, self.records = (
                 tf.Variable(0, dtype=tf.int64, trainable=False, name=name) for name in ("step", "epoch", "records")
             )
-        self.losses = tuple(losses)
-        self.loss_averages = tf.Variable(tf.zeros(len(self.losses)), trainable=False, name="loss_averages")
-        """float32 [losses]: moving averages of this rank's parts of the means times the number of ranks."""
+        self.knows_loss = knows_loss
+        self.loss_average = tf.Variable(tf.zeros(1), trainable=False, name="loss_average")
+        """float32 [1]: the moving average of this rank's part of the mean loss times the number of ranks.
+
+        The only variable that each rank computes for itself: all others are equal once settled.
+        """
         self.seeds = find_seeds(model)
         self.failure = Failure()
         # Variables that are non-finite now, such as a mask kept by a layer, are so by design.
@@ -75,17 +81,12 @@ class TrainState:
             *((f"optimizer/{slot.path}", slot) for slot in slots),
             *((f"ema/{name}", variable) for name, variable in self.averages.variables.items()),
             *((f"progress/{name}", getattr(self, name)) for name in ("step", "epoch", "records")),
-            *(("progress/loss_averages", averages) for averages in self._losses),
+            *(((_LOSS_AVERAGE, self.loss_average),) if self.knows_loss else ()),
             *((f"progress/{name}", variable) for name, variable in self.tracked.items()),
             *((f"exchange/{name}", variable) for name, variable in self.synchronization.variables.items()),
         ]
         others = by_unique_name((name, as_tf_variable(variable)) for name, variable in named)
         return weights_by_name(self.model.weights, "model") | others
-
-    @property
-    def statistics(self) -> list[tf.Variable]:
-        """Variables that each rank computes for itself: its parts of the losses. All others are equal once settled."""
-        return self._losses
 
     def finite(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
         """Return those of some variables that must stay finite."""
@@ -97,10 +98,6 @@ class TrainState:
         """The learning rates that are variables, because they follow no schedule, by their names in a checkpoint."""
         variables = (item for item in self.variables().items() if item[0].startswith("optimizer/"))
         return {name: variable for name, variable in variables if name.rpartition("/")[2] == "learning_rate"}
-
-    @property
-    def _losses(self) -> list[tf.Variable]:
-        return [self.loss_averages] if self.losses else []
 
     def settle(self, group: WorkerGroup) -> Settled:
         """Collective: make variables equal that may differ between exchanges; often there are none.
@@ -133,7 +130,7 @@ class TrainState:
         """Return what must be finite for a run to continue: weights, their averages, losses, pending gradients."""
         pending = {variable.ref() for variable in self.synchronization.must_be_finite}
         refs = {as_tf_variable(weight).ref() for weight in self.model.weights} | pending
-        refs |= {variable.ref() for variable in [*self.averages.variables.values(), *self.statistics]}
+        refs |= {variable.ref() for variable in [*self.averages.variables.values(), self.loss_average]}
         named = self.variables().items()
         return {name: variable for name, variable in named if variable.ref() in refs and variable.dtype.is_floating}
 
@@ -144,46 +141,29 @@ class TrainState:
             return self.optimizer.learning_rates
         return {"learning_rate": self.optimizer.learning_rate}
 
-    def note_losses(self, scaled_losses: Mapping[str, tf.Tensor]) -> None:
-        """In the compiled step: add this rank's parts of the means, times the number of ranks, to their averages.
+    def note_loss(self, scaled_loss: tf.Tensor, *, is_checked: bool) -> None:
+        """In the compiled step: add this rank's part of the mean, times the number of ranks, to its moving average.
 
-        An average is linear, so its mean over ranks is the average of the global loss, though no rank knows that loss.
+        The average is linear, so its mean over ranks is that of the global loss, though no rank knows that loss.
+        is_checked: whether to leave out a loss that is not finite, because training continues after it.
         """
-        new = tf.stack([scaled_losses[name] for name in self.losses])
-        moved = LOSS_AVERAGE_DECAY * self.loss_averages + (1 - LOSS_AVERAGE_DECAY) * new
-        self.loss_averages.assign(tf.where(tf.reduce_all(tf.math.is_finite(new)), moved, self.loss_averages))
+        moved = LOSS_AVERAGE_DECAY * self.loss_average + (1 - LOSS_AVERAGE_DECAY) * scaled_loss
+        self.loss_average.assign(
+            tf.where(tf.math.is_finite(scaled_loss), moved, self.loss_average) if is_checked else moved
+        )
 
-    def average_losses(self, group: WorkerGroup) -> dict[str, float]:
-        """Collective: return moving averages of the global training losses by name, corrected for the start at zero."""
-        if not self.losses:
+    def average_loss(self, group: WorkerGroup) -> dict[str, float]:
+        """Collective: return the moving average of the global loss, corrected for the start at zero, by its name."""
+        if not self.knows_loss:
             return {}
-        (means,) = group.average([self.loss_averages.numpy()])
-        correction = 1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step))
-        return {name: float(mean) / correction for name, mean in zip(self.losses, means, strict=True)}
+        (mean,) = group.average([self.loss_average.numpy()])
+        return {"loss_average": float(mean[0]) / (1 - LOSS_AVERAGE_DECAY ** max(1, int(self.step)))}
 
-    def average_statistics(self, group: WorkerGroup) -> list[np.ndarray]:
-        """Collective: set the statistics to their mean over ranks; return this rank's own, for `set_statistics`."""
-        local_values = [variable.numpy() for variable in self.statistics]
-        self.set_statistics(group.average(local_values))
-        return local_values
-
-    def set_statistics(self, values: Sequence[np.ndarray]) -> None:
-        for variable, value in zip(self.statistics, values, strict=True):
-            variable.assign(tf.cast(value, variable.dtype))
-
-    def restore_statistics(self, group: WorkerGroup, arrays: Mapping[str, np.ndarray]) -> None:
-        """Collective: give each rank its own statistics, if root's `ranks/` arrays are from as many ranks."""
-        by_rank = group.broadcast_object(dict(arrays))
-        for name, variable in zip(self.statistic_names, self.statistics, strict=True):
-            values = by_rank.get(f"ranks/{name}", ())
-            if len(values) == group.size:
-                variable.assign(tf.cast(values[group.rank], variable.dtype))
-
-    @property
-    def statistic_names(self) -> list[str]:
-        """The names of the statistics among `variables`, in their order."""
-        names = {variable.ref(): name for name, variable in self.variables().items()}
-        return [names[variable.ref()] for variable in self.statistics]
+    def restore_loss_average(self, group: WorkerGroup, by_rank: np.ndarray | None) -> None:
+        """Collective: give each rank its own, if root's by_rank, float32 [ranks, 1], is of as many ranks."""
+        by_rank = group.broadcast_object(by_rank)
+        if by_rank is not None and len(by_rank) == group.size:
+            self.loss_average.assign(by_rank[group.rank])
 
     def weights_sha256(self) -> str:
         """Return one SHA-256 over the bytes of all weights of the model, in its order."""
@@ -195,7 +175,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Settled:
-    """A state that is finite and, except for statistics, equal on all ranks, until the next step. See `settle`."""
+    """A state that is finite and, equal on all ranks but for the loss, until the next step. See `settle`."""
 
     state: TrainState
 
@@ -204,23 +184,21 @@ class Settled:
 
         XXH3 is some 20 times as fast as SHA-256, and ranks that compute are no attackers.
         """
-        statistics = {variable.ref() for variable in self.state.statistics}
-        variables = self.state.variables()
-        compared = {name: variable for name, variable in variables.items() if variable.ref() not in statistics}
+        compared = {name: each for name, each in self.state.variables().items() if name != _LOSS_AVERAGE}
         return {name: xxhash.xxh3_128_hexdigest(bytes_of(variable)) for name, variable in compared.items()}
 
     def snapshot(self, group: WorkerGroup, copies: Copies) -> dict[str, np.ndarray]:
-        """Collective: return copies of all variables, with statistics averaged and, under `ranks/`, those of each rank.
+        """Collective: return copies of all variables, with the mean of the loss averages, and those by rank.
 
         With the latter, a resume at the same number of ranks continues bit for bit; at another number it uses the mean.
         Only root saves; other ranks copy nothing and return an empty dict. The next snapshot overwrites `copies`.
         """
-        local_statistics = self.state.average_statistics(group)
-        arrays = copies.take(self.state.variables()) if group.is_root else {}
-        self.state.set_statistics(local_statistics)
-        by_rank = values_on_root(group, local_statistics)
-        names = self.state.statistic_names if by_rank else []
-        return arrays | {f"ranks/{name}": values for name, values in zip(names, by_rank, strict=True)}
+        state = self.state
+        arrays = copies.take(state.variables()) if group.is_root else {}
+        by_rank = group.to_root(state.loss_average.numpy()[np.newaxis])
+        if group.is_root and state.knows_loss:
+            arrays |= {_LOSS_AVERAGE: by_rank.mean(axis=0), LOSS_AVERAGE_BY_RANK: by_rank}
+        return arrays
 
 
 def find_seeds(model: keras.Model) -> list[tf.Variable]:

@@ -6,7 +6,6 @@ Does not know where chunks come from; see pipeline and stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -24,6 +23,9 @@ class Cursor(NamedTuple):
     taken: tf.Tensor
     """int32 scalar: how many of the steps have been taken."""
 
+
+Wait = Callable[[Callable[[], Batch]], Batch]
+"""(what takes the next chunk) → the chunk that it gave."""
 
 Act = Callable[..., tuple[Any, ...]]
 """(batch, its number, int32 scalar counted from 0, *state) → the new state."""
@@ -54,7 +56,7 @@ class Batches(Iterator[Batch]):
         return result
 
     def __next__(self) -> Batch:
-        cursor = _advance_if_used_up(self._cursor, nullcontext)
+        cursor = _advance_if_used_up(self._cursor, lambda take: take())
         self._cursor = cursor._replace(taken=cursor.taken + 1)
         return _batch_at(cursor.chunk, cursor.taken)
 
@@ -66,15 +68,15 @@ def for_each_batch(
     state: tuple[Any, ...],
     *,
     continues: Callable[..., tf.Tensor] = lambda *_: tf.constant(True),
-    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    wait: Wait = lambda take: take(),
 ) -> tuple[Cursor, tuple[Any, ...]]:
     """In a compiled call: act on each of the next `steps` batches, in order. Return the new cursor and state.
 
-    continues: state → whether to take another batch. waiting: the scope of waiting for a chunk.
+    continues: state → whether to take another batch. wait: what is done where a chunk is taken.
     """
 
     def act_on_chunk(step: tf.Tensor, chunk: Batch, taken: tf.Tensor, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        current = _advance_if_used_up(Cursor(cursor.chunks, chunk, taken), waiting)
+        current = _advance_if_used_up(Cursor(cursor.chunks, chunk, taken), wait)
         offset = current.taken - step
         end = tf.minimum(steps, _steps(current.chunk) - offset)
 
@@ -99,12 +101,11 @@ def for_each_batch(
     return cursor._replace(chunk=chunk, taken=taken), state
 
 
-def _advance_if_used_up(cursor: Cursor, waiting: Callable[[], AbstractContextManager[Any]]) -> Cursor:
+def _advance_if_used_up(cursor: Cursor, wait: Wait) -> Cursor:
     """Return the cursor, in the next chunk if no step is left in the current one."""
 
     def next_chunk() -> tuple[Batch, tf.Tensor]:
-        with waiting():
-            return next(cursor.chunks), tf.constant(0)
+        return wait(lambda: next(cursor.chunks)), tf.constant(0)
 
     chunk, taken = tf.cond(cursor.taken < _steps(cursor.chunk), lambda: (cursor.chunk, cursor.taken), next_chunk)
     return cursor._replace(chunk=chunk, taken=taken)

@@ -74,8 +74,7 @@ class LogTraining:
 
 def _losses_and_metrics(run: Run) -> dict[str, float]:
     values = run.parts.train_step.figures.result(run.group)
-    averages = run.state.average_losses(run.group)
-    return values | {f"{name}_average": average for name, average in averages.items()}
+    return values | run.state.average_loss(run.group)
 
 
 def _drift(run: Run, step: int) -> dict[str, float]:

@@ -94,7 +94,9 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
     def make_step(state: TrainState) -> TrainStep:
         phase_variable = PhaseVariable(state.step)
         exchange = GradientExchange(**exchange_options(config))
+        max_skips = config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0
         update = Update(optimizers, exchange, state.synchronization, shares, state.step, phase_variable.enter)
+        update.continues = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
         optimizers.distribute(update)
         passes = Passes(
             model,
@@ -117,7 +119,7 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
             seed=config.seed,
             phase_variable=phase_variable,
             accumulate_steps=config.train.accumulate_steps,
-            max_skips_in_a_row=config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0,
+            max_skips_in_a_row=max_skips,
             placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
         )
 

@@ -153,7 +153,7 @@ def _updating(base: type, path: str, update: Update) -> type:
 class Update:
     """What happens when an optimizer of the step is given gradients, in the pass that is being traced.
 
-    They are multiplied by the rank's share, added to those of earlier passes, exchanged, and applied if all are finite.
+    They are multiplied by the rank's share, added to those of earlier passes, exchanged, and applied.
     """
 
     optimizers: Optimizers
@@ -163,6 +163,9 @@ class Update:
     step: tf.Variable
     enter: Callable[..., tf.Operation]
     """Records the phase of the step, as PhaseVariable.enter."""
+    continues: bool = True
+    """Whether training goes on after gradients that are not finite. Then none is applied before all are known to be;
+    else the run ends at that step, and each is applied as soon as it is combined."""
 
     def __post_init__(self) -> None:
         self.earlier: Mapping[str, Sequence[Any]] = {}
@@ -204,23 +207,54 @@ class Update:
             self.collected[key] = gradients
             return
         gradients = _add_lists(self.earlier.get(key), gradients)
-        if self.loss is not None:
-            gradients = poison_if_nonfinite(tf.cast(self.loss, tf.float32), gradients)
+        loss = None if self.loss is None else tf.cast(self.loss, tf.float32)
+        if loss is not None and not (self.is_alone and not self.continues):
+            gradients, loss = poison_if_nonfinite(loss, gradients), None
+        combined, local = self._exchange(path, gradients, variables)
+        # With a slash: beside the scope of the model's pass, which calls this, and not inside it.
+        with tf.name_scope("update_parameters/"):
+            if self.continues:
+                self._apply_if_finite(optimizer, combined, local, variables)
+            else:
+                optimizer.apply_combined(combined, variables)
+                self._note_if_nonfinite([*combined, None if loss is None else 0.0 * loss], local)
+
+    def _exchange(
+        self, path: str, gradients: list[Any], variables: list[Any] | None
+    ) -> tuple[list[Any], Sequence[Any]]:
+        """Collective: return the gradients to apply, and this rank's part of them."""
+        combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
+        if self.is_alone:
+            exchanged = self.synchronization.exchange(combine, gradients, variables, tf.identity(self.step))
+            return exchanged.gradients, exchanged.local
         # Not after all gradients, so that each is exchanged as soon as it is computed; but after something of this
         # step: TensorFlow moves an exchange of constants out of the loop over steps, and where the graphs of ranks
         # differ, only on some of them.
-        # With a slash: beside the scope of the model's pass, which calls this, and not inside it.
-        with tf.name_scope("exchange/"):
-            with tf.control_dependencies([self.enter("compute")]):
-                combine = functools.partial(self.exchange.combine_each, name=f"{path}.gradient")
-                exchanged = self.synchronization.exchange(combine, gradients, variables, tf.identity(self.step))
-            waiting = self.enter("exchange", after=gradients)
-            with tf.control_dependencies([waiting]):
-                applying = self.enter("compute", after=exchanged.gradients)
-            with tf.control_dependencies([applying]):
-                combined = [_identity(gradient) for gradient in exchanged.gradients]
-        with tf.name_scope("update_parameters/"):
-            self._apply_if_finite(optimizer, combined, exchanged.local, variables)
+        with tf.name_scope("exchange/"):  # with a slash: see apply
+            step = self.step.read_value()
+            with tf.control_dependencies([step]):
+                exchanged = self.synchronization.exchange(combine, gradients, variables, step)
+            with tf.control_dependencies([self.enter("exchange", after=gradients)]):
+                self.enter("compute", after=exchanged.gradients)
+        return exchanged.gradients, exchanged.local
+
+    @property
+    def is_alone(self) -> bool:
+        return self.shares.group.size == 1
+
+    def _note_if_nonfinite(self, gradients: Sequence[Any], local: Sequence[Any]) -> None:
+        """In the compiled step: note whether the combined gradients are not finite, and whether because of this rank's.
+
+        A failure remains noted.
+        """
+        failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
+        before, is_bad = failed.read_value(), tf.logical_not(are_finite(gradients))
+        if self.is_alone:
+            is_cause.assign(True)
+        else:
+            is_first = tf.logical_and(is_bad, tf.logical_not(before))
+            tf.cond(is_first, lambda: is_cause.assign(tf.logical_not(are_finite(local))), lambda: is_cause)
+        failed.assign(tf.logical_or(before, is_bad))
 
     def _apply_if_finite(
         self, optimizer: Any, gradients: list[Any], local: Sequence[Any], variables: list[Any] | None

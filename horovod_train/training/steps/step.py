@@ -154,43 +154,51 @@ class TrainStep:
             one_step,
             (tf.constant(True), ids),
             continues=lambda continues, _: continues,
-            waiting=self._waiting,
+            wait=self._wait,
         )
         return cursor, (continues, ids.stack())
 
-    def _waiting(self) -> AbstractContextManager[Any]:
-        return tf.control_dependencies([self.phase_variable.enter("input")])
+    def _wait(self, take: Callable[[], Batch]) -> Batch:
+        """Take a chunk of batches in the phase "input"; then, until the first exchange, the phase is "compute"."""
+        enter = self.phase_variable.enter
+        with tf.control_dependencies([enter("input")]):
+            chunk = take()
+        with tf.control_dependencies([enter("compute", after=chunk)]):
+            identical: Batch = tf.nest.map_structure(tf.identity, chunk)
+        return identical
 
     def train_on(self, batch: Batch, size: StepSize) -> tf.Tensor:
         """In a compiled call: run one update. Return whether to continue; the same on all ranks."""
         state, enter = self.state, self.phase_variable.enter
         self.seeds.set(state.step)
-        self.update.optimizers.failed.assign(False)
-        with tf.control_dependencies([enter("exchange", after=batch)]):  # counting may communicate
+        if self.update.continues:
+            self.update.optimizers.failed.assign(False)
+        counting = [enter("exchange", after=batch)] if self._counts else []
+        with tf.control_dependencies(counting):
             total = self.rows.total(batch, "step.count")
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"):
             parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
-            totals = self.passes.total_divisors(parts)  # may communicate
-            with tf.control_dependencies([enter("compute", after=(total, totals))]):
-                parts = [part.identity() for part in parts]  # what computes must wait until the phase is recorded
+            totals = self.passes.total_divisors(parts)
+            if counting:
+                with tf.control_dependencies([enter("compute", after=(total, totals))]):
+                    parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
             before = self.forward_state.values()
             with self._without_poison():
                 loss = self._compute(parts, totals)
         if loss is not None:
-            losses = loss, state.failure.last_loss.read_value()
+            before_last = state.failure.last_loss.read_value() if state.synchronization.delay else loss
             state.failure.last_loss.assign(loss)
-            state.note_losses({"loss": loss})
+            state.note_loss(loss, is_checked=self.update.continues)
         else:
-            losses = tf.constant(0.0), tf.constant(0.0)
+            before_last = tf.constant(0.0)
         failed = self.update.optimizers.failed.read_value()
         with tf.control_dependencies([failed]):  # a step counts only after its exchanges
             state.step.assign_add(1)
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
             self.forward_state.combine(before, self.shares)
         with tf.name_scope("update_parameters"):
-            self._end_update(failed, losses[state.synchronization.delay])
-            has_failed = state.failure.step > 0
+            has_failed = self._end_update(failed, before_last)
         with tf.name_scope("exchange"):
             return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step)))
 
@@ -221,11 +229,26 @@ class TrainStep:
             result = self.passes.collect(part, totals, is_function=False)
         return result.gradients
 
-    def _end_update(self, skips: tf.Tensor, loss: tf.Tensor) -> None:
-        """Note whether the update was left out; update averages if not.
+    @property
+    def _counts(self) -> bool:
+        """Whether ranks exchange numbers of records, or what losses are divided by, before they compute."""
+        return self.rows.group.size > 1 and (self.rows.are_counted or self.passes.counts_ahead)
+
+    def _end_update(self, failed: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+        """Note whether the update has failed; update averages if not. Return whether this rank has failed for good.
 
         loss: of the step in which the gradients were computed.
         """
+        if self.update.continues:
+            self._end_update_or_skip(failed, loss)
+            return self.state.failure.step > 0
+        state, is_cause = self.state, self.update.optimizers.is_cause
+        if state.averages.variables and not state.averages.are_of_optimizer:
+            state.averages.update(tf.identity(state.step))
+        tf.cond(failed, lambda: state.failure.note(tf.identity(state.step), is_cause, loss, 0), lambda: None)
+        return failed
+
+    def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor) -> None:
         state = self.state
         if state.averages.variables and not state.averages.are_of_optimizer:
             tf.cond(skips, lambda: None, lambda: state.averages.update(tf.identity(state.step)))

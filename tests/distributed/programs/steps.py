@@ -54,7 +54,7 @@ for name, build in BUILDERS.items():
     if name == "sgd":
         facts["loss"] = [step.figures.result(group)["loss"], np.dot(losses, COUNTS) / sum(COUNTS)]
         average = 0.1 * (0.81 * losses[0] + 0.9 * losses[1] + losses[2])
-        facts["loss_average"] = [step.state.average_losses(group)["loss"], average / (1 - 0.9**3)]
+        facts["loss_average"] = [step.state.average_loss(group)["loss_average"], average / (1 - 0.9**3)]
         facts["steps"] = int(step.state.step)
 
 alone = build_model()

@@ -69,7 +69,7 @@ GUARDS: dict[str, Callable[[Patch], None]] = {
     "slots": lambda patch: _lose(patch, "optimizer/"),
     "averages": lambda patch: _lose(patch, "ema/"),
     "place in the data": lambda patch: _lose(patch, "progress/records"),
-    "own statistics": lambda patch: patch.setattr(state.TrainState, "restore_statistics", _nothing),
+    "own average of the loss": lambda patch: patch.setattr(state.TrainState, "restore_loss_average", _nothing),
     "broadcast": lambda patch: patch.setattr(WorkerGroup, "broadcast", _broadcast_counters),
 }
 

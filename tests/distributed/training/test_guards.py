@@ -17,7 +17,7 @@ def test_with_all_guards_on_a_resumed_run_ends_like_an_undisturbed_one(rank_fact
     assert root["ends"]["all on"] == root["whole"]
 
 
-@pytest.mark.parametrize("guard", ["seeds", "slots", "averages", "place in the data", "own statistics"])
+@pytest.mark.parametrize("guard", ["seeds", "slots", "averages", "place in the data", "own average of the loss"])
 def test_without_one_guard_it_ends_elsewhere(rank_facts: RankFacts, guard: str) -> None:
     root, _ = rank_facts("unguarded", "mpirun", 2)
     assert root["resumed"][guard] == 0

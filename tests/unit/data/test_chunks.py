@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,14 +53,13 @@ class Taker:
         arrays = [tf.TensorArray(dtype, 0, dynamic_size=True) for dtype in (tf.int64, tf.string, tf.int32)]
         state = (tf.constant(True), *arrays)
         cursor, (_, *arrays) = for_each_batch(
-            cursor, steps, act, state, continues=lambda more, *_: more, waiting=self._waiting
+            cursor, steps, act, state, continues=lambda more, *_: more, wait=self._wait
         )
         return cursor, [array.stack() for array in arrays]
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _wait(self, take: Callable[[], Batch]) -> Batch:
         with tf.control_dependencies([self.waits.assign_add(1)]):
-            yield
+            return take()
 
 
 @pytest.mark.parametrize("lengths", [(9,), (1,) * 9, (3, 1, 5), (4, 5)])

@@ -35,7 +35,7 @@ def said(failure: Failure, *others: list[Any]) -> str:
 def test_a_loss_that_is_not_finite_is_shown(loss: float, shown: str) -> None:
     failure = Failure()
     failure.note(tf.constant(7, tf.int64), tf.constant(True), tf.constant(loss), tf.constant(0))
-    expected = f"Model diverged with loss = {shown} at step 7: loss or gradients are not finite on rank 0 (node0). The"
+    expected = f"Model diverged with loss = {shown} at step 7: loss or gradients are not finite on rank 0 (node0). N"
     assert said(failure, FINE, FINE).startswith(expected)
 
 
@@ -61,7 +61,7 @@ def test_a_variable_is_named_with_its_rank() -> None:
     others = [8, True, True, "0.5", 0, "model/dense/kernel"]
     line = said(failure, FINE, others)
     assert line.startswith(
-        "Model diverged at step 8: model/dense/kernel is not finite on rank 2 (node2). It has not been"
+        "Model diverged at step 8: model/dense/kernel is not finite on rank 2 (node2). Nothing of it has been"
     )
 
 

@@ -18,7 +18,7 @@ from horovod_train.distributed.group import WorkerGroup, check_have_gradients, c
 from horovod_train.errors import UserError
 from horovod_train.training.copies import Copies
 from horovod_train.training.nonfinite import nonfinite_names
-from horovod_train.training.state import Settled, TrainState, find_seeds
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Settled, TrainState, find_seeds
 from horovod_train.training.sync.stale import Stale
 from horovod_train.training.sync.strategy import SyncParts
 
@@ -55,8 +55,7 @@ FREEZES = [lambda model: None, freeze_layers, freeze_norm, freeze_all_but_the_he
 def test_all_weights_are_compared_whatever_is_frozen(freeze: object) -> None:
     model = build_model()
     freeze(model)  # type: ignore[operator]
-    state = TrainState(model, keras.optimizers.SGD(), losses=["loss"])
-    assert [variable.name for variable in state.statistics] == ["loss_averages:0"]
+    state = TrainState(model, keras.optimizers.SGD())
     assert Settled(state).digests().keys() == state.variables().keys() - {"progress/loss_averages"}
 
 
@@ -136,24 +135,19 @@ def test_a_rank_gets_its_own_averages_of_losses_back() -> None:
         return TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), keras.optimizers.SGD())
 
     saved, other, group = built(), built(), cast(WorkerGroup, Alone())
-    saved.loss_averages.assign([3.0])
-    arrays = {name: value for name, value in Settled(saved).snapshot(group, Copies()).items() if "ranks/" in name}
-    other.restore_statistics(group, arrays)
-    assert other.loss_averages.numpy().tolist() == [3.0]
+    saved.loss_average.assign([3.0])
+    other.restore_loss_average(group, Settled(saved).snapshot(group, Copies())[LOSS_AVERAGE_BY_RANK])
+    assert other.loss_average.numpy().tolist() == [3.0]
 
 
-def test_a_moving_average_is_kept_of_every_loss_and_their_sum_is_that_of_the_sum() -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
-    state = TrainState(model, keras.optimizers.SGD(), losses=["loss", "digit_loss", "penalty"])
-    seen = np.array([[3.0, 1.0, 0.5], [2.0, 4.0, 0.25], [np.nan, 1.0, 1.0], [1.0, 0.0, 0.125]])
-    for step, row in enumerate(seen, 1):
-        state.note_losses({name: tf.constant(value, tf.float32) for name, value in zip(state.losses, row, strict=True)})
+def test_a_step_that_is_not_finite_is_left_out_of_the_moving_average_where_training_continues() -> None:
+    state = TrainState(keras.Sequential([keras.Input((4,)), layers.Dense(2)]), keras.optimizers.SGD())
+    for step, loss in enumerate([3.0, 2.0, np.nan, 1.0], 1):
+        state.note_loss(tf.constant(loss, tf.float32), is_checked=True)
         state.step.assign(step)
-    good = np.delete(seen, 2, axis=0)  # a step that is not finite is left out
-    expected = 0.1 * (0.81 * good[0] + 0.9 * good[1] + good[2]) / (1 - 0.9**4)
-    found = state.average_losses(Alone())  # type: ignore[arg-type]
-    assert list(found) == ["loss", "digit_loss", "penalty"]
-    assert np.allclose(list(found.values()), expected, rtol=1e-5)
+    expected = 0.1 * (0.81 * 3.0 + 0.9 * 2.0 + 1.0) / (1 - 0.9**4)
+    found = state.average_loss(Alone())  # type: ignore[arg-type]
+    assert np.isclose(found["loss_average"], expected, rtol=1e-5)
 
 
 def test_what_is_not_finite_by_design_does_not_count_and_what_becomes_so_does() -> None:

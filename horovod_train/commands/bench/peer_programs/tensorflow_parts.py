@@ -61,8 +61,11 @@ def compile_loop(
     data: tf.data.Dataset,
     average: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Callable[[], object]:
-    """Return the training of a rank, steps_per_call steps a call. average: gradients of this rank → of all ranks."""
-    loss_of, weights = build_loss(task), model.trainable_variables
+    """Return the training of a rank, steps_per_call steps a call. average: gradients of this rank → of all ranks.
+
+    It keeps the mean of the loss, as every training that shows one does.
+    """
+    loss_of, weights, mean_loss = build_loss(task), model.trainable_variables, keras.metrics.Mean()
 
     def train(batches: Any) -> None:
         for _ in tf.range(task.system.steps_per_call):
@@ -71,6 +74,7 @@ def compile_loop(
                 loss = loss_of(targets, model(scale(inputs), training=True))
             gradients = tape.gradient(loss, [weight.value for weight in weights])
             optimizer.apply(average(gradients), weights)
+            mean_loss.update_state(loss, sample_weight=task.system.batch)
 
     batches, compiled = iter(data), tf.function(train)
     return lambda: compiled(batches)
