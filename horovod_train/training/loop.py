@@ -80,7 +80,7 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
         stopping.pace.forget()  # the first call compiles; later ones are faster
     clock.count(done, _move_on(state, run.parts.train, ids, audit))
     if not continues:
-        raise state.failure.divergence(run.group)
+        state.check_finite(run.group)
     to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
     stopping.note_time_to_safe_step(clock.s_per_step() * to_safe_step)
     return step
@@ -99,7 +99,8 @@ def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: A
         ids, first = ids[steps:], first + steps
         if first == pipeline.steps_per_epoch:
             epoch, first = epoch + 1, 0
-    state.epoch.assign(epoch)
+    if epoch != int(state.epoch):
+        state.epoch.assign(epoch)
     state.records.assign(min(first * pipeline.global_batch_size, pipeline.num_records))
     return records
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 
+_FEW_NUMBERS = 1 << 14
 _ADVICE = "lower lr_schedule.base_lr, or see train.non_finite"
 
 
@@ -91,6 +92,16 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     """
     squares = [tf.nn.l2_loss(tf.cast(values, tf.float32)) for values in gradient_values(gradients)]
     return tf.math.is_finite(tf.add_n(squares))
+
+
+def telling(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the values that tell in each step whether gradients are finite: those of few numbers, at least one.
+
+    What is not finite in a backward pass reaches those of biases and norms. Reading all of them costs 5 % of a step on
+    a CPU. What overflows in a large one alone is in its weights when the compiled call ends.
+    """
+    values = sorted(gradient_values(gradients), key=lambda value: value.shape.num_elements() or math.inf)
+    return [value for value in values if (value.shape.num_elements() or math.inf) <= _FEW_NUMBERS] or values[:1]
 
 
 def nonfinite_names(variables: Mapping[str, tf.Variable]) -> list[str]:

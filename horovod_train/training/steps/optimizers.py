@@ -20,7 +20,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.subclass import take_class
-from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite
+from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, telling
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync.strategy import SyncStrategy
 
@@ -248,12 +248,12 @@ class Update:
         A failure remains noted.
         """
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
-        before, is_bad = failed.read_value(), tf.logical_not(are_finite(gradients))
+        before, is_bad = failed.read_value(), tf.logical_not(are_finite(telling(gradients)))
         if self.is_alone:
             is_cause.assign(True)
         else:
             is_first = tf.logical_and(is_bad, tf.logical_not(before))
-            tf.cond(is_first, lambda: is_cause.assign(tf.logical_not(are_finite(local))), lambda: is_cause)
+            tf.cond(is_first, lambda: is_cause.assign(tf.logical_not(are_finite(telling(local)))), lambda: is_cause)
         failed.assign(tf.logical_or(before, is_bad))
 
     def _apply_if_finite(

@@ -20,9 +20,9 @@ from horovod_train.data.order.counter_rng import mix
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.pipeline.batch_source import StepSize
 from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
-from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
-from horovod_train.training.nonfinite import restored_if, restored_if_nonfinite
+from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures
 from horovod_train.training.steps.forward_state import ForwardState
@@ -156,6 +156,9 @@ class TrainStep:
             continues=lambda continues, _: continues,
             wait=self._wait,
         )
+        trained = self.state.finite([as_tf_variable(each) for each in self.state.model.trainable_variables])
+        if trained and not self.update.continues:
+            continues = tf.logical_and(continues, are_finite([variable.read_value() for variable in trained]))
         return cursor, (continues, ids.stack())
 
     def _wait(self, take: Callable[[], Batch]) -> Batch:

@@ -30,7 +30,7 @@ class System(NamedTuple):
     momentum: float
 
 
-SYSTEMS = {"convnet": System(64, 10, 0.01, 0.9), "mlp": System(100, 50, 0.001, 0.0)}
+SYSTEMS = {"convnet": System(64, 10, 0.01, 0.9), "mlp": System(100, 200, 0.001, 0.0)}
 """The models of models/convnet.py, on images uint8 [28, 28, 1], and models/mlp.py, on five numbers."""
 
 
