@@ -147,6 +147,25 @@ def test_ranks_of_an_environment_that_is_a_link_meet(tmp_path: Path) -> None:
     assert finished.stdout.replace("\n", "") == "size=2;size=2;", finished.stderr
 
 
+@pytest.mark.parametrize("on_all_interfaces", [False, True])
+def test_ranks_of_one_host_listen_nowhere_beyond_loopback(*, on_all_interfaces: bool) -> None:
+    listening = """
+import sys, psutil
+from mpi4py import MPI
+MPI.COMM_WORLD.allreduce(1)
+found = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+sys.stdout.write("".join(f"{ip};" for ip in found))
+"""
+    command = launch_command("mpirun", 2)
+    if on_all_interfaces:  # as mpirun does by itself
+        at = command.index("--mca")
+        command[at : at + 3] = []
+    finished = local._run_in_session([*command, sys.executable, "-c", listening], HANGS_AFTER_S)
+    assert finished.returncode == 0, finished.stderr
+    outside = {ip for ip in finished.stdout.replace("\n", "").split(";") if ip} - {"127.0.0.1", "::1"}
+    assert bool(outside) == on_all_interfaces
+
+
 def test_a_horovod_without_mpi_is_recognised(tmp_path: Path) -> None:
     library = horovod_library()
     assert library is not None
