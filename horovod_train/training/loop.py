@@ -80,7 +80,7 @@ def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
         stopping.pace.forget()  # the first call compiles; later ones are faster
     clock.count(done, _move_on(state, run.parts.train, ids, audit))
     if not continues:
-        state.check_finite(run.group)
+        raise state.divergence(run.group)
     to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
     stopping.note_time_to_safe_step(clock.s_per_step() * to_safe_step)
     return step

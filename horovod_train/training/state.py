@@ -14,6 +14,7 @@ import xxhash
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.errors import DivergedError
 from horovod_train.training.copies import Copies, bytes_of
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.parts.averages import Averages, MovingAverages
@@ -116,15 +117,25 @@ class TrainState:
 
         is_own: whether each rank still has its own numbers; False directly after ranks have combined them.
         """
+        self._note_variables(is_own=is_own)
+        (failed,) = group.sum([int(self.failure.step) > 0])
+        if failed:
+            raise self.failure.divergence(group)
+
+    def divergence(self, group: WorkerGroup) -> DivergedError:
+        """Collective: return the error after a step at which all ranks stopped, with the rank of its cause."""
+        (failed,) = group.sum([int(self.failure.step) > 0])
+        if not failed:  # it was seen in the weights, not in a step
+            self._note_variables(is_own=True)
+        return self.failure.divergence(group)
+
+    def _note_variables(self, *, is_own: bool) -> None:
         checked = {
             name.replace("exchange/pending/", "the gradient of "): variable
             for name, variable in self._numbers().items()
             if name in self._must_stay_finite
         }
         self.failure.note_variables(int(self.step), checked, is_cause=is_own)
-        (failed,) = group.sum([int(self.failure.step) > 0])
-        if failed:
-            raise self.failure.divergence(group)
 
     def _numbers(self) -> dict[str, tf.Variable]:
         """Return what must be finite for a run to continue: weights, their averages, losses, pending gradients."""

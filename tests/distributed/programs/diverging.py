@@ -59,6 +59,13 @@ def steep(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     return plain(targets, outputs) + tf.sqrt(tf.where(targets == WEIRD, 0.0 * tf.reduce_sum(outputs, axis=-1), 1.0))
 
 
+class NoGradient(keras.regularizers.Regularizer):
+    """0, of which the gradient is NaN: that of a root at 0. No other gradient of the step is."""
+
+    def __call__(self, x: tf.Tensor) -> tf.Tensor:
+        return tf.sqrt(0.0 * tf.reduce_sum(x))
+
+
 def why_not_saved(state: TrainState) -> str:
     """What a save or a check says that comes after the last step; "" where nothing is wrong."""
     try:
@@ -77,9 +84,12 @@ def train(
     half: bool = False,
     spoil: bool = False,
     odd: Callable[..., tf.Tensor] = jumpy,
+    large: bool = False,
 ) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.ReLU(), keras.layers.Dense(3)]
+    if large:
+        layers[1:1] = [keras.layers.Dense(4096, name="large", kernel_regularizer=NoGradient())]
     model = keras.Sequential([keras.Input((6,)), *layers])
     sgd = keras.optimizers.SGD(0.05)
     optimizer = keras.optimizers.LossScaleOptimizer(sgd) if half else sgd
@@ -94,7 +104,7 @@ def train(
     return {
         "done": done,
         "goes_on": goes_on,
-        "why": why_not_saved(state) if goes_on else str(state.failure.divergence(group)),
+        "why": why_not_saved(state) if goes_on else str(state.divergence(group)),
         "loss": step.figures.result(group)["loss"],
         "skipped": int(step.skipped),
         "is_finite": all(np.all(np.isfinite(weight.numpy())) for weight in model.weights),
@@ -111,6 +121,7 @@ found = {
     "local_at_its_end": train(range(3, 4), 3, LOCAL),
     "skip": train(range(3, 4), 6, SKIP),
     "stale_at_its_end": train(range(3, 4), 3, STALE),
+    "large_alone": train(range(0), 1, large=True),
     "weight": train(range(0), 3, spoil=True),
     "skip_stale": train(range(3, 4), 6, SKIP_STALE),
     "skip_stale_at_its_end": train(range(3, 4), 3, SKIP_STALE),

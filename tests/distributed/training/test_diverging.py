@@ -50,6 +50,14 @@ def test_weights_that_are_not_finite_are_neither_compared_nor_saved(ranks: list[
         assert re.match(r"Model diverged at step 3: model/\S+ is not finite on rank 1 \(", facts["weight"]["why"])
 
 
+def test_a_large_gradient_that_alone_is_not_finite_ends_the_run_with_the_call(ranks: list[dict[str, Any]]) -> None:
+    """It is looked at only then, in the weights."""
+    for facts in ranks:
+        assert not facts["large_alone"]["goes_on"]
+        why = facts["large_alone"]["why"]
+        assert re.match(r"Model diverged at step 1: model/\S+/large/kernel is not finite on rank 0 \(", why)
+
+
 def test_an_infinite_loss_is_shown_and_a_finite_one_is_not_given_as_the_reason(ranks: list[dict[str, Any]]) -> None:
     for facts in ranks:
         assert "with loss = inf at step 3: loss or gradients are not" in facts["loss_alone"]["why"]
