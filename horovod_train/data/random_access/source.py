@@ -93,7 +93,7 @@ def _check_first(store: Store, parser: Parser) -> None:
     number, arrays = _first_record(store)
     problem = parser.problem({name: values[0] for name, values in arrays.items()})
     if problem:
-        raise UserError(f"{store.path}: record {number}: {problem}.")
+        raise UserError(f"{store.name(number)}: {problem}.")
 
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
@@ -111,4 +111,5 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
         return record, arrays
     assert failure is not None
     reason = describe_error(failure)
-    raise UserError(f"{store.path}: none of its first records can be read; record 0: {reason}.") from failure
+    first = store.name(0).removeprefix(f"{store.path}: ")
+    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure

@@ -30,6 +30,9 @@ class ImageFolder(FileStore):
         sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
         self.blocks = single_blocks(len(files), sizes)
 
+    def name(self, record: int) -> str:
+        return self._files[record]
+
     def read(self, first: int, last: int) -> Arrays:
         arrays = {"label": self._labels[first:last]}
         if "image" in self._names:
