@@ -98,6 +98,8 @@ class SplitFiles(NamedTuple):
     entries: list[Entry]
     """The data sets that the files are of."""
     open: OpenRecords
+    notes: Sequence[str] = ()
+    """What users should know before a run, besides the notes of the records."""
 
 
 def open_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:
@@ -135,7 +137,8 @@ def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
     data_sets = split_by_entry(source, split_files.entries)
     if any(entry.repeats > 1 for entry in split_files.entries):
         source = mix(source, split_files.entries)
-    return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
+    notes = [*split_files.notes, *records.notes]
+    return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets, notes=notes)
 
 
 def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> SplitFiles:
@@ -158,11 +161,11 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
         return SplitFiles(list(paths), True, path_entries, partial(open_stores, open_folder))
-    kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
+    kind, files, counts, notes = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return SplitFiles(files, True, entries, partial(open_stores, FILES[kind]))
+        return SplitFiles(files, True, entries, partial(open_stores, FILES[kind]), notes)
     config = config if needs_labels else without_labels(config)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
@@ -171,7 +174,7 @@ def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True)
         check_weight(config.weight, schema)
     if not needs_labels:
         schema = dataclasses.replace(schema, targets=())
-    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
+    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
 
 
 def _open_source(

@@ -67,6 +67,8 @@ class Report:
     files: int = 0
     bytes: int = 0
     records: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What is left out, and what else users should know."""
     bad: list[str] = field(default_factory=list)
     """The sentence that names each bad record or file."""
     duplicates: int = 0
@@ -77,7 +79,7 @@ class Report:
 def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     split_files, paths = find_records(config, split), config.paths(split)
-    report = Report(", ".join(paths), files=len(split_files.files))
+    report = Report(", ".join(paths), files=len(split_files.files), notes=list(split_files.notes))
     readable = [name for name in split_files.files if not split_files.are_paths or _is_readable(name)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
@@ -85,6 +87,7 @@ def check_split(config: DataConfig, split: Split) -> Report:
     try:
         records = split_files.open(readable, allow_damage=True)
         report.bad += records.problems
+        report.notes += records.notes
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)

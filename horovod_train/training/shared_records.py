@@ -43,6 +43,8 @@ def open_on_all_ranks(
     with group.raise_together():
         for split, records in opened.items():
             check_counts(records, config.paths(split))
+    for note in dict.fromkeys(note for records in opened.values() for note in records.notes):
+        log.warning(note)
     for records in opened.values():
         _warn(records)
     return opened
@@ -85,8 +87,6 @@ def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> s
 
 
 def _warn(records: Records) -> None:
-    for note in records.notes:
-        log.warning(note)
     problems = records.problems
     for problem in problems[:_SHOWN]:
         log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")

@@ -123,8 +123,9 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }
-    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
-    return facts, notes
+    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes]
+    notes += outlook.eval_records.notes if outlook.eval_records else ()
+    return facts, [*dict.fromkeys(notes), *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:
