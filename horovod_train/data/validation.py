@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,10 @@ _MAX_CLASSES = 1000
 
 @dataclass
 class FeatureSummary:
-    """The values of one feature over all good records, as they are stored. Strings and images have no numbers."""
+    """The values of one feature over all good records, as they are stored, without those that are not finite.
+
+    Strings and images have no numbers.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +45,11 @@ class FeatureSummary:
     """How often each value occurs, for a scalar integer with few different values."""
 
     def add(self, values: np.ndarray) -> None:
-        if self.dtype == "string" or not values.size:
+        if self.dtype == "string":
+            return
+        if values.dtype.kind == "f":
+            values = values[np.isfinite(values)]
+        if not values.size:
             return
         low, high = float(values.min()), float(values.max())
         self.low = low if self.low is None else min(self.low, low)
@@ -115,6 +123,8 @@ def _check_records(records: Records, config: DataConfig, report: Report) -> None
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
                 report.features[name].add(values)
+                for record, fault in _not_finite(numbers, np.asarray(values)):
+                    bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
                 feature = features.get(name)
                 if feature and feature.decode == "image":
                     problems = threads.map(partial(image_problem, feature), np.asarray(values).tolist())
@@ -124,6 +134,16 @@ def _check_records(records: Records, config: DataConfig, report: Report) -> None
             report.bad += [bad[record] for record in sorted(bad)]
     usable_digests = digests[digests != 0]
     report.duplicates = len(usable_digests) - len(np.unique(usable_digests))
+
+
+def _not_finite(numbers: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, str]]:
+    """Yield each record with a value that is not finite, and which. numbers: of the records, in the order of rows."""
+    if values.dtype.kind != "f":
+        return
+    rows = values.reshape(len(values), -1)
+    for row in np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist():
+        (first,) = rows[row][~np.isfinite(rows[row])][:1].tolist()
+        yield int(numbers[row]), f"expected finite numbers; the record holds {first}"
 
 
 def _empty_summary(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:

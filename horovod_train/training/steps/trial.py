@@ -81,9 +81,27 @@ def try_step(
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
     check_draws(function, method, where)
+    _refuse_text(function, spec, method)
     return Tried(
         trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
     )
+
+
+def _refuse_text(function: Any, spec: Any, method: str) -> None:
+    """Raise UserError for a step that takes text for numbers, which TensorFlow notices only when it computes."""
+    parts = {"targets": spec.targets, "inputs": spec.inputs} if isinstance(spec, Batch) else {"dataset": spec}
+    texts = [key for key, part in parts.items() if any(each.dtype == tf.string for each in tf.nest.flatten(part))]
+    if not texts:
+        return
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    if any(node.op == "Cast" and node.attr["SrcT"].type == tf.string.as_datatype_enum for node in nodes):
+        tensors = parts[texts[0]]
+        names = [name for name, each in tensors.items() if each.dtype == tf.string] if isinstance(tensors, dict) else []
+        raise UserError(
+            f"data.{texts[0]}: {', '.join(names) or 'the values'} must be numbers, because the model's {method} "
+            "computes with them; the records hold text. Store numbers, such as 0 and 1 for two classes."
+        )
 
 
 def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
