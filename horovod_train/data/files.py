@@ -65,9 +65,10 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
 
 def check_regular(path: str) -> None:
     """Raise UserError for a local named pipe, socket or device: opening it could wait for ever."""
-    if is_remote(path) or not os.path.exists(path):
-        return  # whoever opens it says what is wrong
-    mode = os.stat(path).st_mode
+    try:
+        mode = stat.S_IFREG if is_remote(path) else os.stat(path).st_mode
+    except OSError:
+        return  # what opens it says what is wrong
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UserError(f"{path}: expected a regular file; it is a pipe, a socket or a device. Remove it.")
 

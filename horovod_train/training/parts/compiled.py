@@ -21,7 +21,7 @@ from horovod_train.errors import UserError, one_line
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.keras_seams import compile_arguments
+from horovod_train.training.keras_seams import class_axis, compile_arguments
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
 from horovod_train.training.parts.losses import ChosenLoss, build_loss, pick, takes_labels
@@ -124,9 +124,9 @@ class Compiled:
             only = next(iter(loss.values()), None) if isinstance(loss, Mapping) else loss
             by_target = {targets[0]: (only, outputs)}
         return {
-            target: int(output.shape[-1])
+            target: int(output.shape[class_axis(each)])
             for target, (each, output) in by_target.items()
-            if takes_labels(each) and len(output.shape) > 1 and output.shape[-1]
+            if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
         }
 
     @property

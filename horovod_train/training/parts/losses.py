@@ -124,7 +124,9 @@ def takes_labels(loss: Any) -> bool:
     """Return whether a loss, as `compile` takes it, compares outputs with a label for each, and leaves none out."""
     if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
         return loss.ignore_class is None
-    name = loss if isinstance(loss, str) else getattr(getattr(loss, "_function", loss), "__name__", "")
+    if isinstance(loss, LossOfFunction):
+        loss = loss._function
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
     return fold(name).endswith(fold("sparse_categorical_crossentropy"))
 
 

@@ -85,3 +85,15 @@ def test_a_number_that_is_none_is_named_with_its_record(here: Path) -> None:
     (line,) = [line for line in finished.stderr.splitlines() if "Model diverged" in line]
     assert said in line
     assert "base_lr" not in line
+
+
+def test_a_label_without_an_output_ends_a_run_in_one_line(here: Path) -> None:
+    words = ["--config", here / "config.yaml", "loss=sparse_categorical_crossentropy", "--output-dir", here / "labels"]
+    finished = train(words, launcher="mpirun", np=2)
+    assert finished.returncode == 2, finished.text
+    lines = [line for line in finished.stderr.splitlines() if "data.targets: " in line]
+    assert 1 <= len(lines) <= 2  # each rank has such records
+    for line in lines:
+        assert "has the label 10" in line  # one of 1000 to 1039, whichever TensorFlow sees first
+        assert "the model has outputs for labels from 0 to 0. Build the model with more outputs, or correct" in line
+    assert "Traceback" not in finished.text
