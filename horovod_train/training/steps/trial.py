@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
     def refusing(metric: keras.metrics.Metric) -> Callable[..., Any]:
         update_state = metric.update_state
 
+        @functools.wraps(update_state)
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
             before = len(tf.compat.v1.get_default_graph().get_operations())
