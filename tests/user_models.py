@@ -248,3 +248,21 @@ def served(batch_norm: bool = True, dropout: float = 0.5) -> keras.Model:
         x = layers.BatchNormalization(momentum=0.5)(x)
     x = layers.Dropout(dropout)(layers.Flatten()(layers.ReLU()(x)))
     return keras.Model(image, layers.Dense(10, dtype="float32")(x))
+
+
+class SumOfFeatures(keras.Model):
+    """Adds up whatever features it gets: a target among them changes what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, features: dict[str, Any]) -> Any:
+        total = sum(keras.ops.cast(value, "float32") for value in features.values())
+        return self.dense(keras.ops.expand_dims(total, -1))
+
+
+def sum_of_features() -> keras.Model:
+    model = SumOfFeatures()
+    model({name: keras.ops.zeros((2,)) for name in ("a", "b")})
+    return model

@@ -115,6 +115,8 @@ def _show_report(console: Console, report: Report) -> None:
     for name, feature in report.features.items():
         if feature.histogram:
             console.print(f"{name}: {_histogram(feature)}", markup=False)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
     console.print()
 
 

@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_out("--out", arguments.out, PREDICTIONS)
     if arguments.data:  # data.fold and data.dataset are of training
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
-    data = dataclasses.replace(config.data, eval=paths, targets=(), weight=None)
-    look_before_start(data, "eval", ranks=launcher.detect().size)
+    data = dataclasses.replace(config.data, eval=paths)
+    look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
     tensorflow_noise.load_tensorflow()
     from horovod_train.inference.run import predict
 

@@ -21,6 +21,7 @@ from horovod_train.data.order.lengths import find_buckets
 from horovod_train.data.order.mixture import DataSet, Entry, mix, split_by_entry
 from horovod_train.data.order.sampler import Order, Plan
 from horovod_train.data.parsing.record_weights import check_weight
+from horovod_train.data.random_access.describe import without_labels
 from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
 from horovod_train.data.random_access.source import OpenStore, open_described
@@ -97,32 +98,36 @@ class SplitFiles(NamedTuple):
     entries: list[Entry]
     """The data sets that the files are of."""
     open: OpenRecords
+    notes: Sequence[str] = ()
+    """What users should know before a run, besides the notes of the records."""
 
 
-def open_records(config: DataConfig, split: Split) -> Records:
+def open_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:
     """Find the files of a split and open them. Raises UserError for anything that is wrong with them.
 
-    The first time may take long: TFRecord files without a current index are scanned.
+    needs_labels: whether targets and weight are used; else the schema has none, and the records need not have them.
+    They are no inputs even where they have them, unless data.inputs names them. The first time may take long: TFRecord
+    files without a current index are scanned.
     """
-    records = scan_records(config, split)
+    records = scan_records(config, split, needs_labels=needs_labels)
     check_counts(records, config.paths(split))
     return records
 
 
-def look_before_start(config: DataConfig, split: Split, *, ranks: int) -> None:
+def look_before_start(config: DataConfig, split: Split, *, ranks: int, needs_labels: bool = True) -> None:
     """Raise UserError for errors that are visible before TensorFlow is loaded.
 
     One rank among several does not scan yet: later one rank scans while the others wait.
     """
     if ranks == 1:
-        open_records(config, split)
+        open_records(config, split, needs_labels=needs_labels)
     else:
-        find_records(config, split)
+        find_records(config, split, needs_labels=needs_labels)
 
 
-def scan_records(config: DataConfig, split: Split) -> Records:
+def scan_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> Records:
     """Do as open_records, but do not compare the records with the counts that `prepare` recorded."""
-    split_files = find_records(config, split)
+    split_files = find_records(config, split, needs_labels=needs_labels)
     records = split_files.open(split_files.files, allow_damage=config.on_bad_record == "skip")
     if not records.num_records:
         raise UserError(" ".join([f"data.{split}: no file holds a record.", *records.problems[:1]]))
@@ -132,10 +137,11 @@ def scan_records(config: DataConfig, split: Split) -> Records:
     data_sets = split_by_entry(source, split_files.entries)
     if any(entry.repeats > 1 for entry in split_files.entries):
         source = mix(source, split_files.entries)
-    return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets)
+    notes = [*split_files.notes, *records.notes]
+    return dataclasses.replace(records, source=source, stored=records.source.parts, data_sets=data_sets, notes=notes)
 
 
-def find_records(config: DataConfig, split: Split) -> SplitFiles:
+def find_records(config: DataConfig, split: Split, *, needs_labels: bool = True) -> SplitFiles:
     """Find the files of a split and choose what opens them. Opens none. Raises UserError."""
     if config.dataset:
         stream = config.dataset.name
@@ -144,27 +150,31 @@ def find_records(config: DataConfig, split: Split) -> SplitFiles:
     path_entries = [Entry(path, 1, times) for path, times in zip(paths, repeats, strict=True)]
     if config.parse and config.features:
         raise UserError("data.parse: takes the place of data.features; give one of them.")
+    open_stores = partial(_open_stores, config, setting, needs_labels)
     if config.source:
         check_named_once(paths, setting)
         open_users = partial(UsersStore, spec=config.source)
-        return SplitFiles(list(paths), False, path_entries, partial(_open_stores, open_users, config, setting))
+        return SplitFiles(list(paths), False, path_entries, partial(open_stores, open_users))
     storage = Storage(config.retry_s)
     open_folder = _folder_opener(paths, storage)
     if open_folder:
         check_named_once(paths, setting)
         _check_no_effect(config, setting, paths[0])
-        return SplitFiles(list(paths), True, path_entries, partial(_open_stores, open_folder, config, setting))
-    kind, files, counts = list_files(paths, setting, [*SOURCES, *FILES], storage)
+        return SplitFiles(list(paths), True, path_entries, partial(open_stores, open_folder))
+    kind, files, counts, notes = list_files(paths, setting, [*SOURCES, *FILES], storage)
     entries = [Entry(*entry) for entry in zip(paths, counts, repeats, strict=True)]
     if kind in FILES:
         _check_no_effect(config, setting, files[0])
-        return SplitFiles(files, True, entries, partial(_open_stores, FILES[kind], config, setting))
+        return SplitFiles(files, True, entries, partial(open_stores, FILES[kind]), notes)
+    config = config if needs_labels else without_labels(config)
     if config.parse:
         schema = schema_of_names(config.inputs, config.targets)
     else:
         schema = find_schema(files, config, setting, storage)
         check_weight(config.weight, schema)
-    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting))
+    if not needs_labels:
+        schema = dataclasses.replace(schema, targets=())
+    return SplitFiles(files, True, entries, partial(_open_source, SOURCES[kind], schema, config, setting), notes)
 
 
 def _open_source(
@@ -175,11 +185,18 @@ def _open_source(
 
 
 def _open_stores(
-    opener: OpenStore, config: DataConfig, setting: str, files: Sequence[str], *, allow_damage: bool
+    config: DataConfig,
+    setting: str,
+    needs_labels: bool,
+    opener: OpenStore,
+    files: Sequence[str],
+    *,
+    allow_damage: bool,
 ) -> Records:
     """Open stores, which describe their records."""
-    source, schema = open_described(files, opener, config, setting)
-    check_weight(config.weight, schema)
+    source, schema = open_described(files, opener, config, setting, needs_labels=needs_labels)
+    if needs_labels:
+        check_weight(config.weight, schema)
     return Records(source, schema, setting, source.notes)
 
 
@@ -209,6 +226,14 @@ def _check_no_effect(config: DataConfig, setting: str, path: str) -> None:
     for key, use in (("parse", "gets serialized records, of TFRecords"), ("stage_dir", "keeps blocks of TFRecords")):
         if getattr(config, key):
             raise UserError(f"data.{key}: {use}, and {setting}, {path}, has none. Leave it out.")
+
+
+def with_inputs_of(config: DataConfig, schema: Schema) -> DataConfig:
+    """Return the config with the inputs of the training records, for other records of the same model.
+
+    Left to its default, data.inputs would mean other features where those have one more.
+    """
+    return config if config.inputs else dataclasses.replace(config, inputs=schema.inputs)
 
 
 def build_plan(records: Records, config: DataConfig, *, seed: int, training: bool, global_batch_size: int) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import stat
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,11 @@ INDEX_NAME = "index.npz"
 """An index of records, which may be in their folder; see tfrecord.index_file."""
 
 
+_NO_RECORDS = ("dataset.json", INDEX_NAME, "digests.json", "*.lock", ".*", "_*", "README*", "LICENSE*", "*.md")
+"""Names of files beside records that nobody takes for records."""
+_SHOWN = 3
+
+
 class FileList(NamedTuple):
     """The files that folders and globs stand for: in the order given, and by name within each."""
 
@@ -24,6 +30,8 @@ class FileList(NamedTuple):
     files: list[str]
     counts: list[int]
     """How many of them each path stands for."""
+    notes: list[str]
+    """What else is in the folders and is not read."""
 
 
 def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], storage: Storage = DEFAULT) -> FileList:
@@ -45,7 +53,65 @@ def list_files(paths: Sequence[str], setting: str, patterns: Collection[str], st
         raise UserError(f"{setting}: {error.filename} cannot be read: {error.strerror}.") from error
     files = [name for names in lists for name in names]
     check_named_once(files, setting)
-    return FileList(kind, files, [len(names) for names in lists])
+    for name in files:
+        check_regular(name)
+    notes = [
+        left_out_note(path, _left_out(path, kind, storage), kind)
+        for path, is_folder in dict.fromkeys(entries)
+        if is_folder
+    ]
+    return FileList(kind, files, [len(names) for names in lists], [note for note in notes if note])
+
+
+def check_regular(path: str) -> None:
+    """Raise UserError for a local named pipe, socket or device: opening it could wait for ever."""
+    try:
+        mode = stat.S_IFREG if is_remote(path) else os.stat(path).st_mode
+    except OSError:
+        return  # what opens it says what is wrong
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UserError(f"{path}: expected a regular file; it is a pipe, a socket or a device. Remove it.")
+
+
+def loose_files(folder: str) -> list[str]:
+    """Return the names of a local folder's own files that may be meant as records. Raises no error."""
+    try:
+        return sorted(
+            entry.name for entry in os.scandir(folder) if not entry.is_dir() and not _is_no_record(entry.name)
+        )
+    except OSError:
+        return []
+
+
+def left_out_note(folder: str, names: Sequence[str], read: str) -> str:
+    """Return a sentence for users about files that are not read; "" if there are none. read: which are read."""
+    if not names:
+        return ""
+    what = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+    return f"{folder}: {what} left out: {listed(names)}. Read are only {read}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_no_record(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _NO_RECORDS)
+
+
+def _left_out(folder: str, pattern: str, storage: Storage) -> list[str]:
+    """Return what is in a folder of records beside them: files of other names, and folders with records."""
+    if not is_remote(folder):
+        others = [name for name in loose_files(folder) if not fnmatch.fnmatchcase(name, pattern)]
+        subfolders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+        return others + [
+            f"{name}/" for name in subfolders if _record_files(os.path.join(folder, name), pattern, storage)
+        ]
+    # Whether a name is that of a folder would take a request for each; those of files have a suffix.
+    names = [name for name in storage.names(folder) if "." in name and not fnmatch.fnmatchcase(name, pattern)]
+    return [name for name in names if not _is_no_record(name)]
 
 
 def check_named_once(files: Sequence[str], setting: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +30,10 @@ _MAX_CLASSES = 1000
 
 @dataclass
 class FeatureSummary:
-    """The values of one feature over all good records, as they are stored. Strings and images have no numbers."""
+    """The values of one feature over all good records, as they are stored, without those that are not finite.
+
+    Strings and images have no numbers.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,7 +45,11 @@ class FeatureSummary:
     """How often each value occurs, for a scalar integer with few different values."""
 
     def add(self, values: np.ndarray) -> None:
-        if self.dtype == "string" or not values.size:
+        if self.dtype == "string":
+            return
+        if values.dtype.kind == "f":
+            values = values[np.isfinite(values)]
+        if not values.size:
             return
         low, high = float(values.min()), float(values.max())
         self.low = low if self.low is None else min(self.low, low)
@@ -67,6 +75,8 @@ class Report:
     files: int = 0
     bytes: int = 0
     records: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What is left out, and what else users should know."""
     bad: list[str] = field(default_factory=list)
     """The sentence that names each bad record or file."""
     duplicates: int = 0
@@ -77,7 +87,7 @@ class Report:
 def check_split(config: DataConfig, split: Split) -> Report:
     """Read all records of `data.train` or `data.eval`. Raises UserError only if there are none to read."""
     split_files, paths = find_records(config, split), config.paths(split)
-    report = Report(", ".join(paths), files=len(split_files.files))
+    report = Report(", ".join(paths), files=len(split_files.files), notes=list(split_files.notes))
     readable = [name for name in split_files.files if not split_files.are_paths or _is_readable(name)]
     report.bad += [f"{name}: cannot be read." for name in sorted({*split_files.files} - {*readable})]
     if not readable:
@@ -85,6 +95,7 @@ def check_split(config: DataConfig, split: Split) -> Report:
     try:
         records = split_files.open(readable, allow_damage=True)
         report.bad += records.problems
+        report.notes += records.notes
         report.bytes, report.records = sum(part.size for part in records.source.parts), records.num_records
         if len(readable) == len(split_files.files):
             check_counts(records, paths)
@@ -112,6 +123,8 @@ def _check_records(records: Records, config: DataConfig, report: Report) -> None
             digests[numbers] = np.frombuffer(b"".join(map(_digest, stored)), np.uint64)
             for name, values in arrays.items():
                 report.features[name].add(values)
+                for record, fault in _not_finite(numbers, np.asarray(values)):
+                    bad.setdefault(record, reader.name_record(record, f"feature {name}: {fault}"))
                 feature = features.get(name)
                 if feature and feature.decode == "image":
                     problems = threads.map(partial(image_problem, feature), np.asarray(values).tolist())
@@ -121,6 +134,16 @@ def _check_records(records: Records, config: DataConfig, report: Report) -> None
             report.bad += [bad[record] for record in sorted(bad)]
     usable_digests = digests[digests != 0]
     report.duplicates = len(usable_digests) - len(np.unique(usable_digests))
+
+
+def _not_finite(numbers: np.ndarray, values: np.ndarray) -> Iterator[tuple[int, str]]:
+    """Yield each record with a value that is not finite, and which. numbers: of the records, in the order of rows."""
+    if values.dtype.kind != "f":
+        return
+    rows = values.reshape(len(values), -1)
+    for row in np.flatnonzero(~np.isfinite(rows).all(axis=1)).tolist():
+        (first,) = rows[row][~np.isfinite(rows[row])][:1].tolist()
+        yield int(numbers[row]), f"expected finite numbers; the record holds {first}"
 
 
 def _empty_summary(dtype: str, shape: tuple[int, ...]) -> FeatureSummary:

@@ -72,13 +72,11 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
     """
     with _restored(config, checkpoint, weights) as trained:
         group, model = trained.group, trained.model
-        data = dataclasses.replace(config.data, eval=tuple(paths), targets=(), weight=None)
-        unlabelled_config = _with_batch(dataclasses.replace(config, data=data), group.size)
-        records = open_on_all_ranks(data, ["eval"], group)["eval"]
+        data = dataclasses.replace(config.data, eval=tuple(paths))
+        records = open_on_all_ranks(data, ["eval"], group, needs_labels=False)["eval"]
+        unlabelled = dataclasses.replace(config, data=dataclasses.replace(data, targets=(), weight=None))
         with group.raise_together():
-            unlabelled = dataclasses.replace(records.schema, targets=())
-            records = dataclasses.replace(records, schema=unlabelled)
-            pipeline = build_split(unlabelled_config, group, records, training=False)
+            pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
             file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
 

@@ -86,6 +86,8 @@ def build_components(
     compiled = compile_model(config, model, horizon)
     if isinstance(data, Records):
         compiled.check_classes(data.schema)
+    if isinstance(eval_data, Records):
+        compiled.check_classes(eval_data.schema)
     training = build_training(config, group, compiled, train)
     evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
     _check_watched(config, evaluation)
@@ -98,6 +100,7 @@ def build_components(
     tracked = best.variables | early_stopping.best.variables | {"evaluated_step": evaluated}
     callbacks = load_callbacks(config.callbacks)
     state = build_state(config, group, model, training, tracked)
+    state.failure.name_record = train.name_record
     freezing.apply(0)
     train_step = training.make_step(state)
     _attach_callbacks(callbacks, state, train_step.figures.names, evaluation, horizon)

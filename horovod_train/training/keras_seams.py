@@ -30,6 +30,11 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
+def class_axis(loss: Any) -> int:
+    """Return the axis of outputs on which a loss has the classes, as it was given; -1 if it has no such option."""
+    return int(getattr(loss, "_fn_kwargs", {}).get("axis", -1))
+
+
 def mask_of(value: Any) -> tf.Tensor | None:
     """Return the mask that Keras keeps with a tensor; None if it has none."""
     return getattr(value, "_keras_mask", None)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import tensorflow as tf
 
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 
 _FEW_NUMBERS = 1 << 14
 _ADVICE = "lower lr_schedule.base_lr, or see train.non_finite"
+_IN_RECORD = (
+    "",
+    "an input is not finite",
+    "a target or the weight is not finite",
+    "the model has no output for its label",
+)
+"""What is wrong with a record, by the number that `note` stores."""
 
 
 class Failure:
@@ -21,24 +30,61 @@ class Failure:
 
     step: int64; 0 without a failure. is_cause: bool: caused by this rank's own gradients, not by those of others.
     loss: float32, of that step; last_loss: of the last step. Both are this rank's part of the mean, penalties included.
-    skips: int32, the updates skipped in a row before it.
+    skips: int32, the updates skipped in a row before it. record: int64, the first record of the step with which
+    something is wrong, and in_record: int32, what; see _IN_RECORD.
     """
 
     def __init__(self) -> None:
         self.step, self.is_cause, self.loss, self.last_loss, self.skips = (
             tf.Variable(value, trainable=False) for value in (tf.constant(0, tf.int64), False, 0.0, 0.0, 0)
         )
+        self.record, self.in_record = (tf.Variable(value, trainable=False) for value in (tf.constant(-1, tf.int64), 0))
+        self.name_record: Callable[[int, str], str] = lambda record, problem: f"record {record}: {problem}."
+        """(record, what is wrong with it) → the sentence that tells where it is."""
         self.knows_loss = True
         """Whether `loss` says anything; not where a model's own step computes it."""
         self._variable = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
-    def note(self, step: tf.Tensor, is_cause: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int) -> None:
-        """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above."""
+    def note(
+        self,
+        step: tf.Tensor,
+        is_cause: tf.Tensor,
+        loss: tf.Tensor,
+        skips: tf.Tensor | int,
+        batch: Batch | None = None,
+        labels: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """In the compiled step: note that the combined gradients are not finite. is_cause: bool, see above.
+
+        batch: that the gradients are of, if it is known. labels: of targets that are labels, how many there are.
+        """
+        if batch is not None:
+            self._note_record(batch, labels)
         self.step.assign(step)
         self.is_cause.assign(is_cause)
         self.loss.assign(loss)
         self.skips.assign(skips)
+
+    def _note_record(self, batch: Batch, labels: Mapping[str, int]) -> None:
+        targets = batch.targets if isinstance(batch.targets, dict) else {"": batch.targets}
+        outside = [
+            _any_of_row((targets[name] < 0) | (targets[name] >= tf.cast(count, targets[name].dtype)))
+            for name, count in labels.items()
+            if name in targets and targets[name].dtype.is_integer
+        ]
+        rows = tf.shape(batch.ids)
+        found = tf.zeros(rows, tf.int32)
+        for number, bad in (
+            (3, outside),
+            (2, _nonfinite_rows((batch.targets, batch.weights))),
+            (1, _nonfinite_rows(batch.inputs)),
+        ):
+            for each in bad:
+                found = tf.where(each & (batch.ids >= 0), number, found)
+        first = tf.argmax(tf.cast(found > 0, tf.int32), output_type=tf.int32)
+        self.in_record.assign(found[first])
+        self.record.assign(tf.where(found[first] > 0, batch.ids[first], -1))
 
     def note_variables(self, step: int, variables: Mapping[str, tf.Variable], *, is_cause: bool = True) -> None:
         """Between steps: note the first non-finite variable, unless the run has already failed.
@@ -57,11 +103,21 @@ class Failure:
         """Collective: return the error for the user, with the ranks on which numbers became non-finite."""
         loss = float(self.loss)
         facts = group.gather(
-            [int(self.step), bool(self.is_cause), math.isfinite(loss), _readable(loss), int(self.skips), self._variable]
+            [
+                int(self.step),
+                bool(self.is_cause),
+                math.isfinite(loss),
+                _readable(loss),
+                int(self.skips),
+                self._variable,
+                self._describe_record(),
+            ]
         )
         failed = [rank for rank, (step, *_) in enumerate(facts) if step]
         causes = [rank for rank in failed if facts[rank][1]]
-        step, _, loss_is_finite, shown, skips, variable = facts[(causes or failed)[0]]
+        # A rank whose own records are to blame tells more than the others.
+        first = min(causes or failed, key=lambda rank: not facts[rank][-1])
+        step, _, loss_is_finite, shown, skips, variable, record = facts[first]
         ranks = ", ".join(group.name(rank) for rank in causes[:4]) + (", …" if len(causes) > 4 else "")
         tried = f", after {skips} skipped updates in a row" if skips else ""
         state = f"Nothing of it has been saved; {_ADVICE if self.knows_loss else 'lower the learning rates'}."
@@ -74,9 +130,36 @@ class Failure:
         lead = f"Model diverged{f' with loss = {shown}' if shows_loss else ''} at step {step}"
         if variable:
             return DivergedError(f"{lead}: {variable} is not finite on {ranks}. {state}")
+        if record:
+            return DivergedError(
+                f"{lead}: loss or gradients are not finite on {ranks}{tried}, because of a record: {record} Nothing of "
+                "the step has been saved. Correct such records, or leave them out: check-data names those that are not "
+                "finite, and counts labels."
+            )
         but = ", but not the loss," if self.knows_loss else ""
         numbers = f"gradients{but}" if loss_is_finite else "loss or gradients"
         return DivergedError(f"{lead}: {numbers} are not finite on {ranks}{tried}. {state}")
+
+    def _describe_record(self) -> str:
+        """Return the sentence about the record that was noted; "" if there is none."""
+        if not int(self.in_record) or not int(self.step):
+            return ""
+        record, problem = int(self.record), _IN_RECORD[int(self.in_record)]
+        try:
+            return self.name_record(record, problem)
+        except Exception:  # reading where it is may fail in any way; the error to show is that the run diverged
+            return f"record {record}: {problem}."
+
+
+def _any_of_row(values: tf.Tensor) -> tf.Tensor:
+    """Return for each row of bools whether any is true: bool [rows]."""
+    return tf.reduce_any(tf.reshape(values, [tf.shape(values)[0], -1]), axis=1)
+
+
+def _nonfinite_rows(tensors: Any) -> list[tf.Tensor]:
+    """Return for each floating tensor [rows, …] which rows have a number that is not finite: bool [rows]."""
+    floating = [tensor for tensor in tf.nest.flatten(tensors) if tensor.dtype.is_floating]
+    return [_any_of_row(tf.logical_not(tf.math.is_finite(tensor))) for tensor in floating]
 
 
 def gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
-from horovod_train.data.dataset import Records, Split
+from horovod_train.data.dataset import Records, Split, with_inputs_of
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.distributed import consistency, timeline
 from horovod_train.distributed.cycle import suit_cycle
@@ -81,6 +82,8 @@ def open_run(config: Config) -> Iterator[Run]:
             config = resolve_as_before(config, group.size, batch_before)
         _introduce(group, config)
         data = _open_data(config, group)
+        if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
+            config = dataclasses.replace(config, data=with_inputs_of(config.data, data["train"].schema))
         with group.raise_together():
             parts = build_components(config, group, data["train"], data.get("eval"))
         if choice := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):

@@ -29,7 +29,7 @@ class Run:
     """
 
     config: Config
-    """With the global batch size filled in."""
+    """With the global batch size and data.inputs filled in."""
     group: WorkerGroup
     output: Output
     store: Store

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.dataset import Records, Split, check_counts, scan_records
+from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_inputs_of
 from horovod_train.data.identity import difference, names_of
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
@@ -21,8 +21,10 @@ _SHOWN = 3
 log = logging.getLogger(__name__)
 
 
-def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: WorkerGroup) -> dict[Split, Records]:
-    """Collective: return the records of each split, the same on every rank.
+def open_on_all_ranks(
+    config: DataConfig, splits: Sequence[Split], group: WorkerGroup, *, needs_labels: bool = True
+) -> dict[Split, Records]:
+    """Collective: return the records of each split, the same on every rank. needs_labels: as of open_records.
 
     Root scans files without a fresh index while the others wait; then one rank of each host that still finds none does.
     This works even where files cannot be locked.
@@ -33,7 +35,7 @@ def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: Worker
     for is_my_turn in (group.is_root, group.local_rank == 0, True):
         with group.heartbeat.phase("index"), group.raise_together():
             if is_my_turn and not opened:
-                opened = {split: scan_records(config, split) for split in splits}
+                opened = _scan(config, splits, needs_labels=needs_labels)
                 if "train" in opened:
                     opened["train"].find_buckets(config)  # reads all records, unless that was done before
     for records in opened.values():
@@ -41,8 +43,19 @@ def open_on_all_ranks(config: DataConfig, splits: Sequence[Split], group: Worker
     with group.raise_together():
         for split, records in opened.items():
             check_counts(records, config.paths(split))
+    for note in dict.fromkeys(note for records in opened.values() for note in records.notes):
+        log.warning(note)
     for records in opened.values():
         _warn(records)
+    return opened
+
+
+def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) -> dict[Split, Records]:
+    """Return the records of each split; the inputs are those of the first one."""
+    opened: dict[Split, Records] = {}
+    for split in splits:
+        opened[split] = scan_records(config, split, needs_labels=needs_labels)
+        config = with_inputs_of(config, opened[split].schema)
     return opened
 
 
@@ -74,8 +87,6 @@ def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> s
 
 
 def _warn(records: Records) -> None:
-    for note in records.notes:
-        log.warning(note)
     problems = records.problems
     for problem in problems[:_SHOWN]:
         log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")

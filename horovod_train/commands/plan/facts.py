@@ -17,7 +17,7 @@ from horovod_train.commands.plan.resume import Start
 from horovod_train.config.class_weights import weights_of_outputs
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
-from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records
+from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records, with_inputs_of
 from horovod_train.data.order.rank_shares import padding_share
 from horovod_train.data.order.sampler import Plan
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
@@ -68,7 +68,9 @@ def open_outlook(config: Config, ranks: int, start: Start | None) -> Outlook:
     """Open the records and lay out the epochs. Raises UserError. start: the checkpoint to resume from."""
     unresolved, config = config, resolve(config, ranks, start.global_batch_size if start else None)
     records = open_records(config.data, "train")
-    eval_records = open_records(config.data, "eval") if config.data.eval else None
+    eval_records = None
+    if config.data.eval:
+        eval_records = open_records(with_inputs_of(config.data, records.schema), "eval")
     batch = config.data.global_batch_size
     assert batch is not None
     plan = build_plan(records, config.data, seed=config.seed, training=True, global_batch_size=batch)
@@ -121,8 +123,9 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
         "resume": _resume(outlook.start, horizon),
         "time": _time(outlook, pace),
     }
-    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes, *_second_look(config, facts)]
-    return facts, notes
+    notes = [*_kept_batch(outlook.unresolved, batch, ranks), *outlook.records.notes]
+    notes += outlook.eval_records.notes if outlook.eval_records else ()
+    return facts, [*dict.fromkeys(notes), *_second_look(config, facts)]
 
 
 def rows_by_rank(global_batch_size: int, ranks: int) -> list[int]:

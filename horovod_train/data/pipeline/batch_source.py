@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from horovod_train.data.order.mixture import DataSet
 from horovod_train.data.pipeline.batch import Batch, spec_of_batch
 from horovod_train.data.pipeline.chunks import Batches
 from horovod_train.data.pipeline.feed import Feed
+from horovod_train.errors import UserError
+
+_LABEL = re.compile(r"Received a label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)")
+"""What TensorFlow says on a CPU of a label for which a model has no output."""
 
 
 class StepRange(NamedTuple):
@@ -137,7 +142,13 @@ class BatchSource(ABC):
 
     def explain(self, error: BaseException) -> Exception | None:
         """Return the failure behind an error from iterating, naming the record; None if data did not cause it."""
-        return self._failure if isinstance(error, tf.errors.OpError) else None
+        if not isinstance(error, tf.errors.OpError):
+            return None
+        return self._failure or _explain_label(str(error.message))
+
+    def name_record(self, record: int, problem: str) -> str:
+        """Return a sentence with the place of a record and what is wrong with it."""
+        return f"record {record}: {problem}."
 
     def _set_failure(self, failure: Exception) -> None:
         self._failure = failure
@@ -160,3 +171,15 @@ class BatchSource(ABC):
             yield
         except tf.errors.OpError as error:
             raise self.explain(error) or error from error
+
+
+def _explain_label(text: str) -> UserError | None:
+    """Return the failure behind an error of TensorFlow about a label; None if it is about something else."""
+    match = _LABEL.search(text)
+    if match is None:
+        return None
+    return UserError(
+        f"data.targets: a record has the label {match[1]}; the model has outputs for labels from 0 to "
+        f"{int(match[2]) - 1}. Build the model with more outputs, or correct the records: check-data counts their "
+        "labels, and with classes of a feature in data.features it names the records."
+    )

@@ -118,7 +118,7 @@ class Loader:
 
     def bad_record(self, record: int, problem: str) -> UserError:
         """Return the error that names a bad record, what is wrong with it, and the rank that read it."""
-        return self._error(self._name_record(record, problem))
+        return self._error(self.name_record(record, problem))
 
     def stored(self, record: int) -> Arrays:
         """Return the stored values of one record, each with one row."""
@@ -127,7 +127,8 @@ class Loader:
             data, faults = self._reader.read(records)
         return self._parse(records, data, faults)[0]
 
-    def _name_record(self, record: int, problem: str) -> str:
+    def name_record(self, record: int, problem: str) -> str:
+        """Return a sentence with the place of a record and its problem. Reads its block if necessary."""
         with self._lock:
             return self._reader.name_record(record, problem)
 
@@ -140,7 +141,7 @@ class Loader:
         if data is None:
             assert self._cache is not None, "nothing was read, and there is no cache"
             return self._cache.load(records), np.zeros(len(records), bool)
-        arrays, unusable = parse_usable(self._parser, records, data, faults, self._name_record)
+        arrays, unusable = parse_usable(self._parser, records, data, faults, self.name_record)
         if unusable and not self._skip_bad:
             raise self._error(next(iter(unusable.values())))
         self.skipped.update(unusable)

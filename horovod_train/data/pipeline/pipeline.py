@@ -211,6 +211,9 @@ class Pipeline(BatchSource):
         with tf.control_dependencies([tf.debugging.Assert(tf.size(bad) == 0, [_NOT_AN_IMAGE, bad])]):
             return tf.identity(weights), ids
 
+    def name_record(self, record: int, problem: str) -> str:
+        return self._loader.name_record(record, problem)
+
     def _name_image(self, record: int) -> UserError:
         stored = self._loader.stored(record)
         for name, feature in self._features.items():

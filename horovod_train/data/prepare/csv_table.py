@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from horovod_train.data.storage.storage import DEFAULT, Storage
 from horovod_train.errors import UserError
 
 VECTOR = "inputs"
+_BOOLEANS = {"true": 1, "false": 0}
+_MISSING = {"na", "n/a", "#n/a", "null", "none", "nil", "-", "?"}
+"""Cells that stand for a missing value in tables of other programs, in lower case."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +43,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
-    """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError."""
+    """Return each column as int64, float32 or strings, the narrowest that fits all its cells. Raises UserError.
+
+    Columns of true and false, in any case, are 1 and 0.
+    """
     try:
         with io.TextIOWrapper(io.BytesIO(storage.read_all(path)), newline="", encoding="utf-8-sig") as file:
             lines = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]
@@ -57,17 +64,42 @@ def load_table(path: str, storage: Storage = DEFAULT) -> Arrays:
             raise UserError(f"{path}:{number}: expected {len(names)} cells, as in the header; got {len(row)}.")
         if "" in row:
             raise UserError(f"{path}:{number}: {names[row.index('')]} is empty; fill it or leave the line out.")
-    cells = zip(*(row for _, row in lines[1:]), strict=True)
-    return {name: _column(column) for name, column in zip(names, cells, strict=True)}
+    table = {}
+    for name, cells in zip(names, zip(*(row for _, row in lines[1:]), strict=True), strict=True):
+        table[name] = _column(cells)
+        missing = _find_missing(cells) if table[name].dtype.kind == "U" else None
+        if missing is not None:
+            raise UserError(
+                f"{path}:{lines[1 + missing][0]}: {name} holds numbers, and here {cells[missing]!r}; write a number or "
+                "leave the line out."
+            )
+    return table
 
 
 def _column(cells: tuple[str, ...]) -> np.ndarray:
+    numbers = _as_numbers(cells)
+    if numbers is not None:
+        return numbers
+    if {cell.lower() for cell in cells} <= _BOOLEANS.keys():
+        return np.array([_BOOLEANS[cell.lower()] for cell in cells], np.int64)
+    return np.array(cells)
+
+
+def _as_numbers(cells: Sequence[str]) -> np.ndarray | None:
+    """Return cells as int64 or float32; None if some are no numbers."""
     for dtype in (np.int64, np.float32):
         try:
             return np.array(cells).astype(dtype)
         except (ValueError, OverflowError):
             continue
-    return np.array(cells)
+    return None
+
+
+def _find_missing(cells: Sequence[str]) -> int | None:
+    """Return the first cell that stands for a missing number, if all others are numbers; else None."""
+    missing = [place for place, cell in enumerate(cells) if cell.strip().lower() in _MISSING]
+    others = [cell for cell in cells if cell.strip().lower() not in _MISSING] if missing else []
+    return missing[0] if others and _as_numbers(others) is not None else None
 
 
 def _choose(table: Arrays, inputs: list[str], targets: list[str], joined: bool) -> Arrays:

@@ -8,14 +8,28 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from horovod_train.config.registry import import_extra
 from horovod_train.data.features import Feature
+from horovod_train.data.files import left_out_note, listed, loose_files
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+NOT_READ = (".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
+"""Suffixes of images that are not read. A folder of these is one of images, too, and messages name its files."""
+
+
+class ImageList(NamedTuple):
+    """The images of a folder that has a folder for each class."""
+
+    classes: list[str]
+    files: list[Path]
+    """In order of the classes' names, and then of their own."""
+    note: str
+    """What else is there and is not read; "" if nothing."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    classes, files = list_images(arguments.images)
-    eval_files = None
+    classes, files, note = list_images(arguments.images)
+    eval_files, notes = None, [note]
     if arguments.eval_images:
-        eval_classes, eval_files = list_images(arguments.eval_images)
+        eval_classes, eval_files, note = list_images(arguments.eval_images)
+        notes.append(note)
         unknown = sorted(set(eval_classes) - set(classes))
         if unknown:
             raise UserError(f"--eval-images {arguments.eval_images}: {unknown[0]} is no class of {arguments.images}.")
+    for note in filter(None, notes):
+        print(f"note: {note}")
     splits = split_by_fraction(len(files), arguments, None if eval_files is None else len(eval_files))
     files += eval_files or []
     labels = {name: label for label, name in enumerate(classes)}
@@ -66,17 +83,27 @@ def class_names(folder: str) -> list[str]:
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def list_images(folder: str) -> tuple[list[str], list[Path]]:
-    """Return the classes, and the images of all of them, in order of names. Raises UserError."""
+def list_images(folder: str) -> ImageList:
+    """List a folder that has a folder for each class. Raises UserError if there is no image.
+
+    Only regular files are images: reading a named pipe would wait for ever.
+    """
+    images, others = list[Path](), loose_files(folder)
     try:
         classes = class_names(folder)
-        files = [path for name in classes for path in sorted(Path(folder, name).iterdir())]
+        for name in classes:
+            for entry in sorted(os.scandir(os.path.join(folder, name)), key=lambda entry: entry.name):
+                if entry.name.lower().endswith(SUFFIXES) and entry.is_file():
+                    images.append(Path(entry.path))
+                elif not entry.name.startswith("."):
+                    others.append(os.path.join(name, entry.name))
     except OSError as error:
         raise UserError(f"{folder}: cannot be read: {error.strerror}.") from error
-    images = [path for path in files if path.suffix.lower() in SUFFIXES]
+    kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     if not images:
-        raise UserError(f"{folder}: expected a folder for each class, with {', '.join(SUFFIXES)} files; found none.")
-    return classes, images
+        found = f"{listed(others)}" if others else "none"
+        raise UserError(f"{folder}: expected a folder for each class, with {kinds} files; found {found}.")
+    return ImageList(classes, images, left_out_note(folder, others, f"{kinds} in its folders"))
 
 
 def _read(path: Path) -> bytes:

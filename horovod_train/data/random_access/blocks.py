@@ -12,7 +12,7 @@ def read_block(store: Store, first: int, last: int) -> LoadedBlock:
     data, faults = _read(store, first, last)
 
     def name(position: int, problem: str) -> str:
-        return f"{store.path}: record {first + position}: {problem}."
+        return f"{store.name(first + position)}: {problem}."
 
     return LoadedBlock(data, name, {position: name(position, why) for position, why in faults.items()})
 

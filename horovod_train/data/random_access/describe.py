@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,23 @@ _IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU
 
 def names_in_config(config: DataConfig) -> tuple[str, ...]:
     """Return the features that the config names; () if it leaves the choice to the records."""
-    names = (*config.inputs, *config.targets, *_weight(config), *config.features)
+    names = (*config.inputs, *labels_of(config), *config.features)
     return tuple(dict.fromkeys(names)) if config.inputs else ()
+
+
+def labels_of(config: DataConfig) -> tuple[str, ...]:
+    """Return the features that no model gets, unless data.inputs names them: the targets and the weight."""
+    return (*config.targets, *_weight(config))
+
+
+def without_labels(config: DataConfig) -> DataConfig:
+    """Return the config for records that need no targets and no weight.
+
+    data.inputs stays as it is: where it is left to its default, `describe` must know which features were labels.
+    """
+    labels = {*labels_of(config)} - {*config.inputs}
+    features = {name: value for name, value in config.features.items() if name not in labels}
+    return dataclasses.replace(config, targets=(), weight=None, features=features)
 
 
 def images_in_config(config: DataConfig) -> frozenset[str]:
@@ -33,12 +49,19 @@ def images_in_config(config: DataConfig) -> frozenset[str]:
     return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
 
 
-def describe(first: Arrays, defaults: Mapping[str, Mapping[str, Any]], config: DataConfig, path: str) -> Schema:
+def describe(
+    first: Arrays,
+    defaults: Mapping[str, Mapping[str, Any]],
+    config: DataConfig,
+    path: str,
+    labels: Collection[str] | None = None,
+) -> Schema:
     """Return the schema of records. first: one of them, each array with one row. defaults: as of Store.
 
-    data.features takes precedence over defaults. Without data.inputs, all features but the targets and the weight are
-    inputs. Raises UserError.
+    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. labels:
+    by default, the targets and the weight. Raises UserError.
     """
+    labels = labels_of(config) if labels is None else labels
     available = ", ".join(first) or "nothing"
     weight = _weight(config)
     named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
@@ -46,7 +69,7 @@ def describe(first: Arrays, defaults: Mapping[str, Mapping[str, Any]], config: D
         for name in names:
             if name not in first:
                 raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {available}.")
-    inputs = config.inputs or tuple(name for name in first if name not in (*config.targets, *weight))
+    inputs = config.inputs or tuple(name for name in first if name not in labels)
     if not inputs:
         raise UserError(f"data.inputs: nothing is left for the model of {available}; name what it gets.")
     names = dict.fromkeys([*inputs, *config.targets, *weight, *config.features])

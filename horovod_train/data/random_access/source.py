@@ -10,7 +10,13 @@ from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature
 from horovod_train.data.files import check_different
 from horovod_train.data.random_access.blocks import read_block
-from horovod_train.data.random_access.describe import describe, images_in_config, names_in_config
+from horovod_train.data.random_access.describe import (
+    describe,
+    images_in_config,
+    labels_of,
+    names_in_config,
+    without_labels,
+)
 from horovod_train.data.random_access.digests import content_digests
 from horovod_train.data.random_access.parser import ArraysParser
 from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error
@@ -69,12 +75,15 @@ class RandomAccessRecords:
 
 
 def open_described(
-    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str
+    paths: Sequence[str], open_store: OpenStore, config: DataConfig, setting: str, *, needs_labels: bool = True
 ) -> tuple[RandomAccessRecords, Schema]:
     """Open stores, and return their records and the schema that describes them. setting: names them in messages.
 
+    needs_labels: whether targets and weight are used; else they may be missing, and are no inputs where they are there.
     Raises UserError for a store that cannot be read, or whose records differ from those of the first one.
     """
+    labels = labels_of(config)
+    config = config if needs_labels else without_labels(config)
     storage = Storage(config.retry_s)
     folders = (*config.paths("train"), *config.paths("eval"))
     request = Request(names_in_config(config), images_in_config(config), setting, storage, folders)
@@ -82,7 +91,7 @@ def open_described(
     nonempty = [store for store in stores if store.blocks.num_records]
     if not nonempty:
         raise UserError(f"{setting}: {', '.join(paths)} holds no record.")
-    schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path)
+    schema = describe(_first_record(nonempty[0])[1], nonempty[0].defaults, config, nonempty[0].path, labels)
     if config.on_bad_record == "error":
         for store in nonempty:
             _check_first(store, ArraysParser(schema.features))
@@ -93,7 +102,7 @@ def _check_first(store: Store, parser: Parser) -> None:
     number, arrays = _first_record(store)
     problem = parser.problem({name: values[0] for name, values in arrays.items()})
     if problem:
-        raise UserError(f"{store.path}: record {number}: {problem}.")
+        raise UserError(f"{store.name(number)}: {problem}.")
 
 
 def _first_record(store: Store) -> tuple[int, Arrays]:
@@ -111,4 +120,5 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
         return record, arrays
     assert failure is not None
     reason = describe_error(failure)
-    raise UserError(f"{store.path}: none of its first records can be read; record 0: {reason}.") from failure
+    first = store.name(0).removeprefix(f"{store.path}: ")
+    raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure

@@ -65,6 +65,9 @@ class Store(Protocol):
     def identity(self) -> FileStamps | str:
         """Return the files whose content identifies the records; if they are in no files, a digest of them, in hex."""
 
+    def name(self, record: int) -> str:
+        """Return what users call a record: the path of its own file, or else the store's path and its number."""
+
 
 class UnreadableFrom(Exception):
     """Of the records that were asked for, none from `record` on can be read; the cause says why."""
@@ -122,6 +125,14 @@ class FileStore:
 
     def identity(self) -> FileStamps:
         return self._stamps
+
+    def name(self, record: int) -> str:
+        return numbered(self.path, record)
+
+
+def numbered(path: str, record: int) -> str:
+    """Return the name of a record that has none but its number."""
+    return f"{path}: record {record}"
 
 
 def check_local(path: str, setting: str, what: str) -> None:

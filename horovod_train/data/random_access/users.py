@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_train.config.registry import call, load_function
 from horovod_train.config.settings import Spec
-from horovod_train.data.random_access.store import Request, describe_error, even_blocks, single_blocks, stack
+from horovod_train.data.random_access.store import Request, describe_error, even_blocks, numbered, single_blocks, stack
 from horovod_train.data.source import Arrays
 from horovod_train.errors import UserError
 
@@ -49,6 +49,9 @@ class UsersStore:
         arrays = self._read_many(first, last) if self._reads_many else self._read_singly(first, last)
         names = self._request.names
         return {name: arrays[name] for name in names if name in arrays} if names else arrays
+
+    def name(self, record: int) -> str:
+        return numbered(self.path, record)
 
     def identity(self) -> str:
         facts = [self._spec.name, json.dumps(self._spec.options, sort_keys=True), self.blocks.num_records]

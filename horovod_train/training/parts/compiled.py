@@ -21,10 +21,10 @@ from horovod_train.errors import UserError, one_line
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.keras_seams import compile_arguments
+from horovod_train.training.keras_seams import class_axis, compile_arguments
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
-from horovod_train.training.parts.losses import ChosenLoss, build_loss, pick
+from horovod_train.training.parts.losses import ChosenLoss, build_loss, pick, takes_labels
 from horovod_train.training.parts.lr_multipliers import multiply_rates
 from horovod_train.training.parts.metrics import build_metrics, targets_of
 from horovod_train.training.steps.optimizers import optimizers_in
@@ -95,8 +95,39 @@ class Compiled:
         return of(next(iter(by_class), None), outputs)
 
     def check_classes(self, schema: Schema) -> None:
-        """Raise UserError for a weight of a class that the schema excludes."""
+        """Raise UserError for a weight of a class that the schema excludes, and for classes without an output."""
         self.loss.check_classes(schema)
+        for target, outputs in self.label_counts(schema.targets).items():
+            classes = schema.features[target].classes if target in schema.features else None
+            if classes and classes > outputs:
+                raise UserError(
+                    f"loss: {target} has classes from 0 to {classes - 1}, as {schema.where} says; the model's output "
+                    f"has {outputs} values, for classes from 0 to {outputs - 1}. Build the model with {classes} "
+                    f"outputs, or correct classes of {target}."
+                )
+
+    def label_counts(self, targets: Sequence[str]) -> dict[str, int]:
+        """Return for how many labels the model has outputs, by target: of those that are compared as labels.
+
+        targets: the names of all. Empty where a model's own step computes the loss, or its outputs are not declared.
+        """
+        if not getattr(self.model, "outputs", None) or {"train_step", "compute_loss"} & {*self.own}:
+            return {}
+        outputs = self.model.outputs[0] if isinstance(self.model, keras.Sequential) else self.model.output
+        loss = compile_arguments(self.model).get("loss")
+        if isinstance(outputs, Mapping):
+            losses = {name: loss.get(name) if isinstance(loss, Mapping) else loss for name in outputs}
+            by_target = {self.targets.get(name, name): (losses[name], outputs[name]) for name in outputs}
+        elif isinstance(outputs, list | tuple) or len(targets) != 1 or isinstance(loss, list | tuple):
+            return {}
+        else:
+            only = next(iter(loss.values()), None) if isinstance(loss, Mapping) else loss
+            by_target = {targets[0]: (only, outputs)}
+        return {
+            target: int(output.shape[class_axis(each)])
+            for target, (each, output) in by_target.items()
+            if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
+        }
 
     @property
     def takes(self) -> dict[str, bool]:

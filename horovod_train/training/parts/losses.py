@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem
 from horovod_train.config.loader import build
-from horovod_train.config.registry import call, choose_keras
+from horovod_train.config.registry import call, choose_keras, fold
 from horovod_train.config.settings import AUTO, LossSpec, LossTerm, Spec
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
@@ -118,6 +118,16 @@ def _to_same_rank(first: Any, second: Any) -> tuple[Any, Any]:
     if ranks[1] + 1 == ranks[0] and first.shape[-1] == 1:
         return (first, keras.ops.expand_dims(second, -1)) if ranks[1] == 1 else (keras.ops.squeeze(first, -1), second)
     return first, second
+
+
+def takes_labels(loss: Any) -> bool:
+    """Return whether a loss, as `compile` takes it, compares outputs with a label for each, and leaves none out."""
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        return loss.ignore_class is None
+    if isinstance(loss, LossOfFunction):
+        loss = loss._function
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    return fold(name).endswith(fold("sparse_categorical_crossentropy"))
 
 
 def build_loss(spec: Spec) -> ChosenLoss:

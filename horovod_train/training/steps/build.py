@@ -119,6 +119,9 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
             seed=config.seed,
             phase_variable=phase_variable,
             accumulate_steps=config.train.accumulate_steps,
+            labels=compiled.label_counts(
+                [*train.scaled_spec.targets] if isinstance(train.scaled_spec.targets, dict) else [""]
+            ),
             max_skips_in_a_row=max_skips,
             placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
         )

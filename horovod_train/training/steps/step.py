@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import keras
@@ -98,6 +98,8 @@ class TrainStep:
     seed: int
     phase_variable: PhaseVariable
     accumulate_steps: int = 1
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
     max_skips_in_a_row: int = 0
     """Non-finite updates to skip before `run` ends; 0: end at the first.
 
@@ -201,7 +203,7 @@ class TrainStep:
         with tf.name_scope("exchange"), self.shares.of_pass(_share_of_step(parts)):
             self.forward_state.combine(before, self.shares)
         with tf.name_scope("update_parameters"):
-            has_failed = self._end_update(failed, before_last)
+            has_failed = self._end_update(failed, before_last, None if state.synchronization.delay else batch)
         with tf.name_scope("exchange"):
             return tf.logical_not(state.synchronization.end_step(has_failed, tf.identity(state.step)))
 
@@ -237,21 +239,22 @@ class TrainStep:
         """Whether ranks exchange numbers of records, or what losses are divided by, before they compute."""
         return self.rows.group.size > 1 and (self.rows.are_counted or self.passes.counts_ahead)
 
-    def _end_update(self, failed: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+    def _end_update(self, failed: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> tf.Tensor:
         """Note whether the update has failed; update averages if not. Return whether this rank has failed for good.
 
-        loss: of the step in which the gradients were computed.
+        loss, batch: of the step in which the gradients were computed; None: they are of an earlier batch.
         """
         if self.update.continues:
-            self._end_update_or_skip(failed, loss)
+            self._end_update_or_skip(failed, loss, batch)
             return self.state.failure.step > 0
         state, is_cause = self.state, self.update.optimizers.is_cause
         if state.averages.variables and not state.averages.are_of_optimizer:
             state.averages.update(tf.identity(state.step))
-        tf.cond(failed, lambda: state.failure.note(tf.identity(state.step), is_cause, loss, 0), lambda: None)
+        about = (batch, self.labels)
+        tf.cond(failed, lambda: state.failure.note(tf.identity(state.step), is_cause, loss, 0, *about), lambda: None)
         return failed
 
-    def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor) -> None:
+    def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> None:
         state = self.state
         if state.averages.variables and not state.averages.are_of_optimizer:
             tf.cond(skips, lambda: None, lambda: state.averages.update(tf.identity(state.step)))
@@ -261,7 +264,8 @@ class TrainStep:
             in_a_row, step = self.skipped_in_a_row.read_value(), state.step - state.synchronization.delay
             is_first = tf.logical_and(in_a_row >= self.max_skips_in_a_row, state.failure.step == 0)
             is_cause = self.update.optimizers.is_cause
-            tf.cond(is_first, lambda: state.failure.note(step, is_cause, loss, in_a_row), lambda: None)
+            about = (batch, self.labels)
+            tf.cond(is_first, lambda: state.failure.note(step, is_cause, loss, in_a_row, *about), lambda: None)
             is_cause.assign(False)
             return in_a_row + 1
 

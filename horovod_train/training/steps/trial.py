@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,7 @@ def try_step(
             applied(),
             noting_results(metrics_in(model)) as source_of,
             noting_loss(model, losses.append),
+            _refusing_pairs(metrics_in(model)),
             _noting_metrics(model, figures.append),
         ):
             logs = getattr(model, method)(data_of(records))
@@ -80,9 +82,27 @@ def try_step(
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
     check_draws(function, method, where)
+    _refuse_text(function, spec, method)
     return Tried(
         trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
     )
+
+
+def _refuse_text(function: Any, spec: Any, method: str) -> None:
+    """Raise UserError for a step that takes text for numbers, which TensorFlow notices only when it computes."""
+    parts = {"targets": spec.targets, "inputs": spec.inputs} if isinstance(spec, Batch) else {"dataset": spec}
+    texts = [key for key, part in parts.items() if any(each.dtype == tf.string for each in tf.nest.flatten(part))]
+    if not texts:
+        return
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for inner in graph.library.function for node in inner.node_def)]
+    if any(node.op == "Cast" and node.attr["SrcT"].type == tf.string.as_datatype_enum for node in nodes):
+        tensors = parts[texts[0]]
+        names = [name for name, each in tensors.items() if each.dtype == tf.string] if isinstance(tensors, dict) else []
+        raise UserError(
+            f"data.{texts[0]}: {', '.join(names) or 'the values'} must be numbers, because the model's {method} "
+            "computes with them; the records hold text. Store numbers, such as 0 and 1 for two classes."
+        )
 
 
 def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
@@ -132,6 +152,75 @@ def _noting_metrics(model: keras.Model, note: Callable[[Any], None]) -> Iterator
         yield
     finally:
         del model.compute_metrics
+
+
+@contextmanager
+def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
+    """Inside the block, raise ValueError for a metric that compares each record with all others.
+
+    Targets [n] and outputs [n, 1] become [n, n] as NumPy's rules have it. Keras' own metrics and losses add the axis.
+    """
+
+    def refusing(metric: keras.metrics.Metric) -> Callable[..., Any]:
+        update_state = metric.update_state
+
+        @functools.wraps(update_state)
+        def update_and_check(*args: Any, **kwargs: Any) -> Any:
+            compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
+            before = len(tf.compat.v1.get_default_graph().get_operations())
+            result = update_state(*args, **kwargs)
+            if len(compared) == 2 and (shapes := _paired(compared[0], compared[1], before)):
+                raise ValueError(
+                    f"metric {metric.name} compares each record with all others: it gets targets {shapes[0]} and "
+                    f"outputs {shapes[1]}; reshape one of them to the shape of the other"
+                )
+            return result
+
+        return update_and_check
+
+    each = list({id(metric): metric for metric in _with_inner(metrics)}.values())
+    for metric in each:
+        metric.update_state = refusing(metric)
+    try:
+        yield
+    finally:
+        for metric in each:
+            del metric.update_state
+
+
+def _with_inner(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
+    """Yield metrics and those that they hold, as the one does that `compile` makes of several."""
+    for metric in metrics:
+        yield metric
+        inner = getattr(metric, "metrics", None)
+        yield from _with_inner([each for each in inner or () if isinstance(each, keras.metrics.Metric)])
+
+
+def _paired(targets: Any, outputs: Any, first: int) -> tuple[list[Any], list[Any]] | None:
+    """Return the shapes of targets and outputs if an operation makes [n, n] of both; None if not.
+
+    first: the number of the first operation of the graph to look at.
+    """
+    roots = [
+        [tensor for tensor in tf.nest.flatten(value) if tf.is_symbolic_tensor(tensor)] for value in (targets, outputs)
+    ]
+    made_of: dict[str, frozenset[int]] = {}
+    for side, tensors in enumerate(roots):
+        for tensor in tensors:
+            made_of[tensor.name] = made_of.get(tensor.name, frozenset()) | {side}
+    for operation in tf.compat.v1.get_default_graph().get_operations()[first:]:
+        sides = [made_of.get(tensor.name, frozenset()) for tensor in operation.inputs]
+        made_of |= {tensor.name: frozenset().union(*sides) for tensor in operation.outputs}
+        if len(operation.inputs) != 2 or {*sides} != {frozenset({0}), frozenset({1})}:
+            continue
+        ranks = [tensor.shape.rank for tensor in operation.inputs]
+        column = next((tensor for tensor in operation.inputs if tensor.shape.rank == 2), None)
+        if sorted(map(str, ranks)) != ["1", "2"] or column is None or column.shape[1] != 1 or column.shape[0] == 1:
+            continue
+        if any(tensor.shape.rank == 2 and tensor.shape[1] != 1 for tensor in operation.outputs):
+            by_side = {side: list(tensor.shape) for (side,), tensor in zip(sides, operation.inputs, strict=True)}
+            return by_side[0], by_side[1]
+    return None
 
 
 def _check_logs(logs: Any, method: str, where: str) -> None:

@@ -28,6 +28,13 @@ def compiled(loss: Any = "mse", **more: Any) -> keras.Model:
     return model
 
 
+def test_the_axis_of_classes_is_that_of_the_loss() -> None:
+    """_fn_kwargs."""
+    assert keras_seams.class_axis(keras.losses.SparseCategoricalCrossentropy(axis=1)) == 1
+    assert keras_seams.class_axis(keras.losses.SparseCategoricalCrossentropy()) == -1
+    assert keras_seams.class_axis("mse") == -1
+
+
 def test_compile_arguments_are_the_objects_that_compile_was_given() -> None:
     """_compile_config, and its config."""
     loss, metric, users = keras.losses.Huber(), keras.metrics.AUC(), lambda y_true, y_pred: y_true - y_pred
@@ -109,7 +116,7 @@ def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     used = {name for name in names if PRIVATE.fullmatch(name)}
-    assert used == {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask"}
+    assert used == {"_compile_config", "_compile_loss", "_flat_losses", "_loss_tracker", "_keras_mask", "_fn_kwargs"}
     tested = Path(__file__).read_text()
     assert all(tested.count(name) > 1 for name in used)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
+from horovod_train.data.pipeline.batch import Batch
 from horovod_train.training.nonfinite import Failure
 
 
@@ -24,7 +25,7 @@ class Group:
         return f"rank {rank} (node{rank})"
 
 
-FINE = [0, False, True, "0", 0, ""]
+FINE = [0, False, True, "0", 0, "", ""]
 
 
 def said(failure: Failure, *others: list[Any]) -> str:
@@ -50,7 +51,7 @@ def test_a_finite_loss_is_not_given_as_the_reason() -> None:
 def test_where_every_rank_has_finite_gradients_it_is_their_exchange_that_overflows() -> None:
     failure = Failure()
     failure.note(tf.constant(7, tf.int64), tf.constant(False), tf.constant(0.25), tf.constant(10))
-    line = said(failure, [7, False, True, "0.25", 10, ""], [7, False, True, "0.5", 10, ""])
+    line = said(failure, [7, False, True, "0.25", 10, "", ""], [7, False, True, "0.5", 10, "", ""])
     assert "gradients are finite on each rank, but not once they are combined, after 10 skipped updates" in line
     assert "horovod.compression: fp16 overflows above 65504" in line
     assert "rank 0" not in line
@@ -58,7 +59,7 @@ def test_where_every_rank_has_finite_gradients_it_is_their_exchange_that_overflo
 
 def test_a_variable_is_named_with_its_rank() -> None:
     failure = Failure()
-    others = [8, True, True, "0.5", 0, "model/dense/kernel"]
+    others = [8, True, True, "0.5", 0, "model/dense/kernel", ""]
     line = said(failure, FINE, others)
     assert line.startswith(
         "Model diverged at step 8: model/dense/kernel is not finite on rank 2 (node2). Nothing of it has been"
@@ -75,5 +76,60 @@ def test_the_first_failure_is_the_one_that_is_kept() -> None:
 def test_what_overflows_when_ranks_combine_it_is_laid_to_none_of_them() -> None:
     failure = Failure()
     failure.note_variables(8, {"the gradient of dense/kernel": tf.Variable([math.inf])}, is_cause=False)
-    line = said(failure, [8, False, True, "0", 0, "the gradient of dense/kernel"])
+    line = said(failure, [8, False, True, "0", 0, "the gradient of dense/kernel", ""])
     assert "at step 8: gradients are finite on each rank, but not once they are combined" in line
+
+
+NAN, INF = math.nan, math.inf
+GOOD: dict[str, Any] = {"inputs": [0.0] * 4, "targets": [0.0] * 4, "weights": [1.0] * 4}
+
+
+def note(failure: Failure, ids: list[int], **values: Any) -> None:
+    parts = {name: tf.constant(part) for name, part in {**GOOD, **values}.items()}
+    labels = {"": 5} if parts["targets"].dtype.is_integer else {}
+    batch = Batch(**parts, ids=tf.constant(ids, tf.int64), count=tf.constant(4, tf.int64))
+    noted = tf.function(failure.note, autograph=False)
+    noted(tf.constant(7, tf.int64), tf.constant(True), tf.constant(NAN), tf.constant(0), batch, labels)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"inputs": [0.0, NAN, -INF, 0.0]}, "record 12: an input is not finite."),
+        ({"inputs": [[[0.0, 1.0]], [[0.0, INF]], [[0.0, 1.0]], [[0.0, 1.0]]]}, "record 12: an input is not finite."),
+        ({"targets": [0.0, 0.0, 0.0, NAN]}, "record 14: a target or the weight is not finite."),
+        ({"weights": [1.0, 1.0, 0.0, INF]}, "record 14: a target or the weight is not finite."),
+        ({"targets": [4, 0, -1, 5]}, "record 13: the model has no output for its label."),
+    ],
+    ids=str,
+)
+def test_a_record_that_is_to_blame_is_named_in_place_of_the_rate(values: dict[str, Any], problem: str) -> None:
+    failure = Failure()
+    note(failure, [11, 12, 13, 14], **values)
+    line = said(failure, FINE, FINE)
+    assert f"at step 7: loss or gradients are not finite on rank 0 (node0), because of a record: {problem}" in line
+    assert "base_lr" not in line
+
+
+def test_a_record_is_named_as_its_source_names_it() -> None:
+    failure = Failure()
+    failure.name_record = lambda record, problem: f"a.csv:{record}: {problem}."
+    note(failure, [11, 12, 13, 14], inputs=[NAN] * 4)
+    assert "because of a record: a.csv:11: an input is not finite." in said(failure, FINE)
+    failure.name_record = lambda record, problem: str(1 / 0)
+    assert "because of a record: record 11: an input is not finite." in said(failure, FINE)
+
+
+def test_a_rank_whose_record_is_to_blame_is_heard_before_the_first_one() -> None:
+    failure = Failure()
+    note(failure, [1, 2, 3, 4])
+    line = said(failure, [7, True, False, "NaN", 0, "", "b.csv: record 3: an input is not finite."])
+    assert "on rank 0 (node0), rank 1 (node1), because of a record: b.csv: record 3" in line
+
+
+@pytest.mark.parametrize("values", [{}, {"inputs": [0.0, NAN, 0.0, 0.0]}], ids=["good", "padding"])
+def test_without_a_bad_record_the_rate_is_advised(values: dict[str, Any]) -> None:
+    """What padding holds is of no record that this step has."""
+    failure = Failure()
+    note(failure, [11, -1, 13, -14], **values)
+    assert "lower lr_schedule.base_lr" in said(failure, FINE)

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.prepare.images import SUFFIXES, class_names, list_images
+from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.storage import Storage
@@ -19,7 +19,7 @@ class ImageFolder(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError if there are none."""
-        classes, files = list_images(path)
+        classes, files, self.note = list_images(path)
         _check_same_classes(path, classes, request)
         labels = {name: label for label, name in enumerate(classes)}
         self._files = [str(file) for file in files]
@@ -29,6 +29,9 @@ class ImageFolder(FileStore):
         self.defaults = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
         sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
         self.blocks = single_blocks(len(files), sizes)
+
+    def name(self, record: int) -> str:
+        return self._files[record]
 
     def read(self, first: int, last: int) -> Arrays:
         arrays = {"label": self._labels[first:last]}
@@ -57,7 +60,7 @@ def is_image_folder(path: str, storage: Storage) -> bool:
     if is_remote(path):
         return False
     folders = [entry.path for entry in os.scandir(path) if entry.is_dir()]
-    return any(name.lower().endswith(SUFFIXES) for folder in folders for name in os.listdir(folder))
+    return any(name.lower().endswith(SUFFIXES + NOT_READ) for folder in folders for name in os.listdir(folder))
 
 
 def read_file(path: str, stamps: FileStamps) -> bytes:

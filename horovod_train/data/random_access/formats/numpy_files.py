@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from horovod_train.config.remote_paths import is_remote
+from horovod_train.data.files import check_regular, left_out_note, loose_files
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
@@ -56,6 +57,9 @@ class NumpyArrays(FileStore):
         except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
             raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
         super().__init__(path, files, request.storage)
+        if not is_remote(path) and os.path.isdir(path):
+            others = [name for name in loose_files(path) if not name.endswith(".npy")]
+            self.note = left_out_note(path, others, "*.npy, each a feature")
         self._arrays = by_name
         for name, array in by_name.items():
             if not array.shape or array.dtype.kind not in "biufSU":
@@ -92,6 +96,8 @@ def _row_bytes(array: _Rows | np.ndarray) -> int:
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
     names = [name.removesuffix(".npy") for name in request.storage.names(path) if name.endswith(".npy")]
     files = {name: os.path.join(path, f"{name}.npy") for name in request.choose(names, path)}
+    for file in files.values():
+        check_regular(file)
     return {name: _find_rows(file, 0, request.storage) for name, file in files.items()}, list(files.values())
 
 

@@ -1,0 +1,102 @@
+"""What is in a folder of records and is not read is named once; what could block for ever is not opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_records import config, make_images
+from made_stores import write_npy, write_parquet
+from PIL import Image
+
+from horovod_train.data.dataset import open_records
+from horovod_train.data.validation import check_split
+from horovod_train.errors import UserError
+
+IMAGE = {"image": {"shape": [4, 4, 1]}}
+ARRAYS = {"x": np.arange(6, dtype=np.float32), "y": np.arange(6)}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(3):
+            Image.fromarray(np.full((4, 4), number, np.uint8)).save(tmp_path / "photos" / name / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def notes(path: Path, **values: Any) -> list[str]:
+    return [*open_records(config(path, **values), "train").notes]
+
+
+def test_images_of_other_kinds_are_counted_and_some_are_named(photos: Path) -> None:
+    assert notes(photos, features=IMAGE) == []
+    for number in range(4):
+        (photos / "dog" / f"{number}.webp").write_bytes(b"RIFF")
+    (photos / "cat" / ".DS_Store").touch()
+    (photos / "loose.png").touch()
+    (photos / "cat" / "more").mkdir()
+    (note,) = notes(photos, features=IMAGE)
+    assert note == (
+        f"{photos}: 6 files are left out: loose.png, cat/more, dog/0.webp and 3 more. Read are only *.jpg, *.jpeg, "
+        "*.png in its folders."
+    )
+    report = check_split(config(photos, features=IMAGE), "train")
+    assert (report.notes, report.bad, report.records) == ([note], [], 6)
+
+
+def test_a_folder_of_images_that_are_not_read_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "0.webp").touch()
+    with pytest.raises(UserError, match=r"expected a folder for each class, with \*\.jpg, .* files; found cat/0\.webp"):
+        open_records(config(tmp_path), "train")
+
+
+@pytest.mark.parametrize("kind", ["images", "npy", "tfrecord", "glob"])
+def test_a_named_pipe_is_not_opened(kind: str, photos: Path, tmp_path: Path) -> None:
+    if kind == "images":
+        os.mkfifo(photos / "cat" / "p.jpg")
+        assert "1 file is left out: cat/p.jpg" in notes(photos, features=IMAGE)[0]
+        return
+    folder = write_npy(tmp_path, ARRAYS) if kind == "npy" else make_images(tmp_path / "records")
+    pipe = folder / ("z.npy" if kind == "npy" else "z.tfrecord")
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=rf"{pipe}: expected a regular file; it is a pipe"):
+        open_records(config(pipe if kind == "glob" else folder), "train")
+
+
+def test_files_beside_records_are_named(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "records")
+    assert notes(folder) == []
+    for name in ("part-00001", "old.parquet", "README.md", "_SUCCESS", ".hidden"):
+        (folder / name).touch()
+    make_images(folder / "more")
+    (note,) = notes(folder)
+    assert note == (f"{folder}: 3 files are left out: old.parquet, part-00001, more/. Read are only *.tfrecord*.")
+
+
+def test_what_a_run_writes_beside_records_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    write_parquet(tmp_path / "tables", ARRAYS)
+    for _ in range(2):  # the first time writes digests
+        assert notes(tmp_path / "tables") == []
+    (tmp_path / "tables" / "b.csv").write_text("x,y\n1,2\n")
+    assert "1 file is left out: b.csv. Read are only *.parquet." in notes(tmp_path / "tables")[0]
+
+
+def test_files_beside_arrays_are_named(tmp_path: Path) -> None:
+    folder = write_npy(tmp_path, ARRAYS)
+    assert notes(folder) == []
+    (folder / "more.npz").touch()
+    assert "1 file is left out: more.npz" in notes(folder)[0]
+
+
+def test_both_splits_name_them_once(tmp_path: Path) -> None:
+    folder = make_images(tmp_path / "records")
+    (folder / "old.bin").touch()
+    data = config(folder, eval=(str(folder),))
+    assert len({*open_records(data, "train").notes, *open_records(data, "eval").notes}) == 1

@@ -1,0 +1,69 @@
+"""Cells and numbers that no training can use, or that other programs write in their own way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from made_records import config, make_images, pipeline
+from made_stores import WRITERS
+
+from horovod_train.data.dataset import open_records
+from horovod_train.data.prepare.csv_table import load_table
+from horovod_train.data.validation import check_split
+from horovod_train.errors import UserError
+
+ROWS = 9
+
+
+def table(folder: Path, *lines: str) -> str:
+    (folder / "t.csv").write_text("\n".join(lines) + "\n")
+    return str(folder / "t.csv")
+
+
+def test_true_and_false_are_1_and_0(tmp_path: Path) -> None:
+    columns = load_table(table(tmp_path, "a,b,c", "True,false,true", "FALSE,false,maybe"))
+    assert (columns["a"].tolist(), columns["b"].tolist()) == ([1, 0], [0, 0])
+    assert columns["a"].dtype == np.int64
+    assert columns["c"].tolist() == ["true", "maybe"]
+
+
+@pytest.mark.parametrize("cell", ["NA", "n/a", "null", "-", " None "])
+def test_a_cell_without_a_number_among_numbers_is_named(cell: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"t\.csv:4: b holds numbers, and here '{cell}'; write a number or leave the"):
+        load_table(table(tmp_path, "a,b", "1,2", "3,4.5", f"5,{cell}", "6,7"))
+    words = load_table(table(tmp_path, "a,b", "1,north", f"5,{cell}"))
+    assert words["b"].tolist() == ["north", cell]
+    assert load_table(table(tmp_path, "a", cell))["a"].tolist() == [cell]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_records_with_numbers_that_are_not_finite_are_named(form: str, tmp_path: Path) -> None:
+    x = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 1, 2)
+    x[3, 0, 1], x[5, 0, 0], x[5, 0, 1] = np.nan, np.inf, np.nan
+    path = WRITERS[form](tmp_path, {"x": x, "y": np.arange(ROWS)})
+    report = check_split(config(path, targets=("y",)), "train")
+    assert report.bad == [
+        f"{path}: record 3: feature x: expected finite numbers; the record holds nan.",
+        f"{path}: record 5: feature x: expected finite numbers; the record holds inf.",
+    ]
+    summary, finite = report.features["x"], x[np.isfinite(x)]
+    assert (summary.low, summary.high) == (0.0, 17.0)
+    assert summary.mean == pytest.approx(float(finite.mean()))
+
+
+def test_a_label_without_an_output_is_one_line(tmp_path: Path) -> None:
+    made = pipeline(config(make_images(tmp_path / "train")))
+    assert open_records(config(tmp_path / "train"), "train").num_records == made.num_records
+
+    @tf.function
+    def loss() -> tf.Tensor:
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(tf.constant([0, 9]), tf.zeros((2, 5)))
+
+    said = r"data\.targets: a record has the label 9; the model has outputs for labels from 0 to 4\. "
+    with tf.device("cpu:0"), pytest.raises(UserError, match=said), made.explaining():
+        loss()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Matrix size"), made.explaining():
+        tf.linalg.matmul(tf.zeros((2, 3)), tf.zeros((2, 3)))
