@@ -125,6 +125,15 @@ def cut(folder: Path) -> Path:
     return file.parent
 
 
+def declared(shape: tuple[int, ...]) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        with (folder / "x.npy").open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        return folder
+
+    return write
+
+
 LISTS = pa.array([[1, 2], [3]])
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
@@ -162,6 +171,9 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "pickled": (in_folder(x=np.array([{}], object)), {}, "x is object[1]; expected rows of numbers or text"),
     "Fortran order": (fortran, {}, "x.npy is in Fortran order; save np.ascontiguousarray of it."),
     "cut short": (cut, {}, "x.npy: is not complete: 168 bytes expected, 138 there."),
+    "rows that are not there": (declared((3, 2**62, 4)), {}, "x.npy: is not complete: "),
+    "rows of nothing": (declared((2**45, 0)), {}, f"x declares {2**45} rows; expected values that are there"),
+    "less than no rows": (declared((-3, 2)), {}, "x.npy declares the shape [-3, 2]"),
     "one array": (as_file("x.npy", b""), {}, "x.npy is one array. Name its folder"),
     "no npz": (as_file("x.npz", b"text"), {}, "x.npz: is no npz archive of arrays, nor a folder of npy files"),
     "no HDF5": (as_file("x.h5", b"text"), {}, "x.h5: cannot be read as HDF5"),
