@@ -6,6 +6,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import keras
@@ -79,7 +80,7 @@ def refusal(read: Callable[[], object]) -> str:
     return said
 
 
-def take(path: Path, **settings: tuple[str, ...]) -> dict[str, np.ndarray]:
+def take(path: Path, **settings: Any) -> dict[str, np.ndarray]:
     return match(small_model(), ModelSpec("x", init_from=str(path), **settings)).taken
 
 
