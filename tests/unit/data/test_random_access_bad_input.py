@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from made_records import config
@@ -18,6 +19,7 @@ from made_stores import write_npy
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
+from horovod_train.data.schema import load_schema
 from horovod_train.errors import UserError
 
 FIVE = {"x": np.arange(10.0, dtype=np.float32).reshape(5, 2), "y": np.arange(5)}
@@ -248,3 +250,18 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     setting = "data" if library == "array_record" else "data.train"
     assert f"{setting}: {tmp_path / file}: needs {library} (" in last
     assert last.endswith(f"pip install 'horovod_train[{extra}]'.")
+
+
+def test_columns_whose_names_are_not_text_are_refused(tmp_path: Path) -> None:
+    for write in (pa.parquet.write_table, pa.feather.write_feather):
+        write(pa.table({"a_column": [1, 2]}), path := tmp_path / f"a.{write.__name__.removeprefix('write_')}")
+        path = path.rename(path.with_suffix(".parquet" if "table" in path.name else ".feather"))
+        path.write_bytes(path.read_bytes().replace(b"a_column", b"a_c\xff\xfemn"))
+        assert f"{path}: cannot be read as " in refusal(config(path))
+
+
+def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, f'{{"features": {"9" * 5000}}}'):
+        (tmp_path / "dataset.json").write_text(text)
+        with pytest.raises(UserError, match=r"dataset\.json: cannot be read as JSON: "):
+            load_schema(str(tmp_path / "dataset.json"))
