@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 
+from horovod_train.shown_text import error_line
+
 
 class RunError(Exception):
-    """Ends the run with `exit_code`; its text is one line that a user can act on."""
+    """Ends the run with `exit_code`; its text is one line that a user can act on; see shown_text."""
 
     exit_code = 1
+
+    def __init__(self, text: object = "") -> None:
+        super().__init__(error_line(str(text)))
 
 
 class UserError(RunError):

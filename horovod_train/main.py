@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import importlib
+import io
 import json
 import os
 import platform
@@ -18,7 +20,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -33,7 +34,7 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
 from horovod_train.output import logs, tensorflow_noise
-from horovod_train.output.console import let_go, to_stderr, to_stdout, unfailing
+from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
 from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
@@ -65,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         exit_code = _main(argv)
-    except Exception:
-        traceback.print_exc(file=unfailing(sys.stderr))
+    except Exception as error:
+        traceback_to_stderr(error)
         exit_code = 1
     if exit_code and (not argv or argv[0] not in COMMANDS or argv[0] in ON_RANKS):
         _let_others_know(exit_code)
@@ -87,6 +88,11 @@ def _main(argv: Sequence[str]) -> int:
     except RunError as error:
         to_stderr(f"error: {error}")
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        to_stderr(f"error: {UserError(f'{error.filename}: {error.strerror}. Give a shorter path.')}")
+        return UserError.exit_code
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "horovod":
             raise
@@ -138,7 +144,7 @@ def _train(argv: Sequence[str]) -> int:
         if is_first_run:
             config, data_folder = first_run.place_data(config, origins, _cache_folder())
         if arguments.print_config:
-            print(dump(config, origins), end="")
+            to_stdout(dump(config, origins).rstrip("\n"))
             return 0
         output_dir = require_output_dir(config)
         if is_first_run:
@@ -261,6 +267,9 @@ def entry() -> None:
     there for its thread, up to a minute, with the interpreter locked. Registered first, so called after Horovod's end.
     """
     exit_code = 0
+    for stream in (sys.stdout, sys.stderr):  # a locale that knows ASCII only would lose lines, or end us by them
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
     @atexit.register
     def end_if_failed() -> None:

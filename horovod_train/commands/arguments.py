@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from horovod_train.config.loader import Origins, load
 from horovod_train.config.numbers import is_number
-from horovod_train.config.remote_paths import remote_problem
+from horovod_train.config.remote_paths import path_problem, remote_problem, text_problem
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
 
@@ -102,6 +102,10 @@ def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
     """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
     config, origins = load(*config_parts(arguments))
     if arguments.output_dir is not None:
+        for problem in filter(
+            None, (check("output_dir", arguments.output_dir) for check in (text_problem, path_problem))
+        ):
+            raise UserError(f"--output-dir: {problem}")
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
         origins["output_dir"] = "--output-dir"
     return config, origins

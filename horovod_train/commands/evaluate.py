@@ -16,6 +16,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import FIGURES
 from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import to_stdout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     figures = evaluate(config, checkpoint, arguments.weights)
     if figures is not None:
-        print(
+        to_stdout(
             "  ".join(
                 f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in figures.items()

@@ -17,6 +17,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
 from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import to_stdout
 from horovod_train.output.removal import draft_of, remove, replace
 
 
@@ -52,5 +53,5 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         with contextlib.suppress(OSError):
             remove(draft, unfinished)
-    print(f"{out}: {weights} weights of {saved.folder}, step {saved.facts.step}, epoch {saved.facts.epoch}")
+    to_stdout(f"{out}: {weights} weights of {saved.folder}, step {saved.facts.step}, epoch {saved.facts.epoch}")
     return 0

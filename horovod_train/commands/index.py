@@ -11,6 +11,7 @@ import time
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.files import list_files, record_folders
 from horovod_train.data.tfrecord.source import open_tfrecords
+from horovod_train.output.console import to_stdout
 
 _PATTERNS = ["*.tfrecord*"]
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         started = time.perf_counter()
         files = list_files([folder], "index", _PATTERNS).files
         blocks = open_tfrecords(files, config, allow_damage=False).blocks
-        print(
+        to_stdout(
             f"{folder}: {blocks.num_records} records in {len(files)} files, {len(blocks.records)} blocks, "
             f"{time.perf_counter() - started:.1f} s"
         )

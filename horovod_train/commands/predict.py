@@ -17,6 +17,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import PREDICTIONS
 from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import to_stdout
 
 SUFFIXES = (".npz", ".csv")
 
@@ -50,5 +51,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     written = predict(config, checkpoint, arguments.weights, paths, arguments.out)
     if launcher.detect().rank == 0:
-        print(f"{arguments.out}: {written} records")
+        to_stdout(f"{arguments.out}: {written} records")
     return 0

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
+
+from horovod_train.output.screen import Screen, plain
 
 
 def open_screen(*, launched: bool = False) -> Console:
@@ -14,7 +15,7 @@ def open_screen(*, launched: bool = False) -> Console:
 
     mpirun gives its ranks a terminal even when its own output is a file.
     """
-    return Console(soft_wrap=True, highlight=False, force_terminal=False if launched else None)
+    return Screen(soft_wrap=True, highlight=False, force_terminal=False if launched else None)
 
 
 def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[str]) -> Table:
@@ -27,5 +28,5 @@ def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: C
         is_text = title in left
         table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))  # not markup: a type is written list[str]
+        table.add_row(*map(plain, row))
     return table

@@ -18,7 +18,13 @@ import yaml
 
 from horovod_train.config.numbers import is_number, seconds_of
 from horovod_train.config.registry import suggest
-from horovod_train.config.remote_paths import remote_problem, takes_remote_paths, unreadable_problem
+from horovod_train.config.remote_paths import (
+    path_problem,
+    remote_problem,
+    takes_remote_paths,
+    text_problem,
+    unreadable_problem,
+)
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, Seconds, Spec
 from horovod_train.config.yaml_nodes import compose, plain_value
@@ -46,6 +52,7 @@ def load(files: Iterable[str], overrides: Iterable[str] = ()) -> tuple[Config, O
         _merge(values, origins, _read_yaml(name), "")
     for override in overrides:
         _merge(values, origins, _parse_override(override), "")
+    _check_texts(values, "", origins)
     config = _build(Config, values, "", origins)
     for key, problem in broken_rules(config):
         _fail(key, origins, problem)
@@ -93,7 +100,7 @@ def dump(config: Config, origins: Origins | None = None) -> str:
     lines = text.splitlines()
     for path, line, is_value in _keys_of(yaml.compose(text, Loader=yaml.SafeLoader)):
         if where := _origin(path, origins) or ("default" if is_value else None):
-            lines[line] = f"{lines[line]:<48}  # {where}"
+            lines[line] = f"{lines[line]:<48}  # {where!r}" if "\n" in where else f"{lines[line]:<48}  # {where}"
     return "\n".join(lines) + "\n"
 
 
@@ -166,12 +173,12 @@ def _merge(values: dict[str, Any], origins: Origins, tree: _Located, prefix: str
             if isinstance(old, str) and value.keys() <= _keys_of_spec(path):
                 old = {"name": old}  # `optimizer: sgd` here, and its options there
             if not isinstance(old, dict) or _names_another(value, old):
-                _forget(origins, path)
+                _forget(origins, path, old)
                 old = {}
             values[key] = old
             _merge(values[key], origins, value, f"{path}.")
         else:
-            _forget(origins, path)
+            _forget(origins, path, values.get(key))
             values[key], origins[path] = value, where
 
 
@@ -185,9 +192,11 @@ def _names_another(tree: _Located, old: Mapping[str, Any]) -> bool:
     return "name" in tree and "name" in old and tree["name"][0] != old["name"]
 
 
-def _forget(origins: Origins, path: str) -> None:
-    for stale in [known for known in origins if known.startswith(f"{path}.")]:
-        del origins[stale]
+def _forget(origins: Origins, path: str, old: Any) -> None:
+    """Forget where the values inside `old`, the mapping at `path`, were set."""
+    for key, inner in old.items() if isinstance(old, dict) else ():
+        origins.pop(f"{path}.{key}", None)
+        _forget(origins, f"{path}.{key}", inner)
 
 
 _LARGEST_INT = 2**53
@@ -212,6 +221,19 @@ def _fail(path: str, origins: Origins, problem: str) -> typing.NoReturn:
     inside = (known for prefix in near for known in origins if known.startswith(prefix))
     where = _origin(path, origins) or origins.get(next(inside, ""))
     raise UserError(f"{where}: {path}: {problem}" if where else f"{path}: {problem}")
+
+
+def _check_texts(value: Any, path: str, origins: Origins) -> None:
+    """Raise UserError for text that no setting may hold, in values, keys, and options of things that we do not know."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _check_texts(str(key), path, origins)
+            _check_texts(inner, f"{path}.{key}".lstrip("."), origins)
+    elif isinstance(value, list):
+        for inner in value:
+            _check_texts(inner, path, origins)
+    elif isinstance(value, str) and (problem := text_problem(path, value)):
+        _fail(path, origins, problem)
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str, origins: Origins) -> Any:
@@ -254,7 +276,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         items = value if isinstance(value, list) else [value]
         return tuple(_convert(item, arguments[0], path, origins) for item in items)
     if isinstance(hint, type) and issubclass(hint, Spec) and isinstance(value, str):
-        return hint(value)
+        return hint(_convert(value, str, path, origins))
     if dataclasses.is_dataclass(hint) or origin is dict:
         if value is None:
             value = {}
@@ -272,7 +294,7 @@ def _convert(value: Any, hint: Any, path: str, origins: Origins) -> Any:
         _fail(path, origins, f"expected a number; received {value!r}.")
     # Every string: most strings are paths, and no setting is an address.
     check = unreadable_problem if takes_remote_paths(path) else remote_problem
-    if hint is str and isinstance(value, str) and (problem := check(value)):
+    if hint is str and isinstance(value, str) and (problem := check(value) or path_problem(path, value)):
         _fail(path, origins, problem)
     if hint is int and isinstance(value, int) and abs(value) > _LARGEST_INT:
         _fail(path, origins, f"must be at most {_LARGEST_INT}; received {value}.")

@@ -1,17 +1,61 @@
-"""Which paths name files that are not on a local file system, and where a config may have them. Opens nothing."""
+"""Which paths name files that are not on a local file system, and where a config may have them. Opens nothing.
+
+Also what is wrong with a text wherever it stands in a config: a secret in an address, characters that no file can hold.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterator
 
 from horovod_train.config.settings import Config, DataConfig
+from horovod_train.shown_text import holds_secret, without_secrets
 
 READABLE = ("s3", "gs", "hdfs", "memory")
 """Schemes of the URLs from which records are read; see data.storage."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_SECRET = re.compile(r"[^/]*:[^/]*@")
+_PATHS = ("output_dir", "data.index_dir", "data.stage_dir", "data.preprocess", "checkpoint.resume", "model.init_from")
+_MOST_BYTES, _MOST_IN_A_NAME = 4095, 255
+"""Of a path and of a name in it: what Linux and its file systems take."""
+
+
+def text_problem(key: str, text: str) -> str | None:
+    """Return what is wrong with a text at `section.key`, whatever the setting means; None if nothing is."""
+    if holds_secret(text):
+        advice = (
+            "The driver finds" if takes_remote_paths(key) else "config.yaml and reports show settings. Libraries find"
+        )
+        return (
+            f"must not hold a password or a key; received {without_secrets(text)}. {advice} credentials themselves: in "
+            "environment variables, their configuration files, or the machine's role."
+        )
+    if "\0" in text:
+        return f"must not hold a NUL character, which no name or path can have; received {text!r}."
+    return None
+
+
+def path_problem(key: str, text: str) -> str | None:
+    """Return why the path at `section.key` can name nothing on this machine; None if it can, or is no path."""
+    if key not in _PATHS and key not in ("model", "model.name") and not takes_remote_paths(key):
+        return None
+    try:
+        longest = max(len(os.fsencode(name)) for name in text.split("/"))
+        is_too_long = longest > _MOST_IN_A_NAME or len(os.fsencode(text)) > _MOST_BYTES
+    except UnicodeEncodeError:
+        encoding = sys.getfilesystemencoding()
+        return f"expected a path in {encoding}, the encoding of this locale; received {text!a}. Set LC_ALL=C.UTF-8."
+    # Records are read by Python, which takes any bytes as a name.
+    if not takes_remote_paths(key) and any("\ud800" <= character <= "\udfff" for character in text):
+        return f"expected a path in UTF-8, because TensorFlow takes no other; received {text!r}. Rename it."
+    if is_too_long:
+        return (
+            f"expected a path of at most {_MOST_BYTES} bytes, with names of at most {_MOST_IN_A_NAME}; received "
+            f"{len(text)} characters, {text}."
+        )
+    return None
 
 
 def is_remote(path: str) -> bool:
@@ -24,7 +68,7 @@ def remote_problem(text: str) -> str | None:
     """Return what is wrong with a path that is not on a local file system; None if it may be local."""
     if _URL.match(text):
         return (
-            f"expected a local path; received {_without_secret(text)}. Remote ones are not read: mount it, or copy it."
+            f"expected a local path; received {without_secrets(text)}. Remote ones are not read: mount it, or copy it."
         )
     return None
 
@@ -36,12 +80,7 @@ def unreadable_problem(text: str) -> str | None:
         return None
     if url[1] not in READABLE:
         schemes = ", ".join(f"{scheme}://" for scheme in READABLE)
-        return f"expected a local path, or one that begins with {schemes}; received {_without_secret(text)}."
-    if _SECRET.match(url[2]):
-        return (
-            f"must not hold a password or a key; received {_without_secret(text)}. The driver finds credentials "
-            "itself: in environment variables, its configuration files, or the machine's role."
-        )
+        return f"expected a local path, or one that begins with {schemes}; received {without_secrets(text)}."
     if not url[2].strip("/"):
         return f"names no folder or file; received {text}."
     return None
@@ -70,8 +109,3 @@ def remote_path_problems(config: Config) -> Iterator[tuple[str, str]]:
 def reads_remote_files(data: DataConfig) -> bool:
     """Return whether records are read by storage; a class of data.source does what it likes with its entries."""
     return data.source is None and any(map(is_remote, (*data.paths("train"), *data.paths("eval"))))
-
-
-def _without_secret(text: str) -> str:
-    url = _URL.match(text)
-    return f"{url[1]}://{_SECRET.sub('…@', url[2], count=1)}" if url else text

@@ -176,12 +176,10 @@ def _files(folder: Path) -> Iterator[tuple[Path, Position, int]]:
 
 def _load(path: Path) -> tuple[Start, dict[Position, list[int]]]:
     steps: dict[Position, list[int]] = {}
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
+        lines = path.read_bytes().decode().split("\n")  # str.splitlines would split at what JSON text may hold
         start = Start(**json.loads(lines[0]))
-        for line in lines[1:]:
-            if not line.endswith("\n"):
-                break  # the run was killed here; nothing after a checkpoint is needed
+        for line in lines[1:-1]:  # the run was killed in the last one; nothing after a checkpoint is needed
             entry = json.loads(line)
             for number, ids in enumerate(entry["ids"]):
                 steps[Position(entry["epoch"], entry["first_step"] + number)] = ids

@@ -13,7 +13,8 @@ def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield the items, and show a progress bar on standard error if that is a terminal."""
     if not sys.stderr.isatty() or total < 2:
         return iter(items)
-    from rich.console import Console
     from rich.progress import track as rich_track
 
-    return iter(rich_track(items, description=description, total=total, console=Console(stderr=True), transient=True))
+    from horovod_train.output.screen import Screen
+
+    return iter(rich_track(items, description=description, total=total, console=Screen(stderr=True), transient=True))

@@ -18,7 +18,7 @@ from horovod_train.config.remote_paths import is_remote
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.features import Feature, parse_feature
 from horovod_train.data.storage.storage import DEFAULT, Storage, parent
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 DATASET_NAME = "dataset.json"
 
@@ -105,6 +105,8 @@ def load_schema(path: str, storage: Storage = DEFAULT) -> Schema:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}.") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; values too deep
+        raise UserError(f"{path}: cannot be read as JSON: {one_line(error)}.") from error
     return parse_schema(content, path)
 
 

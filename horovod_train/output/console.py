@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
 from typing import Any, TextIO, cast
+
+from horovod_train.shown_text import printable, without_secrets
 
 
 class _Unfailing:
@@ -17,7 +20,11 @@ class _Unfailing:
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):  # ValueError: closed
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # as where the locale knows ASCII only
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -41,10 +48,17 @@ def to_stderr(line: str) -> None:
     _write_line(sys.stderr, line)
 
 
+def traceback_to_stderr(error: BaseException) -> None:
+    to_stderr("".join(traceback.format_exception(error)).rstrip("\n"))
+
+
 def _write_line(stream: TextIO, line: str) -> None:
-    """Write in one piece: print writes the end of the line by itself, and another thread's line may come between."""
+    """Write in one piece: print writes the end of the line by itself, and another thread's line may come between.
+
+    Lines quote files, libraries and users: none gives orders to the terminal or shows a password.
+    """
     shown = unfailing(stream)
-    shown.write(f"{line}\n")
+    shown.write(f"{printable(without_secrets(line))}\n")
     shown.flush()
 
 

@@ -162,22 +162,30 @@ class Appender:
         self._cut_at = None
 
 
+def lines_in(content: bytes) -> list[str]:
+    """Return the lines that Lines has appended; a kill may have cut the last one short.
+
+    Only \\n ends a line. str.splitlines knows ten more ends, which text may hold.
+    """
+    lines = content.decode("utf-8", errors="replace").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 class Lines(Appender):
-    """An Appender of lines of text."""
+    """An Appender of lines of text; lines_in reads them."""
 
     def append(self, line: str) -> None:
         self.add(f"{line}\n".encode())
 
     def read(self) -> list[str]:
         """Return the lines in the file. Raises OSError."""
-        return self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
+        return lines_in(self.path.read_bytes()) if self.path.exists() else []
 
     def keep(self, is_kept: Callable[[str], bool], artifact: Artifact) -> None:
         """Remove the lines that are not kept, from a file that matches `artifact`. Raises OSError."""
         if not self.path.exists():
             return
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        # A kill may have cut the last line.
-        kept_lines = [line.removesuffix("\n") + "\n" for line in lines if is_kept(line)]
-        if kept_lines != lines:
-            write_atomically(self.path, "".join(kept_lines), artifact)
+        content = self.path.read_bytes()
+        kept = "".join(f"{line}\n" for line in lines_in(content) if is_kept(line))
+        if kept.encode() != content:
+            write_atomically(self.path, kept, artifact)

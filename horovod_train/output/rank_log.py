@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from horovod_train.output.console import to_stderr
 from horovod_train.output.files import Lines, write_atomically
 from horovod_train.output.removal import Artifact, remove
+from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
@@ -82,9 +83,9 @@ class FileRankLog:
         self._stacks = self._lines.path.open("a", encoding="utf-8")
 
     def write(self, kind: str, text: str) -> None:
-        lines = text.replace("\n", "\n    ")
+        entry = printable(without_secrets(f"{kind} {text}")).replace("\n", "\n    ")
         with self._lock:
-            self._lines.append(f"{_now()} {kind} {lines}")
+            self._lines.append(f"{_now()} {entry}")
 
     def write_stacks(self, why: str) -> None:
         self.write("stacks", f"of all threads: {why}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import UserError
+from horovod_train.output.files import lines_in
 from horovod_train.output.rank_log import FOLDER, end_file, log_file
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
@@ -111,10 +112,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def _read_starts(path: Path) -> list[RankStory]:
     starts: list[list[Entry]] = []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = lines_in(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    for line in text.splitlines():
+    for line in lines:
         entry = read_line(line)
         if entry and entry.kind == "start":
             starts.append([])

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from horovod_train.config.registry import call
@@ -37,6 +36,7 @@ from horovod_train.output.metrics import (
 )
 from horovod_train.output.prometheus import PROM, PrometheusFile
 from horovod_train.output.removal import Artifact, begins, check
+from horovod_train.output.screen import Screen
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
 from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
 from horovod_train.output.trackers.tracker import Ended
@@ -295,6 +295,6 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
 
 def _build_bar() -> Progress:
     """Build a bar that stays below what is printed meanwhile, because it redirects sys.stdout."""
-    console = Console(file=unfailing(sys.stdout), force_terminal=True, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    console = Screen(file=unfailing(sys.stdout), force_terminal=True, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)

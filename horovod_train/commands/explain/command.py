@@ -34,6 +34,7 @@ from horovod_train.commands.explain.lease import WATCH_S, find_running
 from horovod_train.commands.run_selection import require_run
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import UserError
+from horovod_train.output.console import to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.process import has_run_since
 from horovod_train.output.rank_log import FOLDER, log_file
@@ -97,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     explanation = explain(Path(arguments.run_dir))
-    print(json.dumps(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
+    to_stdout(json.dumps(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
     return 0 if explanation.state == "finished" else 1
 
 
@@ -160,7 +161,7 @@ def _judge(
     if not stories:
         return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
     last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
-    sign = " ".join([last.kind, *last.text.splitlines()[:1]])
+    sign = " ".join(filter(None, [last.kind, last.text.partition("\n")[0]]))
     what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
     return Outcome("disappeared", what, None, last.time)
 

@@ -14,6 +14,7 @@ from horovod_train.commands.out_files import check_out, write_out
 from horovod_train.commands.report.page import HEAD, build_page
 from horovod_train.commands.report.story import read_run
 from horovod_train.errors import UserError
+from horovod_train.output.console import to_stdout
 from horovod_train.output.removal import Artifact, begins
 
 _PAGE = Artifact("a report", r".+\.html", content_matches=lambda path: begins(path, HEAD))
@@ -33,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
     check_out("--out", arguments.out, _PAGE)
     page = build_page([read_run(Path(run_dir)) for run_dir in arguments.run_dirs])
     write_out("--out", arguments.out, page, _PAGE)
-    print(f"{out}: {len(page) / 1e6:.1f} MB")
+    to_stdout(f"{out}: {len(page) / 1e6:.1f} MB")
     return 0

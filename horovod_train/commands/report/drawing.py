@@ -11,6 +11,7 @@ from typing import Any
 from horovod_train.commands.report.charts import Chart, time_unit
 from horovod_train.commands.report.story import Run
 from horovod_train.config.registry import import_extra
+from horovod_train.shown_text import printable
 
 _CURVES = 6
 _INK, _GRID = "#010101", "#020202"
@@ -33,12 +34,12 @@ class Drawer:
             figure = self._figure.Figure(figsize=(6.4, 3.2), layout="constrained")
             axes = figure.add_subplot()
             for number, curve in enumerate(chart.curves):
-                label = " ".join([*([runs[curve.run].name] if len(runs) > 1 else []), curve.split])
+                label = printable(" ".join([*([runs[curve.run].name] if len(runs) > 1 else []), curve.split]))
                 color = curve.run if len(runs) > 1 else int(curve.split == "eval")
                 marker = "o" if curve.split == "eval" or len(curve.x) < 3 else ""
                 (line,) = axes.plot(curve.x, curve.y, _dashes(curve.split), color=_color(color), marker=marker)
                 line.set(label=label, gid=f"curve-{number}")
-            axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+            axes.set(xlabel=chart.x_label, ylabel=printable(chart.y_label))
             axes.grid(visible=True)
             if len(chart.curves) > 1:
                 axes.legend(frameon=False)
@@ -67,6 +68,7 @@ class Drawer:
 
 
 _STYLE: dict[str, Any] = {
+    "text.parse_math": False,  # a metric may be named with two $
     "svg.fonttype": "none",  # text stays text, for search and screen readers
     "svg.hashsalt": "report",
     "path.simplify": False,  # each point is a row of metrics.jsonl

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import Any
 
 from horovod_train.commands.report.charts import UNITS, build_charts
 from horovod_train.commands.report.drawing import Drawer
 from horovod_train.commands.report.story import Run, Start
+from horovod_train.shown_text import printable, without_secrets
 
 HEAD = "<!doctype html>\n<!-- Written by horovod_train: a report of runs -->\n"
 _ROWS_SHOWN = 20
@@ -39,12 +40,12 @@ pre { background: var(--soft); padding: .6rem; white-space: pre-wrap; overflow-w
 def build_page(runs: Sequence[Run]) -> str:
     """Return the report of runs, as HTML. Raises UserError if what draws is not installed."""
     drawer = Drawer()
-    title = escape(f"Report of {', '.join(run.name for run in runs)}")
+    title = _text(f"Report of {', '.join(run.name for run in runs)}")
     parts = [
         HEAD + f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body><h1>{title}</h1><nav>",
-        " · ".join(f'<a href="#{anchor}">{escape(label)}</a>' for anchor, label in _contents(runs)),
+        " · ".join(f'<a href="#{anchor}">{_text(label)}</a>' for anchor, label in _contents(runs)),
         "</nav><main>",
         *(part for number, run in enumerate(runs) for part in _summary(run, number)),
         *(_different_settings(runs) if len(runs) > 1 else ()),
@@ -80,30 +81,30 @@ def _curves(runs: Sequence[Run], drawer: Drawer) -> Iterator[str]:
     yield '<div class="charts">'
     for number, chart in enumerate(charts):
         svg = drawer.chart(chart, runs, f"chart-{number}")
-        label = escape(f"{chart.name}: {len(chart.curves)} curves", quote=True)
-        caption = escape(chart.name)
+        label = _text(f"{chart.name}: {len(chart.curves)} curves")
+        caption = _text(chart.name)
         yield f'<figure role="img" aria-label="{label}"><figcaption>{caption}</figcaption>{svg}</figure>'
     yield "</div>"
 
 
 def _summary(run: Run, number: int) -> Iterator[str]:
-    yield f'<h2 id="run-{number}">{escape(run.name)}</h2>'
-    yield f"<pre>{escape(chr(10).join(run.explanation.lines()))}</pre>"
+    yield f'<h2 id="run-{number}">{_text(run.name)}</h2>'
+    yield f"<pre>{_text(chr(10).join(run.explanation.lines()))}</pre>"
     yield _table(["", ""], [list(fact) for fact in _facts(run)])
 
 
 def _details(run: Run, number: int, drawer: Drawer) -> Iterator[str]:
-    yield f'<h2 id="details-{number}">Starts of {escape(run.name)}</h2>'
+    yield f'<h2 id="details-{number}">Starts of {_text(run.name)}</h2>'
     if run.starts:
-        label = escape(f"what {run.name} was doing, by start", quote=True)
+        label = _text(f"what {run.name} was doing, by start")
         yield f'<figure role="img" aria-label="{label}">{drawer.timeline(run, f"timeline-{number}")}</figure>'
         yield _table(_OF_A_START, [_start(start) for start in run.starts])
     remarks = [remark for start in run.starts for remark in start.remarks]
     if remarks:
         yield f"<details><summary>{len(remarks)} warnings and failures in root's log</summary>"
-        yield f"<pre>{escape(chr(10).join(remarks))}</pre></details>"
+        yield f"<pre>{_text(chr(10).join(remarks))}</pre></details>"
     for costs in run.profiles:
-        yield f"<h3>{escape(costs.heading[0].upper() + costs.heading[1:])}</h3>"
+        yield f"<h3>{_text(costs.heading[0].upper() + costs.heading[1:])}</h3>"
         if costs.ops:
             yield _table(["ms", "share", "op", "name"], [list(row) for row in costs.rows()])
     yield f"<details><summary>The last {_ROWS_SHOWN} lines of metrics</summary>{_last_rows(run)}</details>"
@@ -145,10 +146,15 @@ def _last_rows(run: Run) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in titles)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    head = "".join(f'<th scope="col">{_text(title)}</th>' for title in titles)
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     head = f"<thead><tr>{head}</tr></thead>" if any(titles) else ""
     return f'<div class="wide" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
+
+
+def _text(text: str) -> str:
+    """Return text for HTML, also for an attribute. It has no other characters than HTML may have."""
+    return html.escape(printable(without_secrets(text)))
 
 
 def _value(value: Any) -> str:

@@ -17,6 +17,7 @@ from horovod_train.commands.explain.files import read_json
 from horovod_train.config.loader import by_key
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
+from horovod_train.output.files import lines_in
 from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.profile import Costs, find_profiles, read_profiles
 from horovod_train.output.rank_log_reader import TROUBLE, RankStory, read_phase, read_starts_of_root
@@ -161,6 +162,6 @@ def _rows(path: Path, starts: Sequence[Start]) -> Iterator[Row]:
     if not path.exists():
         return
     begins = [(start.from_step, start.begin) for start in starts] or [(0, 0.0)]
-    for row in metrics_in(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+    for row in metrics_in(lines_in(path.read_bytes())):
         begin = next((time for from_step, time in reversed(begins) if from_step < row.step), begins[0][1])
         yield row._replace(seconds=begin + row.seconds)

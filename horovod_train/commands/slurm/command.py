@@ -20,6 +20,7 @@ from horovod_train.config.numbers import parse_clock
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError
+from horovod_train.output.console import to_stderr
 
 NOTICE_S = 300
 """A checkpoint of some GB to a busy file server takes minutes."""
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     train_arguments = ["--config", *files, *overrides, "--output-dir", output_dir]
     print(render(job, head=head, arguments=train_arguments, folder=str(Path.cwd()), venv=venv), end="")
     for line in [*_explain(job, config, output_dir), *_defaults(arguments, job, of_site)]:
-        print(line, file=sys.stderr)
+        to_stderr(line)
     return 0
 
 

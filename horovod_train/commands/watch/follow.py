@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from horovod_train.commands.run_selection import require_run
+from horovod_train.output.files import lines_in
 from horovod_train.output.lease import STALE_S, read_lease
 from horovod_train.output.metrics import Row, metrics_in, objects_in
 from horovod_train.output.rank_log import FOLDER
@@ -91,7 +92,7 @@ class _Tail:
             is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
             return is_replaced, []
         self._read_to += len(lines) + len(newline)
-        return is_replaced, lines.decode("utf-8", errors="replace").splitlines()
+        return is_replaced, lines_in(lines + newline)
 
 
 @dataclass

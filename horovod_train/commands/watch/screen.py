@@ -15,6 +15,7 @@ from rich.text import Text
 from horovod_train.commands.watch.follow import Look, RankNow
 from horovod_train.output.metrics import Row
 from horovod_train.output.rank_log_reader import name_ranks
+from horovod_train.output.screen import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CELLS = 24
@@ -45,7 +46,8 @@ def _metrics(look: Look) -> Table:
         rows = [row for row in look.rows if row.split == split]
         for name, value in _visible_values(rows[-1]).items():
             course = [row.values.get(name) for row in rows]
-            table.add_row(split, name, _value(value), sparkline([each for each in course if each is not None]))
+            cells = (split, name, _value(value), sparkline([each for each in course if each is not None]))
+            table.add_row(*map(plain, cells))
     return table
 
 
@@ -104,7 +106,7 @@ def _progress(look: Look) -> Iterator[RenderableType]:
     text = f"step {look.step}{of}{epoch}{remaining}"
     if look.last_step:
         row = Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), text)
+        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
         yield row
     else:
         yield Text(text)
@@ -154,7 +156,7 @@ def _value(value: float | None) -> str:
 
 
 def _first_line(text: str) -> str:
-    return text.splitlines()[0]
+    return text.partition("\n")[0]
 
 
 def _clock(seconds: float) -> str:

@@ -53,7 +53,9 @@ def load_arrays(path: str, names: list[str]) -> Arrays:
                 arrays = {name: saved[name] for name in names}
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    except (ValueError, AttributeError, EOFError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
         raise UserError(f"{path}: is not an npz file of plain arrays, nor a folder of npy files.") from error
     for name, array in arrays.items():
         if array.ndim < 1 or array.dtype.kind not in "biufSU" or not len(array):

@@ -27,6 +27,7 @@ from horovod_train.data.tfrecord.index import write_index
 from horovod_train.data.tfrecord.index_file import DRAFT_NAME, hold_lock
 from horovod_train.errors import UserError
 from horovod_train.output import tensorflow_noise
+from horovod_train.output.console import to_stdout
 from horovod_train.output.removal import Artifact, check, draft_of, remove, rename, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
@@ -68,7 +69,7 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
     except OSError as error:
         about = f": {error.filename}" if error.filename else ""
         raise UserError(f"--out {out}: cannot be made: {error.strerror or error}{about}.") from error
-    print(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
+    to_stdout(f"{out}: " + ", ".join(f"{count} records in {split}" for split, count in counts.items()))
 
 
 def write_once(folder: Path, schema: Schema, read: Callable[[], tuple[Splits, Encode]], shards: int) -> None:

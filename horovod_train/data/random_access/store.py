@@ -16,6 +16,8 @@ from horovod_train.errors import UserError, one_line
 
 _BLOCK_RECORDS, _BLOCK_BYTES = 256, 1 << 20  # as of TFRecord files, so that the same records have the same order
 _MAX_BLOCKS = 4_000_000
+_MAX_RECORDS = 1 << 36
+"""Of one entry: a file can declare any number of rows that take no bytes, but a block of 256 takes some."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ def check_lengths(lengths: Mapping[str, int], path: str, setting: str) -> int:
                 f"{setting}: {path}: {first} has {lengths[first]} rows, {other} has {lengths[other]}. If only some "
                 "are records, name those in data.inputs and data.targets."
             )
+    if lengths[first] > _MAX_RECORDS:
+        raise UserError(
+            f"{setting}: {path}: {first} declares {lengths[first]} rows; expected values that are there, of at most "
+            f"{_MAX_RECORDS} records. The file is damaged, or its rows are empty."
+        )
     return lengths[first]
 
 

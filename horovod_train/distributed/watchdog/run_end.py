@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
-import traceback
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +12,7 @@ from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.state import Cause
 from horovod_train.distributed.watchdog.watchdog import Watchdog
 from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, one_line
-from horovod_train.output.console import to_stderr, unfailing
+from horovod_train.output.console import to_stderr, traceback_to_stderr
 from horovod_train.output.rank_log import RankLog
 
 _CONTEXT_LINE = re.compile(r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node')
@@ -115,6 +113,4 @@ def _show(error: Exception) -> None:
     if isinstance(error, RunError):
         to_stderr(f"error: {error}")
     else:
-        stderr = unfailing(sys.stderr)
-        traceback.print_exception(error, file=stderr)
-        stderr.flush()
+        traceback_to_stderr(error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from horovod_train.checkpoint.manifest import Damaged
 from horovod_train.config.patterns import find
 from horovod_train.config.registry import load_function, raised_at
 from horovod_train.config.settings import ModelSpec
+from horovod_train.data.storage.hdf5_file import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import parts_in
 from horovod_train.errors import UserError, one_line
@@ -67,7 +68,12 @@ def check_source(spec: ModelSpec) -> None:
 def match(model: keras.Model, spec: ModelSpec) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError."""
     assert spec.init_from is not None
-    arrays = _read(spec.init_from, model)
+    with ExitStack() as files:
+        return _match(model, spec, spec.init_from, _open(spec.init_from, model, files))
+
+
+def _match(model: keras.Model, spec: ModelSpec, source: str, arrays: Mapping[str, Any]) -> Match:
+    """Compare names and shapes, and only then read values. arrays: NumPy's, or datasets of an open file, by path."""
     weights = {weight.path: weight for weight in model.weights}
     excluded = {
         path
@@ -77,18 +83,19 @@ def match(model: keras.Model, spec: ModelSpec) -> Match:
     common = [path for path in weights if path in arrays and path not in excluded]
     if not common:
         raise UserError(
-            f"{_WHERE}: {spec.init_from}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
+            f"{_WHERE}: {source}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
             f"model has {listed([*weights])}."
         )
     for path in common:
-        source_shape, shape = list(arrays[path].shape), list(weights[path].shape)
-        if source_shape != shape:
+        there, shape = arrays[path].shape, tuple(weights[path].shape)
+        if there != shape:
             raise UserError(
-                f"{_WHERE}: {spec.init_from}: {path} has shape {source_shape} there and {shape} in the model. Give "
+                f"{_WHERE}: {source}: {path} has shape {list(there or ())} there and {list(shape)} in the model. Give "
                 "the layer another name, or leave it as it is by model.init_exclude."
             )
     left = [path for path in arrays if path not in common]
-    return Match({path: arrays[path] for path in common}, left, [path for path in weights if path not in common])
+    taken = {path: _values(arrays[path], path, source) for path in common}
+    return Match(taken, left, [path for path in weights if path not in common])
 
 
 def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
@@ -122,12 +129,24 @@ def _are_copies(pairs: Sequence[tuple[Any, keras.Variable]]) -> bool:
     return is_any and all(np.array_equal(slot, weight) for slot, weight in values)
 
 
-def _read(source: str, model: keras.Model) -> Arrays:
-    """Return the arrays of a source by path."""
+def _values(stored: Any, path: str, source: str) -> np.ndarray:
+    """Read what a source has for the weight at `path`."""
+    if isinstance(stored, np.ndarray):
+        return stored
+    with _readable(source):
+        # As Keras saves it, since HDF5 has no such type.
+        dtype = tf.bfloat16.as_numpy_dtype if stored.attrs.get("dtype") == "bfloat16" else stored.dtype
+        if np.dtype(dtype).kind in "biufc" or dtype is not stored.dtype:
+            return np.array(stored, dtype=dtype)
+    raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
+
+
+def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any]:
+    """Return the arrays of a source by path; of a file, its datasets, open as long as `files`."""
     if _FUNCTION.fullmatch(source):
         return _from_function(source)
     if source.endswith((".keras", ".h5")):
-        return _from_file(source, model)
+        return _from_file(source, model, files)
     return _from_run(source)
 
 
@@ -160,14 +179,14 @@ def _from_function(name: str) -> Arrays:
     return {str(path): np.asarray(value) for path, value in result.items()}
 
 
-def _from_file(path: str, model: keras.Model) -> Arrays:
-    """Return the arrays of a Keras file, by the paths of the weights of this model where it has the same layers.
+def _from_file(path: str, model: keras.Model, files: ExitStack) -> dict[str, Any]:
+    """Return the datasets of a Keras file, by the paths of the weights of this model where it has the same layers.
 
     A file knows its layers by name, and the weights of each by number. Others are named `layer/number`.
     """
     model_weights = dict(_weights_by_layer(model, (), set()))
-    arrays: Arrays = {}
-    for layer, values in _layers_in(path):
+    arrays: dict[str, Any] = {}
+    for layer, values in _layers_in(path, files):
         weights, names = model_weights.get(layer), [f"{layer}/{number}" for number in range(len(values))]
         if weights is not None and len(weights) != len(values):
             raise UserError(
@@ -198,31 +217,50 @@ def _weights_by_layer(
             yield from _weights_by_layer(child, (*names, child.name), visited)
 
 
-def _layers_in(path: str) -> list[tuple[str, list[np.ndarray]]]:
-    """Return the layers of a Keras file, as `_weights_by_layer` names them, and their arrays. Raises UserError."""
-    try:
-        with ExitStack() as stack:
-            file: Any = stack.enter_context(Path(path).open("rb"))
-            if path.endswith(".keras"):
-                file = stack.enter_context(zipfile.ZipFile(file).open(_IN_KERAS_FILE))
-            layers = list(_walk(stack.enter_context(h5py.File(file, "r")), ()))
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
+def _layers_in(path: str, files: ExitStack) -> list[tuple[str, list[Any]]]:
+    """Return the layers of a Keras file, as `_weights_by_layer` names them, and their datasets. Raises UserError."""
+    with _readable(path):
+        file: Any = files.enter_context(Path(path).open("rb"))  # noqa: SIM115
+        if path.endswith(".keras"):
+            archive = files.enter_context(zipfile.ZipFile(file))
+            file = files.enter_context(archive.open(_IN_KERAS_FILE))
+        opened, items = open_hdf5(file, f"{_WHERE}: {path}", "a file of Keras 3")
+        files.callback(opened.close)
+        layers = list(_stored_layers(items))
     if not layers:
         raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")
     return layers
 
 
-def _walk(group: h5py.Group, names: tuple[str, ...]) -> Iterator[tuple[str, list[np.ndarray]]]:
-    weights = group.get("vars")
-    if weights:
-        # Numbers, which h5py sorts as strings.
-        values = [np.asarray(weights[key]) for key in sorted(weights, key=lambda key: (len(key), key))]
-        yield "/".join(names), values
-    for key, inner in group.items():
-        if key == "vars" or not isinstance(inner, h5py.Group) or (not names and key in _NOT_THE_MODEL):
-            continue
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Run a block that reads a Keras file. Raises UserError if it cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # zipfile and h5py raise whatever a damaged file leads to
+        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
+
+
+def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each layer's names and its datasets. items: the groups and datasets of the file, by path."""
+    weights: dict[str, dict[str, Any]] = {}
+    for path, item in items.items():
+        layer, _, key = path.rpartition("/vars/") if "/vars/" in path else ("", "", path.removeprefix("vars/"))
+        is_in_vars = path == f"{layer}/vars/{key}".lstrip("/") and "/" not in key and "vars" not in layer.split("/")
+        if is_in_vars and isinstance(item, h5py.Dataset) and layer.partition("/")[0] not in _NOT_THE_MODEL:
+            weights.setdefault(layer, {})[key] = item
+    for layer, stored in weights.items():
+        groups = layer.split("/") if layer else []
+        paths = ["/".join(groups[: number + 1]) for number in range(len(groups))]
         # A group without `vars` is a list of layers. Keras before 3.10 did not store names.
-        name = (inner["vars"].attrs.get("name", key),) if "vars" in inner else ()
-        yield from _walk(inner, (*names, *name))
+        names = [_name(items[f"{group}/vars"], group) for group in paths if f"{group}/vars" in items]
+        # Numbers, which h5py sorts as strings.
+        yield "/".join(names), [stored[key] for key in sorted(stored, key=lambda key: (len(key), key))]
+
+
+def _name(weights: Any, group: str) -> str:
+    name = weights.attrs.get("name")
+    return name if isinstance(name, str) else group.rpartition("/")[2]

@@ -64,6 +64,46 @@ def test_no_setting_takes_a_remote_path(key: str, path: str, tmp_path: Path) -> 
         load([str(config)], [f"{name}={value}"])
 
 
+WITH_SECRETS = ["http://user:s3cret@host:9/x", "s3://b/x?key=s3cret", "postgresql://user:s3cret@db"]
+OPTIONS = [f"{key}.options.uri" for key in ("model", "loss", "optimizer", "data.source", "data.dataset")]
+LISTS = ["log.trackers", "callbacks", "metrics", "data.augment"]
+
+
+@pytest.mark.parametrize("key", [*SETTINGS, *sorted(READ), *OPTIONS, "data.features.x", *LISTS])
+@pytest.mark.parametrize("secret", WITH_SECRETS)
+def test_no_setting_takes_a_secret_and_none_is_repeated(key: str, secret: str) -> None:
+    name, value = key, f"'{secret}'"
+    if key in LISTS:
+        value = f"[{{name: x, options: {{a: [{{uri: '{secret}'}}]}}}}]"
+    if key.startswith(("metrics.", "data.augment.", "data.train.")):
+        name, _, own = key.rpartition(".")
+        value = f"[{{{own}: '{secret}'}}]"
+    words = ["data.global_batch_size=8", "train.epochs=1", "data.train=here"]
+    said = rf"^command line: {name}[\w.]*: must not hold a password or a key; "
+    with pytest.raises(UserError, match=said) as error:
+        load([], [*words, f"{name}={value}"])
+    assert "s3cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("secret", WITH_SECRETS)
+def test_no_error_repeats_a_secret(secret: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (
+        [secret],
+        ["--config", secret],
+        ["--config", "digits_convnet", f"{secret}"],
+        ["--config", "digits_convnet", f"train.epochs={secret}"],
+        ["--config", "digits_convnet", f"model.options=[{{'{secret}'"],
+        ["--config", "digits_convnet", f"model.options={{'{secret}': 1}}"],
+        ["--config", "digits_convnet", "--output-dir", secret],
+        ["explain", secret],
+        ["check-data", secret],
+    ):
+        assert main(words) == 2
+        said = capsys.readouterr()
+        assert "s3cret" not in said.out + said.err
+        assert said.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("value", ["{path}", "[here, '{path}']", "[{{path: '{path}', repeats: 2}}]"])
 def test_records_are_read_from_remote_places_that_there_are_drivers_for(value: str) -> None:
     words = ["data.global_batch_size=8", "train.epochs=1"]

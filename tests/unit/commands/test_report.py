@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
@@ -70,6 +71,18 @@ def drawn(svg: str, number: int, name: str = "chart") -> np.ndarray:
     path = re.search(rf'id="{name}-curve-{number}">.*?<path d="(.*?)"', svg, re.DOTALL)
     assert path
     return np.array([[float(x), float(y)] for x, y in re.findall(r"[ML] (\S+) (\S+)", path[1])])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", [r"$\frac{$ x", "$a$", "recall[cat]", "a\x1b[31mb\x00\r\u2028", "<b>&\"'"])
+def test_names_are_drawn_as_they_are(tmp_path: Path, name: str) -> None:
+    rows = [{"step": step, "epoch": 1, "split": "train", "seconds": 1.0, name: 0.5} for step in (20, 40)]
+    runs = [read_run(run_dir(tmp_path / folder, rows, config="x: 1\n")) for folder in ("a", "b $\\frac{$")]
+    page = build_page(runs)
+    shown = html.escape(name) if name.isprintable() else r"a\x1b[31mb\x00\x0d\u2028"
+    assert page.count(shown) >= 4
+    assert page.replace("\n", "").replace("\t", "").isprintable()
+    assert "b $\\frac{$ train</text>" in page
 
 
 def test_a_run_is_read_start_by_start(tmp_path: Path) -> None:

@@ -80,6 +80,23 @@ def test_a_running_one_shows_how_far_it_is_and_what_it_does(run: Run) -> None:
     assert ranks == ["ranks 0-3 (node0 … node1): train, step 30 or later"]
 
 
+@pytest.mark.parametrize("name", ["recall[cat]", "acc[/b]", "top[red]5", "a\x1b]0;b", "a\x9b31m"])
+def test_names_of_metrics_are_shown_as_they_are_and_give_no_orders(run: Run, name: str) -> None:
+    run.metrics.write(10, 1, "eval", {name: 0.5})
+    run.logs[0].write("failed", f"metric {name}")
+    follower = Follower(run.folder)
+    text = "\n".join(shown(follower))
+    seen = name.replace("\x1b", "\\x1b").replace("\x9b", "\\x9b")
+    assert f"eval  {seen}  0.5" in text
+    assert f"metric {seen}" in text
+    screen = open_screen(launched=True)
+    with screen.capture() as found:
+        for line in news(None, follower.look()):
+            screen.print(line, markup=False)
+    assert found.get().replace("\n", "").isprintable()
+    assert f"{seen} 0.5" in found.get()
+
+
 def test_a_rank_in_trouble_is_named_first(run: Run) -> None:
     run.train(10)
     run.logs[2].write("phase", "evaluate after step 10")

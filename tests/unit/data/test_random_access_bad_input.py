@@ -11,6 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from made_records import config
@@ -18,6 +19,7 @@ from made_stores import write_npy
 
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
+from horovod_train.data.schema import load_schema
 from horovod_train.errors import UserError
 
 FIVE = {"x": np.arange(10.0, dtype=np.float32).reshape(5, 2), "y": np.arange(5)}
@@ -125,6 +127,15 @@ def cut(folder: Path) -> Path:
     return file.parent
 
 
+def declared(shape: tuple[int, ...]) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        with (folder / "x.npy").open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        return folder
+
+    return write
+
+
 LISTS = pa.array([[1, 2], [3]])
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
@@ -162,6 +173,9 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "pickled": (in_folder(x=np.array([{}], object)), {}, "x is object[1]; expected rows of numbers or text"),
     "Fortran order": (fortran, {}, "x.npy is in Fortran order; save np.ascontiguousarray of it."),
     "cut short": (cut, {}, "x.npy: is not complete: 168 bytes expected, 138 there."),
+    "rows that are not there": (declared((3, 2**62, 4)), {}, "x.npy: is not complete: "),
+    "rows of nothing": (declared((2**45, 0)), {}, f"x declares {2**45} rows; expected values that are there"),
+    "less than no rows": (declared((-3, 2)), {}, "x.npy declares the shape [-3, 2]"),
     "one array": (as_file("x.npy", b""), {}, "x.npy is one array. Name its folder"),
     "no npz": (as_file("x.npz", b"text"), {}, "x.npz: is no npz archive of arrays, nor a folder of npy files"),
     "no HDF5": (as_file("x.h5", b"text"), {}, "x.h5: cannot be read as HDF5"),
@@ -236,3 +250,18 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     setting = "data" if library == "array_record" else "data.train"
     assert f"{setting}: {tmp_path / file}: needs {library} (" in last
     assert last.endswith(f"pip install 'horovod_train[{extra}]'.")
+
+
+def test_columns_whose_names_are_not_text_are_refused(tmp_path: Path) -> None:
+    for write in (pa.parquet.write_table, pa.feather.write_feather):
+        write(pa.table({"a_column": [1, 2]}), path := tmp_path / f"a.{write.__name__.removeprefix('write_')}")
+        path = path.rename(path.with_suffix(".parquet" if "table" in path.name else ".feather"))
+        path.write_bytes(path.read_bytes().replace(b"a_column", b"a_c\xff\xfemn"))
+        assert f"{path}: cannot be read as " in refusal(config(path))
+
+
+def test_a_dataset_json_that_is_too_deep_or_has_endless_numbers_is_refused(tmp_path: Path) -> None:
+    for text in ("[" * 100_000, f'{{"features": {"9" * 5000}}}'):
+        (tmp_path / "dataset.json").write_text(text)
+        with pytest.raises(UserError, match=r"dataset\.json: cannot be read as JSON: "):
+            load_schema(str(tmp_path / "dataset.json"))

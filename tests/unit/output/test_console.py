@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -53,6 +54,22 @@ def test_a_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.undo()
         stream.write.assert_called_once_with("a line\n")
         stream.flush.assert_called_once_with()
+
+
+@pytest.mark.parametrize("show", [to_stdout, to_stderr])
+def test_lines_give_no_orders_to_a_terminal_and_show_no_password(
+    show: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    show("a \x1b]0;b\x07\x9b31m\r of http://me:pw@host\n\tb")
+    said = capsys.readouterr()
+    assert said.out + said.err == "a \\x1b]0;b\\x07\\x9b31m\\x0d of http://…@host\n\tb\n"
+
+
+def test_where_the_locale_knows_ascii_only_no_line_is_lost() -> None:
+    script = "from horovod_train.output.console import to_stdout\nto_stdout('größer …')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    shown = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout == "gr\\xf6\\xdfer \\u2026\n"
 
 
 @pytest.mark.parametrize("bar", [False, True])

@@ -24,6 +24,7 @@ LAYERS = [
     {"output"},
     {"config"},
     {"errors", "open_files", "subclass", "tfrecord_framing"},
+    {"shown_text"},
 ]
 """From top to bottom. A package imports from those below it; siblings do not know each other."""
 

@@ -26,7 +26,7 @@ class ArrayRecordFile(FileStore):
         try:
             self._reader = module.ArrayRecordReader(path, _NO_READAHEAD)
             records = self._reader.num_records() if self._reader.ok() else None
-        except (ValueError, RuntimeError, OSError):
+        except Exception:  # its library raises whatever a damaged file leads to
             records = None
         if records is None:
             raise UserError(f"{path}: is not an ArrayRecord file, or is not complete.")

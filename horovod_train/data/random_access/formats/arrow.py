@@ -26,15 +26,17 @@ class _Batches(FileStore):
 
     def __init__(self, path: str, request: Request) -> None:
         """Raises UserError for a file of another format, or for columns of a type that has no tensor."""
-        arrow = import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
+        import_extra("pyarrow", "parquet", f"{request.setting}: {path}")
         super().__init__(path, [path], request.storage)
         self._pages = Pages(request.storage, path) if is_remote(path) else None
         try:
             schema, counts, size = self._open()
-        except (arrow.ArrowException, OSError) as error:
+            self._names = request.choose(schema.names, path)
+            check_types(schema, self._names, path)
+        except UserError:
+            raise
+        except Exception as error:  # pyarrow raises whatever a damaged file leads to, also for names that are not UTF-8
             raise UserError(f"{path}: cannot be read as {self.form}: {one_line(error)}.") from error
-        self._names = request.choose(schema.names, path)
-        check_types(schema, self._names, path)
         self.blocks = blocks_of([count for count in counts if count], size)
         self._numbers = [number for number, count in enumerate(counts) if count]
 

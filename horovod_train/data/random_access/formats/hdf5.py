@@ -9,11 +9,15 @@ from typing import Any
 from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStore, Request, check_lengths, even_blocks
 from horovod_train.data.source import Arrays
+from horovod_train.data.storage.hdf5_file import open_hdf5
 from horovod_train.data.storage.remote_file import Pages, Range, RemoteFile
 from horovod_train.errors import UserError, one_line
 
 _PAGES = 64
 """To cache of a remote file: for the structure of HDF5, and for text and lists of any length."""
+
+_ALWAYS_TAKEN, _MOST_EXPANSION = 1 << 32, 1000
+"""Bytes of a dataset, and per byte of its file if it has more: the limits of Keras. Deflate packs to a 1030th."""
 
 
 class _Rows:
@@ -47,21 +51,27 @@ class HDF5File(FileStore):
 
         super().__init__(path, [path], request.storage)
         self._remote = RemoteFile(Pages(request.storage, path, _PAGES)) if is_remote(path) else None
-        try:
-            # Locking: some network file systems cannot.
-            self._file = h5py.File(path if self._remote is None else self._remote, "r", locking="best-effort")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read as HDF5: {one_line(error)}.") from error
+        # Locking: some network file systems cannot.
+        self._file, found = open_hdf5(self._remote or path, path, locking="best-effort")
         # HDF5 would close it after the interpreter has ended, and then crash in calling the file object.
         weakref.finalize(self, self._file.close)
-        items: dict[str, Any] = {}
-        self._file.visititems(lambda name, item: items.update({name: item}) if isinstance(item, h5py.Dataset) else None)
+        items = {name: item for name, item in found.items() if isinstance(item, h5py.Dataset)}
         self._datasets = {name: items[name] for name in request.choose(list(items), path)}
         for name, dataset in self._datasets.items():
-            kind = h5py.check_vlen_dtype(dataset.dtype) or dataset.dtype
-            if not dataset.shape or not (h5py.check_string_dtype(dataset.dtype) or kind.kind in "biuf"):
+            try:
+                dtype = dataset.dtype
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{path}: {name} cannot be read: {one_line(error)}.") from error
+            kind = h5py.check_vlen_dtype(dtype) or dtype
+            if not dataset.shape or not (h5py.check_string_dtype(dtype) or kind.kind in "biuf"):
                 shape = list(dataset.shape or ())
-                raise UserError(f"{path}: {name} is {dataset.dtype}{shape}; expected rows of numbers, text, or lists.")
+                raise UserError(f"{path}: {name} is {dtype}{shape}; expected rows of numbers, text, or lists.")
+            declared = max(dtype.itemsize * math.prod(dataset.shape), dataset.shape[0])
+            if declared > max(_ALWAYS_TAKEN, _MOST_EXPANSION * self.size):
+                raise UserError(
+                    f"{path}: {name} is {dtype}{list(dataset.shape)}, and the file has {self.size} bytes; expected "
+                    "values that are there. The file is damaged, or was never filled."
+                )
         lengths = {name: dataset.shape[0] for name, dataset in self._datasets.items()}
         records = check_lengths(lengths, path, request.setting)
         # HDF5 unpacks complete chunks, so a block has complete chunks.

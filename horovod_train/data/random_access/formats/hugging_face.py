@@ -29,7 +29,7 @@ class HuggingFaceFolder(FileStore):
         datasets = import_extra("datasets", "huggingface", f"{request.setting}: {path}")
         try:
             dataset = datasets.load_from_disk(path)
-        except (ValueError, OSError, KeyError, TypeError) as error:
+        except Exception as error:  # datasets and pyarrow raise whatever damaged files lead to
             raise UserError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
         self._names = request.choose(dataset.column_names, path)
         self._dataset = dataset.select_columns(self._names).with_format("arrow")

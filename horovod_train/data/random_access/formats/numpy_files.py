@@ -6,6 +6,7 @@ Rows are read from the file when they are needed. The arrays of a compressed arc
 from __future__ import annotations
 
 import functools
+import math
 import os
 import struct
 import zipfile
@@ -21,7 +22,7 @@ from horovod_train.data.random_access.store import FileStore, Request, check_len
 from horovod_train.data.source import Arrays
 from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.data.storage.storage import Storage
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, one_line
 
 _ZIP_HEADER = struct.Struct("<26xHH")  # of a member: the lengths of its name and of its extra field
 
@@ -54,8 +55,11 @@ class NumpyArrays(FileStore):
             by_name, files = (_open_folder if request.storage.is_folder(path) else _open_archive)(path, request)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}.") from error
-        except (ValueError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {error}.") from error
+        except UserError:
+            raise
+        except Exception as error:  # zipfile and NumPy raise whatever a damaged header leads to
+            reason = one_line(error) or type(error).__name__
+            raise UserError(f"{path}: is no npz archive of arrays, nor a folder of npy files: {reason}.") from error
         super().__init__(path, files, request.storage)
         if not is_remote(path) and os.path.isdir(path):
             others = [name for name in loose_files(path) if not name.endswith(".npy")]
@@ -90,7 +94,7 @@ def _read(array: _Rows | np.ndarray, first: int, last: int) -> np.ndarray:
 
 
 def _row_bytes(array: _Rows | np.ndarray) -> int:
-    return int(np.prod(array.shape[1:], dtype=np.int64)) * array.dtype.itemsize
+    return math.prod(array.shape[1:]) * array.dtype.itemsize
 
 
 def _open_folder(path: str, request: Request) -> tuple[dict[str, _Rows | np.ndarray], list[str]]:
@@ -132,6 +136,8 @@ def _find_rows(path: str, start: int, storage: Storage) -> _Rows:
             shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
         else:
             shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"{path} declares the shape {list(shape)}")
         if is_fortran and len(shape) > 1:
             raise ValueError(f"{path} is in Fortran order; save np.ascontiguousarray of it")
         read_at: Callable[[int, int], bytes] = functools.partial(storage.read, path)
