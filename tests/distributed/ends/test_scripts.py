@@ -153,6 +153,17 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) ->
     assert line.endswith("failed: ValueError: no luck on rank 1")
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Path, rank: int) -> None:
+    command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), f"leaves-{rank}"]
+    finished = run_process(command)
+    assert finished.returncode == 1, finished.text
+    # Not by lines: Horovod's core writes a line of its log in parts, and another rank's line may come between them.
+    said = re.findall(r"stopped: (rank \d) \(.+?\) ended by itself, by sys.exit or", finished.stderr)
+    assert said == [f"rank {rank}"], finished.text
+    assert "another rank has gone" not in finished.stderr
+
+
 def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "hangs")
     assert finished.returncode == 87, finished.text

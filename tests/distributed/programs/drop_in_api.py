@@ -73,7 +73,7 @@ facts["refused"] = {
     "unbuilt": error_of(lambda: hvd.broadcast_model(keras.Sequential([keras.layers.Dense(1)]))),
     "bf16_value": error_of(lambda: hvd_tf.allreduce(tf.zeros(1), compression=hvd.Compression.bf16)),
     "tape_twice": error_of(lambda: with_tape()(with_tape()(tf.GradientTape()))),
-    "half_in_a_loop": error_of(lambda: in_half(lambda: loop(dense(), distributed()))),
+    "half_in_a_loop": error_of(lambda: in_half(lambda: distributed().apply([tf.ones(1)], [keras.Variable([1.0])]))),
     "half_twice": error_of(lambda: in_half(lambda: hvd.DistributedOptimizer(distributed()))),
     "half_not_taken": error_of(lambda: in_half(compile_what_was_wrapped)),
     "gpu": error_of(lambda: distributed(device_dense="/gpu:0")),

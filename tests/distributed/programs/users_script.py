@@ -50,6 +50,12 @@ class Fail(keras.callbacks.Callback):
             raise ValueError("no luck on rank 1")
 
 
+class Leave(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == int(TROUBLE[-1]) and batch == 2:
+            sys.exit(0)
+
+
 class BroadcastAlone(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if hvd.rank() == 1 and epoch == 2:
@@ -121,6 +127,8 @@ if TROUBLE == "forgets":
     callbacks = []
 elif TROUBLE == "raises":
     callbacks.append(Fail())
+elif TROUBLE.startswith("leaves"):
+    callbacks.append(Leave())
 elif TROUBLE == "broadcasts-alone":
     callbacks.insert(0, BroadcastAlone())
 elif TROUBLE in ("backs-up", "backs-up-on-root"):
