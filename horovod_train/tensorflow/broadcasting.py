@@ -100,7 +100,7 @@ def _difference(given: Mapping[int, Any]) -> UserError:
     more = "" if len(differing) == 1 else f" (and {len(differing) - 1} more ranks differ)"
     return UserError(
         f"hvd.broadcast_variables: all ranks must give the same variables; variable {position + 1} is "
-        f"{_one(kinds, names, position)} on rank {differing[0]}{more}, {_one(root_kinds, root_names, position)} on "
+        f"{_one(kinds, names, position)} on rank {differing[0]}{more}, and {_one(root_kinds, root_names, position)} on "
         f"rank {reference_rank}. Build the same model and optimizer on all ranks, with the same code; also where only "
         "root loads their values."
     )

@@ -62,16 +62,16 @@ def _as_arrays(value: Any, name: str) -> _Named | dict[Any, Any]:
     if isinstance(value, tf.SparseTensor) or hasattr(value, "tocsr"):
         raise _no_rows(name, f"a sparse {kind}", "Make it dense: toarray(), or tf.sparse.to_dense.")
     if value is None or isinstance(value, str | bytes) or not hasattr(value, "__len__"):
-        what = "None" if value is None else f"a {kind}"
+        what = "None" if value is None else kind
         raise _no_rows(name, what, "Leave it out, or make an array of it.")
     if isinstance(value, keras.utils.PyDataset):
         raise _no_rows(name, f"the PyDataset {kind}", "Let it give this rank's batches: hvd.rank() of hvd.size().")
     try:
         array = np.asarray(value)
     except ValueError:
-        raise _no_rows(name, f"a {kind} whose items have different shapes", "Pad them to one shape.") from None
+        raise _no_rows(name, f"{kind} whose items have different shapes", "Pad them to one shape.") from None
     if array.ndim == 0:
-        raise _no_rows(name, f"a {kind} without rows", "Make an array of it.")
+        raise _no_rows(name, f"{kind} without rows", "Make an array of it.")
     return _Named(name, array)
 
 

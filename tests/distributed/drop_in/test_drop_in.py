@@ -104,7 +104,7 @@ def test_ranks_that_broadcast_other_variables_than_root_are_named_with_the_first
             assert "missing on rank 0. Build the same model and optimizer" in text
         assert f"kernel, float32 of shape (8, 3), on rank {last}, " in texts["model"]
         assert "kernel, float32 of shape (8, 1), on rank 0." in texts["model"]
-        assert texts["state on root only"].startswith(f"{start} 1 is missing on rank {last}, sgd")
+        assert texts["state on root only"].startswith(f"{start} 1 is missing on rank {last}, and sgd")
         assert "float64 of shape ()," in texts["dtype"]
         assert f"beta, float32 of shape (4,), on rank {last}, " in texts["order"]
         assert texts["root_rank"] == (

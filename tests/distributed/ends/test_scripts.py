@@ -128,7 +128,7 @@ def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_
         ),
         ("decides-too-early", 2, "EarlyStopping must come after BroadcastGlobalVariablesCallback in callbacks"),
         ("backs-up-too-early", 2, "BackupAndRestore must come after BroadcastGlobalVariablesCallback in callbacks"),
-        ("other-optimizer", 2, "all ranks must give the same variables; variable 7 is missing on rank 1, adam/"),
+        ("other-optimizer", 2, "all ranks must give the same variables; variable 7 is missing on rank 1, and adam/"),
         ("forgets", 86, "ranks hold different weights: "),
         ("wraps-twice", 2, "DistributedOptimizer: adam is distributed already; wrap it once."),
     ],

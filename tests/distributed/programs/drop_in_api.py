@@ -185,7 +185,8 @@ facts["unlike"] = {
     "order": unlike(norm.weights[::-1] if is_last else norm.weights),
     "root_rank": unlike(norm, int(is_last)),
 }
-facts["unlike_in_a_step"] = error_of(lambda: tf.function(lambda: hvd.broadcast_variables(moments, 0))())
+broadcast_in_a_step = tf.function(lambda: hvd.broadcast_variables(moments, root_rank=0))
+facts["unlike_in_a_step"] = error_of(broadcast_in_a_step)
 
 
 @tf.function
