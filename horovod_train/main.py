@@ -278,7 +278,7 @@ def entry() -> None:
 
     exit_code = main()
     # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     let_go()
     sys.exit(exit_code)

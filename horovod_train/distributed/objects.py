@@ -32,13 +32,14 @@ def broadcast(value: Any, name: str) -> Any:
     return value if is_root else _load(received.numpy(), 0)
 
 
-def gather(value: Any, name: str) -> list[Any]:
-    """Collective: return the values of all ranks, by rank, on every rank."""
+def gather(value: Any, name: str, process_set: hvd.ProcessSet = hvd.global_process_set) -> list[Any]:
+    """Collective: return the values of all ranks of a process set, by rank, on every one of them."""
     with tf.device(HOST):
         packed = _as_tensor(serialize.dump(value))
-        sizes = hvd.allgather(tf.constant([packed.shape[0]], tf.int64), name=f"{name}.sizes").numpy()
+        size = tf.constant([packed.shape[0]], tf.int64)
+        sizes = hvd.allgather(size, name=f"{name}.sizes", process_set=process_set).numpy()
         _check_size(int(sizes.sum()), name)
-        gathered = hvd.allgather(packed, name=f"{name}.bytes").numpy()
+        gathered = hvd.allgather(packed, name=f"{name}.bytes", process_set=process_set).numpy()
     return [_load(data, rank) for rank, data in enumerate(np.split(gathered, np.cumsum(sizes)[:-1]))]
 
 

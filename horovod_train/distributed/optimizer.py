@@ -72,9 +72,9 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
 
     options: fields of GradientExchange, as op="sum", compression="bf16"; by default the mean over all ranks.
 
-    Returns the same object, see `distribute`. Small gradients are exchanged together. Otherwise each is exchanged as
-    soon as it is computed, so that exchanges overlap with the rest of the backward pass. A gradient that is None must
-    be None on every rank.
+    Returns the same object, see `distribute`; under mixed_float16 a LossScaleOptimizer, see `with_loss_scale`. Small
+    gradients are exchanged together. Otherwise each is exchanged as soon as it is computed, so that exchanges overlap
+    with the rest of the backward pass. A gradient that is None must be None on every rank.
 
     Raises UserError for an unknown op or compression, and as `distribute` does.
     """
@@ -83,7 +83,60 @@ def DistributedOptimizer(optimizer: keras.optimizers.Optimizer, **options: Any) 
     def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
         return exchange.combine_each(grads, f"{name}.gradient")
 
-    return distribute(optimizer, combine)
+    return distribute(with_loss_scale(optimizer), combine)
+
+
+def with_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return the LossScaleOptimizer that `compile` would make under mixed_float16; else the optimizer itself.
+
+    `compile` would wrap a distributed optimizer in one that checks on each rank whether *its* gradients are finite;
+    ranks with different answers would wait for each other forever. A loop that does not call the `scale_loss` of what
+    this returns gets a UserError, because the gradients would be divided by a scale that they do not have.
+    """
+    is_half = keras.mixed_precision.dtype_policy().name == "mixed_float16"
+    is_plain = isinstance(optimizer, keras.optimizers.Optimizer) and not isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer | _Distributed
+    )
+    if not (is_half and is_plain):
+        return optimizer
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer, name="loss_scale_optimizer")  # the name that compile gives
+    take_class(optimizer, _scaled_already(type(optimizer)))
+    take_class(scaled, _asking_for_scaled_losses(type(scaled)))
+    return scaled
+
+
+def _asking_for_scaled_losses(base: type) -> type:
+    """Return a subclass of LossScaleOptimizer that refuses gradients if nothing has asked it to scale a loss."""
+
+    class Asking(base):
+        def scale_loss(self, loss: Any) -> Any:
+            object.__setattr__(self, "_has_scaled", True)  # not Keras' own, which would track it
+            return super().scale_loss(loss)
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            if "_has_scaled" not in vars(self):
+                raise UserError(
+                    "DistributedOptimizer: under mixed_float16 it returns a LossScaleOptimizer, as compile makes one, "
+                    "whose gradients must be those of a scaled loss. Differentiate optimizer.scale_loss(loss)."
+                )
+            super().apply(grads, trainable_variables)
+
+    return Asking
+
+
+def _scaled_already(base: type) -> type:
+    """Return a subclass of an optimizer's class that no second LossScaleOptimizer takes, as `compile` would make."""
+
+    class Scaled(base):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "loss_scale_factor":
+                raise UserError(
+                    "model.compile: under mixed_float16 DistributedOptimizer returns another optimizer; give compile "
+                    "that one: optimizer = hvd.DistributedOptimizer(optimizer)."
+                )
+            super().__setattr__(name, value)
+
+    return Scaled
 
 
 def distribute(optimizer: keras.optimizers.Optimizer, combine: Combine) -> CombiningOptimizer:

@@ -32,5 +32,7 @@ def load_model(
     optimizer_classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**optimizer_classes, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+        distributed: Any = DistributedOptimizer(model.optimizer, compression=compression)
+        if distributed is not model.optimizer:  # under mixed_float16, of a model compiled without a loss scale
+            model.optimizer = distributed
     return model

@@ -6,11 +6,13 @@ name it `package.module:function`.
 
 from __future__ import annotations
 
+import collections
 import os
 import warnings
 from collections.abc import Callable, Sequence
 
 import keras
+from keras.src.backend.common import global_state  # Keras has no public way to number names anew
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
@@ -43,13 +45,17 @@ def overridden(model: keras.Model, methods: Sequence[str]) -> list[str]:
 def build_model(spec: Spec) -> keras.Model:
     """Build the model that `spec` names, with its variables. Raises UserError for a wrong name, option or result."""
     if spec.name.endswith(".keras"):
+        _number_names_as_at_first()
         model = _load(spec)
     elif spec.name not in MODELS and os.path.isdir(spec.name):
         if spec.options:
             raise UserError(f"model.options: {spec.name} is a preset, which takes no options; received {spec.options}.")
+        _number_names_as_at_first()
         model = load_task(spec.name)
     else:
-        model = call(choose(MODELS, spec.name, "model.name"), spec, "model")
+        build = choose(MODELS, spec.name, "model.name")  # may import a module that has layers of its own
+        _number_names_as_at_first()
+        model = call(build, spec, "model")
     if not isinstance(model, keras.Model):
         raise UserError(f"model.name: {spec.name} must return a keras.Model; it returned {type(model).__name__}.")
     if not model.built:
@@ -58,6 +64,25 @@ def build_model(spec: Spec) -> keras.Model:
         )
     _refuse_ignored(model, spec.name)
     return model
+
+
+_counts_at_first: dict[str, int] | None = None
+"""How many names of each kind Keras had given in this process when it built its first model here."""
+
+
+def _number_names_as_at_first() -> None:
+    """Let Keras number names as for the first model of this process, so that a second run has the same names.
+
+    They are those of checkpoints. Not `clear_session`, which resets what the program has set, such as its dtype policy.
+    """
+    global _counts_at_first
+    counts = global_state.get_global_attribute(
+        "object_name_uids", default=collections.defaultdict(int), set_to_default=True
+    )
+    if _counts_at_first is None:
+        _counts_at_first = dict(counts)
+    counts.clear()
+    counts.update(_counts_at_first)
 
 
 def _load(spec: Spec) -> keras.Model:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+import itertools
+import re
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from horovod_train.distributed import objects
 from horovod_train.distributed.group import as_tf_variable, check_sendable
+from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.objects import HOST
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import watch
 from horovod_train.tensorflow.names import name_of
@@ -27,18 +35,102 @@ def broadcast_variables(
     layers are left as they are, because dropout masks must differ by rank.
     process_set: the ranks that take part. inplace: without a copy of each variable in memory.
 
-    Raises UserError for a dtype that Horovod cannot send, and for an argument of another kind.
+    Raises UserError for a dtype that Horovod cannot send, for an argument of another kind, and on all ranks if they
+    give different variables.
     """
     targets = [variable for variable in _variables_in(variables) if _SEED not in name_of(variable)]
     check_sendable(targets)
-    if process_set is hvd.global_process_set:
-        with tf.init_scope():  # a script may broadcast inside its compiled step
+    is_checked = _is_checked_here()
+    with tf.init_scope():  # a script may broadcast inside its compiled step
+        if process_set is hvd.global_process_set:
             watch.begin()
+        if is_checked:
+            with watch.exchanging("hvd.broadcast_variables"):
+                _check_alike(targets, root_rank, process_set)
     tf_variables = [as_tf_variable(variable) for variable in targets]
-    if inplace:
-        hvd.broadcast_variables(tf_variables, root_rank, process_set, inplace)
-    else:
-        _broadcast_by_position(tf_variables, root_rank, process_set)
+    with watch.exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
+        if inplace:
+            hvd.broadcast_variables(tf_variables, root_rank, process_set, inplace)
+        else:
+            _broadcast_by_position(tf_variables, root_rank, process_set)
+
+
+def _check_alike(variables: Sequence[Any], root_rank: int, process_set: hvd.ProcessSet) -> None:
+    """Collective: raise UserError on all ranks of the set if they would broadcast different variables.
+
+    Their number, and by position their shapes, dtypes and the last words of their names, must be equal: Keras numbers
+    names in each process, and those of a model that was loaded may begin otherwise.
+    """
+    kinds = [_kind(variable) for variable in variables]
+    digest = hashlib.sha256("\n".join([str(root_rank), *kinds]).encode()).digest()
+    with tf.device(HOST):
+        own = tf.constant([list(digest)], tf.uint8)
+        digests = hvd.allgather(own, name="broadcast_variables.check", process_set=process_set).numpy()
+    if (digests == digests[0]).all():
+        return
+    # All ranks come here. Only now the names, which may be many.
+    names = [name_of(variable) for variable in variables]
+    gathered = objects.gather([root_rank, kinds, names], "broadcast_variables.names", process_set)
+    members = list(process_set.ranks or range(len(gathered)))
+    raise _difference(dict(zip(members, gathered, strict=True)))
+
+
+def _kind(variable: Any) -> str:
+    tf_variable = as_tf_variable(variable)
+    word = re.split(r"[/_]", re.sub(r"[\d_:]+$", "", name_of(variable)))[-1]
+    return f"{word}, {tf_variable.dtype.name} of shape {tf_variable.shape}"
+
+
+def _difference(given: Mapping[int, Any]) -> UserError:
+    """Return the error that names the first difference. given: by rank, its root_rank, and kinds and names."""
+    root_ranks = {rank: root_rank for rank, (root_rank, _, _) in given.items()}
+    first_rank, root_rank = next(iter(root_ranks.items()))
+    for rank, other in root_ranks.items():
+        if other != root_rank:
+            return UserError(
+                f"hvd.broadcast_variables: root_rank must be equal on all ranks; received {root_rank} on rank "
+                f"{first_rank}, {other} on rank {rank}."
+            )
+    reference_rank = root_rank if root_rank in given else first_rank
+    _, root_kinds, root_names = given[reference_rank]
+    differing = [rank for rank, (_, kinds, _) in given.items() if kinds != root_kinds]
+    _, kinds, names = given[differing[0]]
+    pairs = itertools.zip_longest(kinds, root_kinds)
+    position = next(number for number, (kind, root_kind) in enumerate(pairs) if kind != root_kind)
+    more = "" if len(differing) == 1 else f" (and {len(differing) - 1} more ranks differ)"
+    return UserError(
+        f"hvd.broadcast_variables: all ranks must give the same variables; variable {position + 1} is "
+        f"{_one(kinds, names, position)} on rank {differing[0]}{more}, and {_one(root_kinds, root_names, position)} on "
+        f"rank {reference_rank}. Build the same model and optimizer on all ranks, with the same code; also where only "
+        "root loads their values."
+    )
+
+
+def _one(kinds: Sequence[str], names: Sequence[str], position: int) -> str:
+    if position >= len(kinds):
+        return "missing"
+    return f"{names[position]}, {kinds[position].partition(', ')[2]},"
+
+
+_first_graph: weakref.ref[Any] | None = None
+"""The graph of the compiled step that broadcast first."""
+
+
+def _is_checked_here() -> bool:
+    """Return whether ranks can compare what they broadcast here: the same answer on all ranks.
+
+    In a compiled step they can while it is traced for the first time; later one rank may trace it alone, as for a
+    smaller batch. Ranks that join an elastic script trace it alone too.
+    """
+    global _first_graph
+    if tf.executing_eagerly():
+        return True
+    if launcher.detect().is_elastic:
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    if _first_graph is None:
+        _first_graph = weakref.ref(graph)
+    return _first_graph() is graph
 
 
 def broadcast_model(

@@ -96,7 +96,7 @@ def remove_process_set(process_set: hvd.ProcessSet) -> bool:
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
     """Collective: return when every rank of the process set has called it."""
-    with watch.exchanging():
+    with watch.exchanging("hvd.barrier"):
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
 

@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_train.distributed.optimizer import Combine, distribute
+from horovod_train.distributed.optimizer import Combine, distribute, with_loss_scale
 from horovod_train.errors import UserError
 from horovod_train.subclass import take_class
 from horovod_train.tensorflow.gradients import Arguments, GradientCombiner, Groups, combined_by_tape, variables_of
@@ -43,6 +43,9 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Make a Keras optimizer combine its gradients over all ranks before it uses them. Returns the same optimizer.
 
+    Under the policy mixed_float16 it returns the LossScaleOptimizer that `compile` would make of it. A custom loop then
+    differentiates optimizer.scale_loss(loss).
+
     Its class becomes a subclass with the same name: its config, its state and a model saved with it stay those of the
     plain optimizer. Clipping, weight decay and loss scale see combined gradients.
 
@@ -60,7 +63,7 @@ def DistributedOptimizer(
     scale_local_gradients: divide the gradients of local variables (`register_local_var`) by the number of ranks.
 
     Raises UserError for arguments that do not go together, for use_locking=True (TensorFlow 1), for an optimizer that
-    is not Keras 3's or is distributed already, and under mixed_float16 for one that is not a LossScaleOptimizer.
+    is not Keras 3's or is distributed already.
     """
     if use_locking:
         raise UserError("DistributedOptimizer: use_locking is for optimizers of TensorFlow 1. Leave it out.")
@@ -83,6 +86,7 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
     )
     combiner = GradientCombiner("DistributedOptimizer", arguments)
+    optimizer = with_loss_scale(optimizer)
     distribute(optimizer, _combine_once(combiner))
     take_class(optimizer, _with_local_variables(type(optimizer), combiner))
     if backward_passes_per_step > 1:
@@ -108,7 +112,7 @@ def PartialDistributedOptimizer(
     wrapped: Any = DistributedOptimizer(optimizer, name, **options)
     for variable in local_variables:
         wrapped.register_local_var(variable)
-    return optimizer
+    return wrapped
 
 
 def _combine_once(combiner: GradientCombiner) -> Combine:

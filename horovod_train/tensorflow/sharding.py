@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -17,23 +19,78 @@ def shard(*data: Any) -> Any:
     Every record is on one rank, and all ranks get equally many: a rank that would have one less gets its first record
     once more, with weight 0. A loss of Keras' counts it as a record without error; its weighted metrics leave it out.
 
-    data: arrays with the same number of rows: `x, y, weights = shard(x, y)`. Or one dataset of (x, y), not batched yet,
-        of known cardinality: a dataset of (x, y, weight).
+    data: arrays with the same number of rows, or dicts of such, as `fit` takes them for several inputs or outputs:
+        `x, y, weights = shard(x, y)`. Or one dataset of (x, y), not batched yet, of known cardinality: a dataset of
+        (x, y, weight).
 
-    Raises UserError for arrays of different lengths, for fewer records than ranks, and for a dataset of another form.
+    Raises UserError for what has no rows that can be taken by number, for arrays of different lengths, for fewer
+    records than ranks, and for a dataset of another form.
     """
     if len(data) == 1 and isinstance(data[0], tf.data.Dataset):
         return _shard_dataset(data[0])
-    lengths = [len(array) for array in data]
-    if len(set(lengths)) != 1:
-        raise UserError(f"hvd.shard: expected arrays with the same number of rows; received {lengths}.")
-    rank, size = hvd.rank(), hvd.size()
-    _check_count(lengths[0])
-    rows = np.arange(rank, lengths[0], size)
+    arguments = [_as_arrays(value, f"argument {number}") for number, value in enumerate(data, start=1)]
+    lengths = {name: len(array) for argument in arguments for name, array in _flat(argument)}
+    counts = set(lengths.values())
+    if len(counts) != 1:
+        text = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "nothing"
+        raise UserError(f"hvd.shard: expected arrays with the same number of rows; received {text}.")
+    rank, size, count = hvd.rank(), hvd.size(), counts.pop()
+    _check_count(count)
+    rows = np.arange(rank, count, size)
     weights = np.ones(len(rows), np.float32)
-    if len(rows) < -(-lengths[0] // size):
+    if len(rows) < -(-count // size):
         rows, weights = np.append(rows, rank), np.append(weights, np.float32(0))
-    return (*(np.asarray(array)[rows] for array in data), weights)
+    return (*(_take(argument, rows) for argument in arguments), weights)
+
+
+class _Named(NamedTuple):
+    """An array, and what messages call it."""
+
+    name: str
+    array: np.ndarray
+
+
+def _as_arrays(value: Any, name: str) -> _Named | dict[Any, Any]:
+    """Return a value as an array with rows, or a dict of such. Raises UserError for what has no rows."""
+    if isinstance(value, Mapping):
+        return {key: _as_arrays(part, f"{name}[{key!r}]") for key, part in value.items()}
+    kind = type(value).__name__
+    if isinstance(value, tf.data.Dataset):
+        raise _no_rows(name, "a dataset", "Give hvd.shard one dataset of (x, y), alone.")
+    if isinstance(value, tf.RaggedTensor):
+        raise _no_rows(name, "a RaggedTensor", "Pad it: to_tensor(); or make a dataset of it.")
+    if isinstance(value, tf.SparseTensor) or hasattr(value, "tocsr"):
+        raise _no_rows(name, f"a sparse {kind}", "Make it dense: toarray(), or tf.sparse.to_dense.")
+    if value is None or isinstance(value, str | bytes) or not hasattr(value, "__len__"):
+        what = "None" if value is None else kind
+        raise _no_rows(name, what, "Leave it out, or make an array of it.")
+    if isinstance(value, keras.utils.PyDataset):
+        raise _no_rows(name, f"the PyDataset {kind}", "Let it give this rank's batches: hvd.rank() of hvd.size().")
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise _no_rows(name, f"{kind} whose items have different shapes", "Pad them to one shape.") from None
+    if array.ndim == 0:
+        raise _no_rows(name, f"{kind} without rows", "Make an array of it.")
+    return _Named(name, array)
+
+
+def _no_rows(name: str, what: str, advice: str) -> UserError:
+    return UserError(f"hvd.shard: {name} must be an array with one row for each record; received {what}. {advice}")
+
+
+def _flat(argument: Any) -> Iterator[_Named]:
+    if isinstance(argument, _Named):
+        yield argument
+    else:
+        for part in argument.values():
+            yield from _flat(part)
+
+
+def _take(argument: Any, rows: np.ndarray) -> Any:
+    if isinstance(argument, _Named):
+        return argument.array[rows]
+    return {key: _take(part, rows) for key, part in argument.items()}
 
 
 def _shard_dataset(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -15,7 +15,7 @@ from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.device import Device
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import StartedProcess, form_group
-from horovod_train.distributed.watchdog.heartbeat import files_being_read
+from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.state import end_process
 from horovod_train.distributed.watchdog.watchdog import open_watchdog
@@ -120,10 +120,11 @@ def note_progress() -> None:
         _watch.group.heartbeat.phase("train")
 
 
-def exchanging() -> AbstractContextManager[None]:
+def exchanging(call: str) -> AbstractContextManager[None]:
     """Return a context in which the watch, if there is one, sees that this rank waits for the others.
 
-    For exchanges that Python calls; those of gradients are inside compiled steps, which the watch counts.
+    call: which exchange, for messages: "hvd.barrier", "the start of model.fit". Only for exchanges that Python calls;
+    those of gradients are inside compiled steps, which the watch counts.
     """
     group = None if _watch is None else _watch.group
-    return nullcontext() if group is None else group.heartbeat.phase("exchange")
+    return nullcontext() if group is None else group.heartbeat.phase("exchange", f"{IN_CALL}{call}")

@@ -23,7 +23,12 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import Lease
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGXCPU, signal.SIGHUP),
+)
+"""Those by which schedulers and terminals announce the end: Grid Engine sends SIGUSR1 and SIGUSR2 before SIGSTOP and
+SIGKILL (`qsub -notify`) and SIGXCPU at its soft limits, LSF what `bsub -wa` names, a terminal that closes SIGHUP."""
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
 RING_RANKS = 100
@@ -191,9 +196,14 @@ class StopCoordinator:
 
 @contextmanager
 def collected_signals() -> Iterator[Set[int]]:
-    """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately."""
+    """Collect signals as stop reasons instead of ending the process; a second SIGINT ends it immediately.
+
+    SIGHUP remains ignored if it is, as under `nohup`.
+    """
     received: set[int] = set()
-    before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in SIGNALS}
+    is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    collected = [number for number in SIGNALS if not (number == signal.SIGHUP and is_deaf)]
+    before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in collected}
     try:
         with _end_at_second_sigint():
             yield received

@@ -33,7 +33,6 @@ class Coordinator:
 
     def __init__(self, state: WatchState, server: Server) -> None:
         self._state, self._server = state, server
-        self._finished: set[int] = set()
         self._slow_since: float | None = None
         self.handlers: Mapping[str, Handler] = {
             "beat": state.hear,
@@ -44,7 +43,7 @@ class Coordinator:
         }
 
     def lose(self, rank: int, now: float) -> None:
-        if rank not in self._finished:
+        if rank not in self._state.finished:
             self._state.detector.forget(rank)
             self._state.announce_cause(Cause(rank, DISAPPEARED, 1))
 
@@ -65,7 +64,7 @@ class Coordinator:
     def _is_alone(self) -> bool:
         """Return whether all other ranks have finished, and root still trains, so that no rank waits."""
         group = self._state.group
-        return len(self._finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
+        return len(self._state.finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
 
     def claim(self) -> None:
         self._answer(self._state.group.rank)
@@ -76,7 +75,8 @@ class Coordinator:
         self._server.send_to(rank, {"kind": "speaker", "rank": self._state.speaker})
 
     def _finish(self, rank: int, message: Message, now: float) -> None:
-        self._finished.add(rank)
+        if rank not in self._state.finished:  # it may say so twice
+            self._state.finished.append(rank)
         self._state.detector.forget(rank)
 
     def _end_frozen_root(self, rank: int, message: Message, now: float) -> None:

@@ -29,6 +29,9 @@ HOOK = "hook"
 FINE_PHASES = ("input", "compute", "exchange")
 """Phases that alternate within a step: too many for a log."""
 
+IN_CALL = "in "
+"""Begins the detail of an exchange that Python calls; which call follows: "in hvd.barrier"."""
+
 LONG_PHASES = ("start", "compile")
 """Phases in which a rank may take watch.first_step_after_s. Before its first step it may in any phase."""
 

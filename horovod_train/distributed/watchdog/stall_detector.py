@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.heartbeat import LONG_PHASES, Beat
+from horovod_train.distributed.watchdog.heartbeat import IN_CALL, LONG_PHASES, Beat
 
 EXCHANGE = "exchange"
 
@@ -100,6 +100,11 @@ class StallDetector:
         beats = {rank: last.beat for rank, last in self._last_beats.items()}
         waiting = [rank for rank, beat in beats.items() if beat.phase == EXCHANGE]
         suspects = {rank: beat for rank, beat in beats.items() if beat.phase != EXCHANGE}
+        calls = {
+            rank: beat.detail for rank, beat in beats.items() if rank in waiting and beat.detail.startswith(IN_CALL)
+        }
+        if len(calls) == len(beats) and len(set(calls.values())) > 1:
+            return self._describe_calls(calls, now)
         if not suspects:
             suspects = _furthest_back(beats)
         elif not waiting:
@@ -109,7 +114,10 @@ class StallDetector:
         # Of several suspects, choose the furthest back; of these, the one that has been in its phase longest.
         rank = max(_furthest_back(suspects), key=lambda rank: (self._seconds_in_phase(rank, now), -rank))
         waiting = waiting if waiting and rank not in waiting else [other for other in beats if other not in suspects]
-        return f"{self.names[rank]} has been {self._describe_phase(rank, now)}{_describe_waiters(len(waiting), 'it')}"
+        call = {calls.get(other, "") for other in waiting}
+        where = f" {call.pop()}" if len(call) == 1 and call != {""} else ""
+        waiters = _describe_waiters(len(waiting), "it")
+        return f"{self.names[rank]} has been {self._describe_phase(rank, now)}{waiters}{where}"
 
     def describe_silence(self, silent: Sequence[int], now: float) -> str:
         """Return what follows the names of silent ranks in a message."""
@@ -132,6 +140,15 @@ class StallDetector:
         who = "both ranks" if len(beats) == 2 else f"all {len(beats)} ranks"
         why = ": none is behind the others" if beats[rank].phase == EXCHANGE else ""
         return f"{who} have been {self._describe_phase(rank, now)}{why}"
+
+    def _describe_calls(self, calls: Mapping[int, str], now: float) -> str:
+        """Describe ranks that wait for each other in different exchanges, which no time can end."""
+        ranks_in: dict[str, list[str]] = {}
+        for rank, call in calls.items():
+            ranks_in.setdefault(call, []).append(self.names[rank])
+        seconds = min(self._seconds_in_phase(rank, now) for rank in calls)
+        where = "; ".join(f"{_join_names(names)} {call}" for call, names in ranks_in.items())
+        return f"ranks have waited for each other in different exchanges for {seconds:.0f} s: {where}"
 
     def _describe_phase(self, rank: int, now: float) -> str:
         beat = self._last_beats[rank].beat

@@ -27,6 +27,7 @@ PAUSED_AFTER_S = 2.0
 """If a turn of the watchdog's thread is late by this, the process was frozen or short of CPU."""
 
 DISAPPEARED = "disappeared: killed or out of memory?"
+LEFT = "ended by itself, by sys.exit or at the end of its script, while other ranks still exchange"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class WatchState:
         self.exits_since: float | None = None
         """When this process began to exit; None if it has not."""
         self.is_closed = False
+        self.finished: list[int] = []
+        """The ranks that have said that they end, as far as this one is told, in that order."""
         self.paused_until = 0.0
         """Until this time the process counts as recently frozen, or short of CPU."""
         self._host_claim = host_claim
@@ -110,6 +113,11 @@ class WatchState:
         silent = self.detector.silent_ranks(now, after_s=4 * self.intervals.beat_s)
         if self.cause is None and silent:
             self.announce_cause(Cause(silent[0], self.detector.describe_silence(silent[:1], now), Stalled.exit_code))
+
+    def report_finished(self) -> None:
+        """Name the first rank that has finished as the cause, after Horovod has given up: the others need it."""
+        if self.cause is None and self.finished:
+            self.announce_cause(Cause(self.finished[0], LEFT, 1))
 
     def start_exit_timer(self, exit_code: int) -> None:
         """Let the watchdog's thread end this process if it does not end by itself in time."""

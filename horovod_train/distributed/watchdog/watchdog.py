@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
     from horovod_train.distributed.group import WorkerGroup
 
 _CONNECT_WITHIN_S = 10.0
+_FINISHED_AFTER_S = 1.0
+"""Other causes arrive earlier than this after Horovod has shut down."""
 
 
 class Watchdog(Protocol):
@@ -99,6 +101,8 @@ class RankWatchdog:
             while state.cause is None and time.monotonic() < deadline:
                 state.changed.wait(state.intervals.turn_s)
                 state.report_silent(time.monotonic())
+                if time.monotonic() > deadline - LEAVE_WITHIN_S + _FINISHED_AFTER_S:
+                    state.report_finished()
             return state.cause
 
     def print_once_per_host(self, line: str) -> None:

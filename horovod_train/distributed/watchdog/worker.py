@@ -20,7 +20,6 @@ class Worker:
 
     def __init__(self, state: WatchState) -> None:
         self._state = state
-        self._root_has_finished = False
         self.handlers: Mapping[str, Handler] = {
             "beat": state.hear,
             "speaker": lambda rank, message, now: state.set_speaker(message["rank"]),
@@ -32,7 +31,7 @@ class Worker:
 
     def lose(self, rank: int, now: float) -> None:
         state = self._state
-        if self._root_has_finished:
+        if state.finished:
             return
         state.detector.forget(rank)
         if now < state.paused_until and state.cause is None:
@@ -61,7 +60,8 @@ class Worker:
         self._state.transport.send({"kind": "claim"})
 
     def _finish(self, rank: int, message: Message, now: float) -> None:
-        self._root_has_finished = True
+        if rank not in self._state.finished:
+            self._state.finished.append(rank)
         self._state.detector.forget(rank)
 
     def _stop(self, rank: int, message: Message, now: float) -> None:

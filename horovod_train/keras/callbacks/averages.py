@@ -27,7 +27,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
-        with watch.exchanging():
+        with watch.exchanging("MetricAverageCallback"):
             names = objects.gather(list(values), "MetricAverageCallback.names")
         if differing := [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]:
             raise UserError(
@@ -36,7 +36,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             )
         if logs and values:
             packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))
-            with watch.exchanging(), tf.device(self._device):
+            with watch.exchanging("MetricAverageCallback"), tf.device(self._device):
                 means = hvd.allreduce(packed, op=hvd.Average, name="MetricAverageCallback").numpy()
             ends = np.cumsum([value.size for value in values.values()])
             for (name, value), mean in zip(values.items(), np.split(means, ends[:-1]), strict=True):

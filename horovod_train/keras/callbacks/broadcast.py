@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
@@ -11,17 +12,21 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
+from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks.averages import MetricAverageCallback
+from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras.callbacks.callback_list import (
     EndEpoch,
     batches_of_epoch,
     callbacks_of_fit,
+    find_needs,
     keep_to_root,
-    need_averages,
+    take_out,
 )
 from horovod_train.keras.xla import switch_off_xla
 from horovod_train.tensorflow import watch
@@ -60,7 +65,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     batches in an epoch must be known: for a stream of unknown length give `fit` its steps_per_epoch.
 
     Other callbacks of the same `fit`: ModelCheckpoint, TensorBoard, CSVLogger and the progress bar run on root only;
-    EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without MetricAverageCallback.
+    EarlyStopping and ReduceLROnPlateau decide on means over the ranks, with or without MetricAverageCallback;
+    TerminateOnNaN stops all ranks after the batch in which one has such a loss; of BackupAndRestore, which comes after
+    this callback, root writes, and all ranks continue from what root has.
 
     root_rank: whose values. device: TensorFlow device of the broadcast. local_variables: a variable, or several, of
     which each rank keeps its own value.
@@ -75,6 +82,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._epoch, self._batches_done, self._has_broadcast = 0, 0, False
         self._averages: MetricAverageCallback | None = None
         self._callbacks: list[keras.callbacks.Callback] = []
+        self._compares_losses = False
+        self._nan_callbacks: list[Any] = []
         self._planned_batches: int | None = None
         """Number of batches in the current epoch."""
 
@@ -83,6 +92,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_keys.add(key_of(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        watch.begin()  # before any exchange here: a rank that makes others is then named
         self._has_broadcast = False
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
@@ -91,14 +101,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         callbacks.append(self._end_epoch)
         if guards().files_on_root_only:
             keep_to_root(callbacks, self.root_rank)
-        self._averages = MetricAverageCallback(self._device) if need_averages(callbacks, self) else None
+        is_shared = guards().files_on_root_only
+        needs = find_needs(callbacks, self, shares_backup=is_shared)
+        self._averages = MetricAverageCallback(self._device) if needs.averages else None
+        self._compares_losses = needs.losses
+        self._nan_callbacks = take_out(callbacks, keras.callbacks.TerminateOnNaN)
+        if is_shared:
+            restore_from_root(callbacks, self.model, self.root_rank)
         if self._is_built_on_all_ranks():
             self._broadcast()
 
     def _is_built_on_all_ranks(self) -> bool:
         """Collective: return whether all have built the model. Root may have loaded weights that others lack so far."""
         is_built = all(layer.built for layer in layers_inside(self.model))
-        with watch.exchanging():
+        with watch.exchanging("the start of model.fit"):
             return bool(hvd.allreduce(tf.constant([float(is_built)]), op=hvd.Min, name="fit.built").numpy()[0])
 
     def _broadcast(self) -> None:
@@ -108,7 +124,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             variables += optimizer.variables
-        with watch.exchanging(), tf.device(self._device):
+        with tf.device(self._device):
             broadcast_variables(self._without_local(variables), self.root_rank)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -127,6 +143,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._batches_done = batch + 1
         if not self._has_broadcast:
             self._broadcast()
+        if self._compares_losses:
+            self._end_if_not_finite(batch, (logs or {}).get("loss"))
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._check_epoch_is_complete()  # now: the other ranks do not wait for the evaluation
@@ -161,6 +179,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 f"after {batches}, and what is left is not trained on. hvd.shard(x, y) gives each rank as many rows."
             )
 
+    def _end_if_not_finite(self, batch: int, loss: Any) -> None:
+        """Collective: do on all ranks what TerminateOnNaN does on one, if the loss of any is not finite.
+
+        Without this, one rank would stop a batch before the others, whose weights its gradients have spoilt.
+        """
+        is_finite = loss is None or bool(np.isfinite(float(loss)))
+        with watch.exchanging("TerminateOnNaN"), tf.device(HOST):
+            all_finite = hvd.allgather(tf.constant([int(is_finite)]), name="fit.finite").numpy()
+        if all_finite.all():
+            return
+        if hvd.rank() == self.root_rank:
+            ranks = _ranks_text(np.flatnonzero(all_finite == 0).tolist())
+            log.warning(f"model.fit: the loss of {ranks} is not finite after batch {batch + 1}; all ranks stop there.")
+        self.model.stop_training = True
+        for callback in self._nan_callbacks:
+            if hvd.rank() == self.root_rank or getattr(callback, "raise_error", False):
+                callback.on_batch_end(batch, {"loss": math.nan})
+
     def _without_local(self, variables: Iterable[Any]) -> list[Any]:
         return [variable for variable in variables if key_of(variable) not in self._local_keys]
 
@@ -173,7 +209,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = self._without_local(self.model.trainable_variables)
         variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
         rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
-        with watch.exchanging():
+        with watch.exchanging("the end of an epoch of model.fit"):
             digests = hvd.allgather(rank_digests[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
         check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
 
@@ -192,7 +228,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 def _gather_plans(epoch: int, batches: int) -> list[tuple[int, int]]:
     """Collective: return the arguments of all ranks. batches: a number, _UNKNOWN or _STOPS."""
-    with watch.exchanging():
+    call = "the end of model.fit" if batches == _STOPS else "the start of an epoch of model.fit"
+    with watch.exchanging(call):
         plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
     return [(epoch, batches) for epoch, batches in plans]
 

@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
@@ -98,24 +98,47 @@ def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> N
         )
 
 
-def need_averages(callbacks: list[keras.callbacks.Callback], broadcaster: keras.callbacks.Callback) -> bool:
-    """Collective: return whether `broadcaster` must average the logs, because callbacks would decide differently.
+class Needs(NamedTuple):
+    """What the broadcasting callback does for others of the same `fit`, on all ranks alike."""
 
-    True on all ranks if on any: a script may give such a callback to one rank only. Raises UserError on all ranks if on
-    one of them it comes before both `broadcaster` and a MetricAverageCallback.
+    averages: bool
+    """Average the logs of an epoch, because callbacks would decide differently."""
+    losses: bool
+    """Compare after each batch whether losses are finite, because TerminateOnNaN would stop one rank first."""
+
+
+def find_needs(
+    callbacks: list[keras.callbacks.Callback], broadcaster: keras.callbacks.Callback, *, shares_backup: bool
+) -> Needs:
+    """Collective: return what `broadcaster` must do for the other callbacks.
+
+    True on all ranks if on any: a script may give such a callback to one rank only. shares_backup: whether root's
+    BackupAndRestore is for all ranks. Raises UserError on all ranks if on one of them a callback comes before
+    `broadcaster` that needs it.
     """
-    deciding = [index for index, callback in enumerate(callbacks) if isinstance(callback, DECIDERS)]
-    first_index, name = (deciding[0], type(callbacks[deciding[0]]).__name__) if deciding else (0, "")
-    earlier = callbacks[:first_index]
-    is_averaged = any(isinstance(callback, MetricAverageCallback) for callback in earlier)
-    needs = bool(name) and not is_averaged
-    too_early = needs and broadcaster not in earlier
-    flags = tf.constant([float(needs), float(too_early)])
-    with watch.exchanging():
-        any_needs, any_early = hvd.allreduce(flags, op=hvd.Sum, name="fit.averages").numpy()
+    deciding = [callback for callback in callbacks if isinstance(callback, DECIDERS)]
+    earlier = callbacks[: callbacks.index(deciding[0])] if deciding else []
+    needs_averages = bool(deciding) and not any(isinstance(callback, MetricAverageCallback) for callback in earlier)
+    dependent = (*(DECIDERS if needs_averages else ()), *((keras.callbacks.BackupAndRestore,) if shares_backup else ()))
+    before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
+    too_early = [type(callback).__name__ for callback in before if isinstance(callback, dependent)]
+    needs_losses = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
+    flags = tf.constant([float(needs_averages), float(needs_losses), float(bool(too_early))])
+    with watch.exchanging("the start of model.fit"):
+        any_averages, any_losses, any_early = hvd.allreduce(flags, op=hvd.Sum, name="fit.needs").numpy()
     if any_early:
         raise UserError(
-            f"model.fit: {name or 'EarlyStopping'} must come after {type(broadcaster).__name__} in callbacks, so that "
-            "it decides on the means over all ranks."
+            f"model.fit: {', '.join(too_early) or 'EarlyStopping'} must come after {type(broadcaster).__name__} in "
+            "callbacks, so that all ranks decide on the same means and restore what root has saved."
         )
-    return bool(any_needs)
+    return Needs(bool(any_averages), bool(any_losses))
+
+
+def take_out(callbacks: list[keras.callbacks.Callback], kind: type) -> list[Any]:
+    """Replace the callbacks of a kind by one that does nothing; return them."""
+    taken = []
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, kind):
+            callbacks[index] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
+            taken.append(callback)
+    return taken

@@ -15,7 +15,7 @@ WAYS = [
     pytest.param(("mpirun", 2), marks=pytest.mark.long),
     pytest.param(("srun", 3), marks=pytest.mark.long),
 ]
-HALF_PRECISION = {"fp16": 1e-3, "fp16_tape": 1e-3, "bf16": 2e-2}
+HALF_PRECISION = {"fp16": 1e-3, "fp16_tape": 1e-3, "bf16": 2e-2, "half": 1e-2}
 NOT_ONE_MODEL = {"process_set"}
 
 
@@ -61,6 +61,9 @@ def test_what_cannot_be_served_is_refused_in_one_line(ranks: list[dict[str, Any]
         refused = facts["refused"]
         assert all(text != "accepted" and "\n" not in text for text in refused.values()), refused
         assert refused["twice"].endswith(" is distributed already; wrap it once.")
+        assert refused["half_twice"].endswith(" is distributed already; wrap it once.")
+        assert refused["half_in_a_loop"].endswith("Differentiate optimizer.scale_loss(loss).")
+        assert "give compile that one: optimizer = hvd.DistributedOptimizer(optimizer)" in refused["half_not_taken"]
         assert refused["gpu"].startswith("DistributedOptimizer: device_dense='/gpu:0', but this process sees no GPU.")
         for name in ("float8", "float8_sum", "float8_passes"):
             assert "is overwritten with its gradient (float8 quantization), which cannot be averaged" in refused[name]
@@ -85,6 +88,28 @@ def test_weights_that_were_never_broadcast_are_found_at_the_tenth_exchange(ranks
             assert "ranks hold different weights: " in text
             assert "BroadcastGlobalVariablesCallback(0)" in text
     assert len({facts["broadcast"] for facts in ranks}) == 1
+
+
+def test_ranks_that_broadcast_other_variables_than_root_are_named_with_the_first_variable(
+    ranks: list[dict[str, Any]],
+) -> None:
+    last = len(ranks) - 1
+    for facts in ranks:
+        texts, compiled = facts["unlike"], facts["unlike_in_a_step"]
+        assert texts == ranks[0]["unlike"]
+        start = "hvd.broadcast_variables: all ranks must give the same variables; variable"
+        for text in (texts["optimizer"], compiled):
+            assert f"{start} 3 is adam/" in text
+            assert f"_momentum, float32 of shape (6, 8), on rank {last}, " in text
+            assert "missing on rank 0. Build the same model and optimizer" in text
+        assert f"kernel, float32 of shape (8, 3), on rank {last}, " in texts["model"]
+        assert "kernel, float32 of shape (8, 1), on rank 0." in texts["model"]
+        assert texts["state on root only"].startswith(f"{start} 1 is missing on rank {last}, and sgd")
+        assert "float64 of shape ()," in texts["dtype"]
+        assert f"beta, float32 of shape (4,), on rank {last}, " in texts["order"]
+        assert texts["root_rank"] == (
+            f"hvd.broadcast_variables: root_rank must be equal on all ranks; received 0 on rank 0, 1 on rank {last}."
+        )
 
 
 def test_one_compiled_step_broadcasts_twice(ranks: list[dict[str, Any]]) -> None:
@@ -119,12 +144,25 @@ def test_metrics_of_any_shape_are_averaged_and_different_ones_refused(ranks: lis
 
 def test_shard_gives_each_record_once_and_all_ranks_equally_many(ranks: list[dict[str, Any]]) -> None:
     size = len(ranks)
-    for kind in ("shard", "shard_of_dataset"):
+    for kind in ("shard", "shard_of_dataset", "shard_of_dict"):
         shares = [facts[kind] for facts in ranks]
         assert {len(column) for share in shares for column in share} == {5}
         real = [value for x, _, weights in shares for value, weight in zip(x, weights, strict=True) if weight]
         assert sorted(real) == list(range(4 * size + 1))
         assert all(y == [2 * value for value in x] for x, y, _ in shares)
+
+
+def test_what_has_no_rows_is_refused_by_shard_in_one_line_each(ranks: list[dict[str, Any]]) -> None:
+    refused = ranks[0]["shard_refused"]
+    assert refused.pop("empty") == "accepted"
+    assert refused.pop("lengths").endswith(
+        "same number of rows; received argument 1: 8, argument 2['a']: 8, argument 2['b']: 7."
+    )
+    assert "argument 2['b'] must be an array with one row for each record; received None." in refused.pop("dict")
+    for name, text in refused.items():
+        assert text.startswith("hvd.shard: argument 2 must be an array with one row for each record; received "), name
+        assert "\n" not in text
+    assert ranks[0]["shard_of_nothing"].endswith("received nothing.")
 
 
 def test_values_of_all_kinds_are_exchanged(ranks: list[dict[str, Any]]) -> None:

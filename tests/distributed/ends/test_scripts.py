@@ -13,7 +13,7 @@ import pytest
 from conftest import PROGRAMS, Finished, launcher_command, run_process, warm_python
 from test_watch import ours_among, started, until
 
-BEFORE_RANKS_MEET = ("decides-too-early", "forgets", "wraps-twice")
+BEFORE_RANKS_MEET = ("forgets", "wraps-twice")
 """Each rank shows its own line: the ranks of a script meet at the first broadcast."""
 SCRIPT = str(PROGRAMS / "users_script.py")
 
@@ -81,6 +81,31 @@ def test_files_are_written_by_root_alone_and_that_is_said(tmp_path: Path) -> Non
     assert finished.stderr.count("ModelCheckpoint, CSVLogger run on rank 0 only, so that no file is written") == 1
 
 
+@pytest.mark.parametrize("trouble", ["backs-up", pytest.param("backs-up-on-root", marks=pytest.mark.long)])
+def test_a_killed_script_continues_from_roots_backup_as_if_it_had_not_been(tmp_path: Path, trouble: str) -> None:
+    """With BackupAndRestore and one folder on all ranks, and on root alone."""
+    assert run_script(tmp_path, "srun", trouble).returncode != 0
+    assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == [
+        "latest.weights.h5",
+        "training_metadata.json",
+    ]
+    finished = run_script(tmp_path, "srun", trouble)
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count(": 2 epochs") == 2
+    assert finished.stdout.count("128 steps") == 2
+    assert finished.stdout.count("as without the kill") == 2, finished.text
+    assert not (tmp_path / "backup").exists()
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_after_the_same_batch(tmp_path: Path) -> None:
+    """Also where one rank alone has TerminateOnNaN."""
+    finished = run_script(tmp_path, "srun", "nan")
+    assert finished.returncode == 0, finished.text
+    assert finished.stdout.count(": 1 epochs") == 2
+    assert re.findall(r"^(\d+) steps", finished.stdout, re.MULTILINE) == ["3", "3"]
+    assert finished.stderr.count("the loss of rank 1 is not finite after batch 3; all ranks stop there.") == 1
+
+
 def test_a_callback_that_decides_may_be_on_one_rank_only(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "decides-alone")
     assert finished.returncode == 0, finished.text
@@ -102,6 +127,8 @@ def test_a_callback_that_would_stop_one_rank_decides_on_means_and_stops_all(tmp_
             "all ranks must take the same steps; received rank 0: epoch 1 of 33 batches; rank 1: epoch 1 of 32",
         ),
         ("decides-too-early", 2, "EarlyStopping must come after BroadcastGlobalVariablesCallback in callbacks"),
+        ("backs-up-too-early", 2, "BackupAndRestore must come after BroadcastGlobalVariablesCallback in callbacks"),
+        ("other-optimizer", 2, "all ranks must give the same variables; variable 7 is missing on rank 1, and adam/"),
         ("forgets", 86, "ranks hold different weights: "),
         ("wraps-twice", 2, "DistributedOptimizer: adam is distributed already; wrap it once."),
     ],
@@ -126,6 +153,17 @@ def test_an_exception_on_one_rank_is_shown_first_and_ends_all(tmp_path: Path) ->
     assert line.endswith("failed: ValueError: no luck on rank 1")
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_rank_that_leaves_in_the_middle_without_an_error_is_named(tmp_path: Path, rank: int) -> None:
+    command = [*launcher_command("srun", 3), *warm_python(), SCRIPT, str(tmp_path), f"leaves-{rank}"]
+    finished = run_process(command)
+    assert finished.returncode == 1, finished.text
+    # Not by lines: Horovod's core writes a line of its log in parts, and another rank's line may come between them.
+    said = re.findall(r"stopped: (rank \d) \(.+?\) ended by itself, by sys.exit or", finished.stderr)
+    assert said == [f"rank {rank}"], finished.text
+    assert "another rank has gone" not in finished.stderr
+
+
 def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
     finished = run_script(tmp_path, "srun", "hangs")
     assert finished.returncode == 87, finished.text
@@ -135,6 +173,18 @@ def test_a_rank_that_hangs_in_a_callback_is_named(tmp_path: Path) -> None:
         finished.stderr,
     )
     assert said == ["1"], finished.text
+
+
+@pytest.mark.long
+def test_ranks_that_enter_different_exchanges_are_named_with_them(tmp_path: Path) -> None:
+    finished = run_script(tmp_path, "srun", "broadcasts-alone")
+    assert finished.returncode == 87, finished.text
+    said = re.findall(
+        r"error: stalled: ranks have waited for each other in different exchanges for \d+ s: rank 0 \(.+?\) in the end "
+        r"of an epoch of model.fit; rank 1 \(.+?\) in hvd.broadcast_variables",
+        finished.stderr,
+    )
+    assert said, finished.text
 
 
 def test_a_rank_that_is_killed_is_named_on_its_host_and_the_others_end(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 from facts import leave, rel_error
 from twenty_steps import (
+    ALL,
+    ROWS,
     STEPS,
     Model,
     Optimizer,
@@ -20,6 +22,7 @@ from twenty_steps import (
     dense,
     distributed,
     fit,
+    in_half,
     loop,
     members,
     mse,
@@ -107,6 +110,24 @@ def scaled() -> Optimizer:
     return keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=1.0)
 
 
+WEIGHT = 2.0**-6
+"""Of a loss in half precision: with it no gradient overflows, in whatever order its parts are added."""
+
+
+def sgd_of_weighted() -> Optimizer:
+    return keras.optimizers.SGD(0.05 / WEIGHT, momentum=0.9)
+
+
+def of_compile() -> Model:
+    """One process on the rows of all ranks, with the loss scale that `compile` gives an optimizer."""
+    model = dense()
+    model.compile(sgd_of_weighted(), "mse", loss_weights=[WEIGHT])
+    x, y = (np.concatenate(parts) for parts in zip(*(batch(step, ALL) for step in range(STEPS)), strict=True))
+    model.fit(x, y, batch_size=ROWS * size, shuffle=False, verbose=0)
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    return model
+
+
 def nested() -> Model:
     """Two functions inside a function, each with a tape, as a GAN may have them; the two models are alike."""
     first, second = dense(), dense()
@@ -169,6 +190,10 @@ CASES: dict[str, tuple[Callable[[], Model], Model]] = {
     "fit_with_callback": (
         lambda: fit(dense(rank), distributed(), [hvd.callbacks.BroadcastGlobalVariablesCallback(0)], jit_compile=True),
         plain,
+    ),
+    "half": (
+        lambda: in_half(lambda: fit(dense(), distributed(sgd_of_weighted), loss_weights=[WEIGHT])),
+        in_half(of_compile),
     ),
     "own_train_step": (lambda: fit(OwnStep(), distributed()), plain),
     "unbuilt": (

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import scipy.sparse  # type: ignore[import-untyped]
 import tensorflow as tf
 from facts import leave, rel_error
 from twenty_steps import (
@@ -20,6 +21,7 @@ from twenty_steps import (
     distributed,
     error_of,
     fit,
+    in_half,
     loop,
     mse,
     rank,
@@ -44,6 +46,13 @@ def frozen() -> Model:
     return model
 
 
+def compile_what_was_wrapped() -> None:
+    """As scripts may that count on DistributedOptimizer to change the optimizer itself."""
+    optimizer = sgd()
+    hvd.DistributedOptimizer(optimizer)
+    dense().compile(optimizer, "mse")
+
+
 def two_updates_of_float8(**options: Any) -> None:
     """As of the scale of a layer after quantize("float8"), which Keras sets to its gradient."""
     scale, optimizer = keras.Variable(np.ones(1, np.float32)), distributed(**options)
@@ -64,6 +73,9 @@ facts["refused"] = {
     "unbuilt": error_of(lambda: hvd.broadcast_model(keras.Sequential([keras.layers.Dense(1)]))),
     "bf16_value": error_of(lambda: hvd_tf.allreduce(tf.zeros(1), compression=hvd.Compression.bf16)),
     "tape_twice": error_of(lambda: with_tape()(with_tape()(tf.GradientTape()))),
+    "half_in_a_loop": error_of(lambda: in_half(lambda: distributed().apply([tf.ones(1)], [keras.Variable([1.0])]))),
+    "half_twice": error_of(lambda: in_half(lambda: hvd.DistributedOptimizer(distributed()))),
+    "half_not_taken": error_of(lambda: in_half(compile_what_was_wrapped)),
     "gpu": error_of(lambda: distributed(device_dense="/gpu:0")),
     "locking": error_of(lambda: distributed(use_locking=True)),
     "passes": error_of(lambda: distributed(backward_passes_per_step=0)),
@@ -149,6 +161,34 @@ hvd.broadcast_variables([late, sgd()], root_rank=0)
 facts["broadcast"] = weights(loop(late, distributed())).tobytes().hex()
 
 
+def shard_refuses(data: Any) -> str:
+    return error_of(lambda: hvd.shard(np.arange(8), data))
+
+
+def unlike(variables: Any, root_rank: int = 0) -> str:
+    return error_of(lambda: hvd.broadcast_variables(variables, root_rank))
+
+
+def layers(*units: int) -> list[Any]:
+    return keras.Sequential([keras.Input((6,)), *map(keras.layers.Dense, units)]).weights
+
+
+is_last, moments = rank == size - 1, keras.optimizers.Adam() if rank == size - 1 else keras.optimizers.SGD()
+moments.build(dense().trainable_variables)
+norm = keras.layers.LayerNormalization()
+norm.build((None, 4))
+facts["unlike"] = {
+    "optimizer": unlike(moments),
+    "model": unlike(layers(8, 3, 1) if is_last else layers(8, 1)),
+    "state on root only": unlike([] if is_last else moments),
+    "dtype": unlike([tf.Variable(0.0, dtype=tf.float64 if is_last else tf.float32)]),
+    "order": unlike(norm.weights[::-1] if is_last else norm.weights),
+    "root_rank": unlike(norm, int(is_last)),
+}
+broadcast_in_a_step = tf.function(lambda: hvd.broadcast_variables(moments, root_rank=0))
+facts["unlike_in_a_step"] = error_of(broadcast_in_a_step)
+
+
 @tf.function
 def two_broadcasts() -> None:
     for variables in several:
@@ -162,6 +202,27 @@ facts["two_broadcasts"] = [float(variable.numpy()) for variables in several for 
 x, y, ones = hvd.shard(np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)
 rows = hvd.shard(tf.data.Dataset.from_tensor_slices((np.arange(4 * size + 1), np.arange(4 * size + 1) * 2)))
 facts["shard"] = [x.tolist(), y.tolist(), ones.tolist()]
+named, ones = hvd.shard({"a": np.arange(4 * size + 1), "b": {"c": tf.range(4 * size + 1) * 2}})
+facts["shard_of_dict"] = [named["a"].tolist(), named["b"]["c"].tolist(), ones.tolist()]
+facts["shard_refused"] = {
+    name: shard_refuses(data)
+    for name, data in {
+        "None": None,
+        "generator": (number for number in range(8)),
+        "dataset": tf.data.Dataset.range(8),
+        "str": "eight888",
+        "number": 8,
+        "scalar": np.array(8),
+        "ragged": tf.ragged.constant([[1], [2, 3]]),
+        "lists": [[1], [2, 3]],
+        "scipy": scipy.sparse.eye(8),
+        "tf.sparse": tf.sparse.eye(8),
+        "dict": {"a": np.zeros(8), "b": None},
+        "lengths": {"a": np.zeros(8), "b": np.zeros(7)},
+        "empty": {},
+    }.items()
+}
+facts["shard_of_nothing"] = error_of(hvd.shard)
 facts["shard_of_dataset"] = [list(map(float, column)) for column in zip(*rows.as_numpy_iterator(), strict=True)]
 facts["values"] = {
     "allreduce": hvd.allreduce(np.array([rank, 1.0])).numpy(),

@@ -111,6 +111,14 @@ def distributed(build: Callable[[], Optimizer] = sgd, **options: Any) -> Optimiz
     return hvd.DistributedOptimizer(build(), **options)
 
 
+def in_half(train: Callable[[], Any]) -> Any:
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    try:
+        return train()
+    finally:
+        keras.mixed_precision.set_dtype_policy("float32")
+
+
 def with_tape(**options: Any) -> Wrap:
     return lambda tape: hvd_tf.DistributedGradientTape(tape, **options)
 

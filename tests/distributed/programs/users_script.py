@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ OUT, TROUBLE = Path(sys.argv[1]), sys.argv[2]
 STOP_S = 6.0  # longer than TensorFlow traces on a busy machine
 LIMITS = WatchConfig(warn_after_s=60, stop_after_s=STOP_S, first_step_after_s=60)
 LONG_S = STOP_S + 1
-watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time") else TROUBLE != "unwatched"
+watch_ranks = LIMITS if TROUBLE in ("hangs", "takes-its-time", "broadcasts-alone") else TROUBLE != "unwatched"
 hvd.init(watch_ranks=watch_ranks, end_epochs_together=TROUBLE != "uneven-refused")
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
@@ -29,7 +30,8 @@ if TROUBLE == "builds-on-root":  # as to load weights
     model = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
     if hvd.rank() == 0:
         model.build((None, 6))
-optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+own_rule = keras.optimizers.SGD(0.01) if TROUBLE == "other-optimizer" and hvd.rank() == 1 else None
+optimizer = hvd.DistributedOptimizer(own_rule or keras.optimizers.Adam(0.01))
 model.compile(optimizer, "mse")
 
 
@@ -46,6 +48,31 @@ class Fail(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if hvd.rank() == 1 and batch == 2:
             raise ValueError("no luck on rank 1")
+
+
+class Leave(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == int(TROUBLE[-1]) and batch == 2:
+            sys.exit(0)
+
+
+class BroadcastAlone(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if hvd.rank() == 1 and epoch == 2:
+            hvd.broadcast_variables(self.model.weights, root_rank=0)
+
+
+class KillOnce(keras.callbacks.Callback):
+    """Kills rank 0 in the third epoch, the first time."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        is_first = not (OUT / "killed").exists()
+        if hvd.rank() == 0 and is_first and batch == 5 and self.epoch == 2:
+            (OUT / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
 
 
 class Hang(keras.callbacks.Callback):
@@ -100,6 +127,19 @@ if TROUBLE == "forgets":
     callbacks = []
 elif TROUBLE == "raises":
     callbacks.append(Fail())
+elif TROUBLE.startswith("leaves"):
+    callbacks.append(Leave())
+elif TROUBLE == "broadcasts-alone":
+    callbacks.insert(0, BroadcastAlone())
+elif TROUBLE in ("backs-up", "backs-up-on-root"):
+    if TROUBLE == "backs-up" or hvd.rank() == 0:
+        callbacks.append(keras.callbacks.BackupAndRestore(OUT / "backup"))
+    callbacks.append(KillOnce())
+elif TROUBLE == "backs-up-too-early":
+    callbacks.insert(0, keras.callbacks.BackupAndRestore(OUT / "backup"))
+elif TROUBLE == "nan":
+    callbacks += [keras.callbacks.TerminateOnNaN()] if hvd.rank() == 0 else []
+    y[9] = np.nan if hvd.rank() == 1 else y[9]
 elif TROUBLE == "hangs":
     callbacks.append(Hang())
 elif TROUBLE == "writes":
@@ -120,12 +160,20 @@ elif TROUBLE == "takes-its-time":
 elif TROUBLE == "trains-on":
     callbacks.append(Tell())
 epochs = 100_000 if TROUBLE == "trains-on" else 4
-own: Any = {"x": x, "y": y, "batch_size": 4}
+own: Any = {"x": x, "y": y, "batch_size": 4, "shuffle": TROUBLE not in ("backs-up", "backs-up-on-root", "nan")}
 if TROUBLE == "takes-its-time":
     own = {"x": batches_of(x, y), "validation_data": batches_of(x[:24], y[:24]), "validation_freq": 4}
 history = model.fit(epochs=epochs, verbose=0, callbacks=callbacks, **own)
 print(f"rank {hvd.rank()}: {len(history.epoch)} epochs", flush=True)
 print(f"{int(optimizer.iterations)} steps", flush=True)
+if TROUBLE.startswith("backs-up"):
+    weights = model.get_weights()
+    keras.utils.set_random_seed(hvd.rank())
+    whole = keras.models.clone_model(model)
+    whole.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    whole.fit(epochs=epochs, verbose=0, callbacks=callbacks[:2], **own)
+    same = all(np.array_equal(*pair) for pair in zip(weights, whole.get_weights(), strict=True))
+    print("as without the kill" if same else "otherwise than without the kill", flush=True)
 if TROUBLE == "takes-its-time":
     penalise_inputs()
     if hvd.rank() == 0:  # the others have finished

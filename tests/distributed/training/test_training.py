@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    PROGRAMS,
     metrics_of,
     run_process,
     split_records,
@@ -229,3 +230,11 @@ def test_a_diverging_run_stops_on_all_ranks_and_is_told_of_once(base_config: Pat
     assert finished.returncode == 1
     assert finished.stderr.count("error: Model diverged") == 1
     assert "Traceback" not in finished.stderr
+
+
+def test_a_second_run_in_one_process_continues_the_first_and_is_evaluated(base_config: Path, tmp_path: Path) -> None:
+    """Keras numbers names by process, and the names of variables in checkpoints are Keras'."""
+    program = [*warm_python(), str(PROGRAMS / "twice.py"), str(tmp_path / "run"), "--config", str(base_config)]
+    finished = run_process(program)
+    assert finished.stdout.count("exit code 0") == 3, finished.text
+    assert [row["step"] for row in metrics_of(tmp_path / "run", "train")] == list(range(1, 31))

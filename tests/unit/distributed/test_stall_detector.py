@@ -43,6 +43,20 @@ def detector_of(*doing: str, heard: dict[int, float] | None = None) -> StallDete
             "all 3 ranks have been in exchange for 74 s at step 7: none is behind the others",
         ),
         (["input 7 reading a", "input 7 reading a"], "both ranks have been in input for 74 s at step 7, reading a"),
+        # What Python calls is named, and no time can end what differs.
+        (
+            ["exchange 7 in hvd.barrier", "exchange 7 in the start of model.fit", "exchange 7 in hvd.barrier"],
+            "ranks have waited for each other in different exchanges for 74 s: rank 0 (node0), rank 2 (node2) in "
+            "hvd.barrier; rank 1 (node1) in the start of model.fit",
+        ),
+        (
+            ["exchange 7 in hvd.barrier", "train 7"],
+            "rank 1 (node1) has been in train for 74 s at step 7; 1 rank waits for it in hvd.barrier",
+        ),
+        (
+            ["exchange 7 reading a", "exchange 7 reading b"],
+            "both ranks have been in exchange for 74 s at step 7, reading a: none is behind the others",
+        ),
         (["input 7"], "rank 0 (node0) has been in input for 74 s at step 7"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +12,14 @@ import pytest
 
 from horovod_train.config.settings import EarlyStoppingConfig
 from horovod_train.training.early_stopping import EarlyStopping
-from horovod_train.training.stopping import SECONDS_BETWEEN_VOTES, Margin, PeriodicSync, seconds_between_votes
+from horovod_train.training.stopping import (
+    SECONDS_BETWEEN_VOTES,
+    SIGNALS,
+    Margin,
+    PeriodicSync,
+    collected_signals,
+    seconds_between_votes,
+)
 
 
 class Alone:
@@ -144,3 +153,18 @@ def test_the_time_of_a_hook_is_kept_for_another() -> None:
     before = margin.seconds()
     margin.hook_s = 30
     assert margin.seconds() == before + 60
+
+
+def test_signals_that_announce_the_end_are_collected_and_an_ignored_hangup_stays_ignored() -> None:
+    announced = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP}
+    assert set(SIGNALS) == announced
+    for handler, expected in [(signal.SIG_DFL, announced), (signal.SIG_IGN, announced - {signal.SIGHUP})]:
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with collected_signals() as received:
+                for number in announced:
+                    os.kill(os.getpid(), number)
+            assert received == expected
+            assert signal.getsignal(signal.SIGHUP) == handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
