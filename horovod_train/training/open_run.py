@@ -74,7 +74,8 @@ def open_run(config: Config) -> Iterator[Run]:
         stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
-            store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
+            saved = config.checkpoint
+            store = open_store(output.directory, saved.keep, lease.is_ours, saved.max_failed_saves)
             checkpoint = store.find(config.checkpoint.resume)
         batch_before = group.broadcast_object(batch_of(checkpoint))
         with group.raise_together():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import random
@@ -466,6 +467,19 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     again = train([*words, "train.max_steps=10", "data.eval=[]"])  # nothing new to save
     assert "resumed from" in again.stdout
     assert again.returncode == 0, again.text
+
+
+def test_a_run_that_cannot_save_ends_on_the_rank_that_writes_and_is_explained_so(config: Path, tmp_path: Path) -> None:
+    words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=1000", "train.steps_per_call=5"]
+    saving = ["hooks=[user_hooks:block_checkpoints]", "checkpoint.every_steps=5", "checkpoint.max_failed_saves=2"]
+    finished = train([*words, *saving], launcher="mpirun", np=2)
+    assert finished.returncode == 1, finished.text
+    (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert re.search(r"rank 0 \(.*\): \d+ saves in a row have failed \(checkpoint\.max_failed_saves\): the check", line)
+    assert "File exists" in line
+    assert "Traceback" not in finished.stderr
+    explained = json.loads(train(["explain", tmp_path / "run", "--json"]).stdout)
+    assert (explained["state"], explained["rank"], explained["followed"]) == ("failed", 0, [1])
 
 
 def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path: Path) -> None:
