@@ -458,7 +458,7 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     """Checkpoints of 9.5 MB: not all that are to be kept fit."""
     model = "model={name: user_models:small, options: {hidden: 1500}}"
     words = ["--config", config, "--output-dir", small_disk, model, "optimizer={name: sgd, options: {momentum: 0.9}}"]
-    finished = train([*words, "checkpoint.every_steps=10", "train.max_steps=50"])
+    finished = train([*words, "checkpoint={every_steps: 10, max_failed_saves: null}", "train.max_steps=50"])
     assert finished.returncode == 1
     assert "the last checkpoint could not be saved" in finished.stderr
     assert "No space left on device" in finished.stdout
@@ -508,9 +508,12 @@ def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp
     finished = train(words, launcher=launcher, np=2)
     assert finished.returncode == 1
     assert "the reactor is on fire" in finished.stderr
-    assert finished.stderr.count("reason = fit(") == 1  # one traceback through the run, of one rank
+    (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert re.search(r"error: rank 1 \(.*\): .* is on fire \(at .*/user_models\.py:\d+\); the traceback is", line)
+    assert "reason = fit(" not in finished.stderr
     log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     assert "the reactor is on fire" in log
+    assert "reason = fit(" in log
     explained = train(["explain", tmp_path / "run"])
     assert explained.returncode == 1
     assert "rank 1" in explained.stdout
