@@ -11,7 +11,7 @@ from pathlib import Path
 
 from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
-from horovod_train.config.registry import users_modules
+from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records, Split
@@ -29,7 +29,7 @@ from horovod_train.errors import RanksStartApart
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
-from horovod_train.training.build import build_components
+from horovod_train.training.build import build_components, build_first_model
 from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
@@ -82,8 +82,11 @@ def open_run(config: Config) -> Iterator[Run]:
             config = resolve_as_before(config, group.size, batch_before)
         _introduce(group, config)
         data = _open_data(config, group)
+        model = None
+        if is_users(config.model.name):
+            model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")
         with group.raise_together():
-            parts = build_components(config, group, data["train"], data.get("eval"))
+            parts = build_components(config, group, data["train"], data.get("eval"), model)
         if choice := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
             log.info(choice)
         deadline = _deadline(config, started)
