@@ -122,9 +122,7 @@ class CheckpointStore:
         return self._step if self._writer is not None and self._writer.is_alive() else None
 
     def check_room(self, bytes_each: int, most: int) -> None:
-        folder = self.checkpoints.folder
-        place = folder if folder.is_dir() else folder.parent
-        if lack := lack_of_room(place, bytes_each, most, len(self.checkpoints.steps())):
+        if lack := lack_of_room(self.checkpoints.folder, bytes_each, most):
             log.warning(lack)
 
     def find(self, resume: str) -> Checkpoint | None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from horovod_train.checkpoint.layout import steps_in
 from horovod_train.config.settings import CheckpointConfig
 from horovod_train.errors import UserError
 
@@ -32,12 +33,14 @@ def most_at_once(config: CheckpointConfig, saves: int) -> int:
     return most if has_others else min(saves, most)
 
 
-def lack_of_room(folder: Path, bytes_each: int, most: int, existing: int) -> str | None:
-    """Return a sentence if the disk of an existing folder has less room than `most` checkpoints take; None if enough.
+def lack_of_room(folder: Path, bytes_each: int, most: int) -> str | None:
+    """Return a sentence if a disk has less room than `most` checkpoints take, with those there; None if it has enough.
 
-    existing: how many of them are there already. Raises UserError if there is no room for one more.
+    folder: of the checkpoints; it need not exist yet. Raises UserError if there is no room for one more.
     """
     try:
+        existing = len(steps_in(folder)) if folder.is_dir() else 0
+        folder = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         disk = shutil.disk_usage(folder)
     except OSError:  # a save will report it
         return None

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from rich.markup import escape
 
-from horovod_train.checkpoint.layout import CHECKPOINTS, steps_in
+from horovod_train.checkpoint.layout import CHECKPOINTS
 from horovod_train.checkpoint.room import lack_of_room, most_at_once
 from horovod_train.commands.arguments import above_0, add_config_arguments, count, load_config, require_output_dir
 from horovod_train.commands.plan.facts import Facts, Pace, Sizes, collect, open_outlook
@@ -117,16 +117,8 @@ def _lack_of_room(config: Config, facts: Facts | None) -> str | None:
     saved = facts["checkpoints"] if facts else {}
     if config.output_dir is None or saved.get("bytes_each") is None:
         return None
-    folder = Path(config.output_dir) / CHECKPOINTS
-    place, existing = _existing(folder), len(steps_in(folder)) if folder.is_dir() else 0
-    return lack_of_room(place, saved["bytes_each"], most_at_once(config.checkpoint, saved["count"]), existing)
-
-
-def _existing(path: Path) -> Path:
-    """Return the path, or the nearest folder above it that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
+    most = most_at_once(config.checkpoint, saved["count"])
+    return lack_of_room(Path(config.output_dir) / CHECKPOINTS, saved["bytes_each"], most)
 
 
 def _wrong_paths(config: Config) -> Iterator[str]:
@@ -134,7 +126,9 @@ def _wrong_paths(config: Config) -> Iterator[str]:
     for where, path in (("output_dir", config.output_dir), ("data.index_dir", config.data.index_dir)):
         if not path:
             continue
-        place = _existing(Path(path))
+        place = Path(path)
+        while not place.exists() and place != place.parent:
+            place = place.parent
         if not place.is_dir():
             yield f"{where}: {path} cannot be made: {place} is no folder."
         elif not os.access(place, os.W_OK | os.X_OK):
