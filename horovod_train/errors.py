@@ -59,6 +59,7 @@ class FailedElsewhere(AlreadySaid):
 def one_line(error: object) -> str:
     """Return the text of an error as one line, also if it has several, as those of libraries have.
 
-    TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing.
+    TensorFlow begins some with the name that it gave to a function of a graph, which tells a user nothing. Keras prints
+    some in bold.
     """
-    return " ".join(re.sub(r"\{\{function_node [^}]*\}\}", "", str(error)).split())
+    return " ".join(re.sub(r"\{\{function_node [^}]*\}\}|\x1b\[\d*m", "", str(error)).split())

@@ -236,7 +236,7 @@ def section(failure: Failure, folder: Path) -> str:
     failure.afterwards(run_dir)
     explained = run_process([sys.executable, "-m", "horovod_train.main", "explain", f"runs/{failure.name}"], cwd=folder)
     words = shlex.join(["horovodrun", "--gloo", "-np", "2", "python", "-m", "horovod_train.main", *failure.arguments])
-    return "\n".join(
+    lines = "\n".join(
         [
             f"## {failure.title}",
             "",
@@ -251,6 +251,7 @@ def section(failure: Failure, folder: Path) -> str:
             "```",
         ]
     )
+    return lines.replace(f"{PROJECT}/tests/", "")
 
 
 def exit_codes(run_dir: Path) -> str:

@@ -33,6 +33,15 @@ def fail_while_others_meet(run: Any, step: int) -> None:
     run.group.sum([1.0])
 
 
+def block_checkpoints(run: Any, step: int) -> None:
+    """A file takes the place of the folder of checkpoints, so that no save succeeds from now on."""
+    folder = run.output.directory and run.output.directory / "checkpoints"
+    if folder and not folder.is_file():
+        run.store.wait()
+        folder.rename(folder.with_name("saved"))
+        folder.write_text("in the way")
+
+
 def quit_while_others_meet(run: Any, step: int) -> None:
     if run.group.rank == 1:
         sys.exit(0)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from horovod_train.checkpoint.folder import CheckpointSet
 from horovod_train.checkpoint.layout import BEST, CHECKPOINTS, find_start
 from horovod_train.checkpoint.manifest import Damaged, reason
+from horovod_train.checkpoint.room import lack_of_room
 from horovod_train.checkpoint.tensors import Checkpoint, Facts, verify, write
 from horovod_train.errors import UserError
 
@@ -37,6 +38,13 @@ class Store(Protocol):
     @property
     def step_under_way(self) -> int | None:
         """The step whose checkpoint is being written, if any."""
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the run must end, because no later save is likely to succeed; None if one may."""
+
+    def check_room(self, bytes_each: int, most: int) -> None:
+        """Warn if the disk has no room for so many checkpoints. Raises UserError if it has none for one more."""
 
     def find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint to start from; see layout.find_start.
@@ -68,6 +76,9 @@ class NullStore:
 
     write_s = 0.0
     step_under_way = None
+    given_up = None
+
+    def check_room(self, bytes_each: int, most: int) -> None: ...
 
     def find(self, resume: str) -> None: ...
 
@@ -83,8 +94,12 @@ class NullStore:
 class CheckpointStore:
     """The checkpoints in one folder, written by one thread at a time. See Store for the methods."""
 
-    def __init__(self, folder: Path, keep: int, is_ours: Callable[[], bool]) -> None:
+    def __init__(
+        self, folder: Path, keep: int, is_ours: Callable[[], bool], max_failed_saves: int | None = None
+    ) -> None:
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
+        self.given_up: str | None = None
+        self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None
         self._step = 0
         self._began = self._write_s = 0.0
@@ -105,6 +120,10 @@ class CheckpointStore:
     @property
     def step_under_way(self) -> int | None:
         return self._step if self._writer is not None and self._writer.is_alive() else None
+
+    def check_room(self, bytes_each: int, most: int) -> None:
+        if lack := lack_of_room(self.checkpoints.folder, bytes_each, most):
+            log.warning(lack)
 
     def find(self, resume: str) -> Checkpoint | None:
         start = find_start(self.checkpoints.folder, resume, verify)
@@ -169,13 +188,33 @@ class CheckpointStore:
             folder = self.checkpoints.folder
             self._failure = f"the checkpoint of step {facts.step} was not written to {folder}: {reason(error)}"
             last = self._last_whole if self._last_whole and os.path.exists(self._last_whole) else "none"
-            log.warning(f"{self._failure}. The last good one: {last}. The next save tries again.")
+            self._failed_saves += 1
+            self.given_up = self._why_given_up(last)
+            then = "The run ends" if self.given_up else "The next save tries again"
+            log.warning(f"{self._failure}. The last good one: {last}. {then}.")
         except Exception as error:
             self._unexpected_error = error  # the thread has no caller: wait() raises it
         else:
             self._failure, self._last_whole = None, self.checkpoints.path_of(facts.step)
+            self.given_up, self._failed_saves = None, 0
             self._write_s = time.perf_counter() - self._began
             self._remove_old(facts)
+
+    def _why_given_up(self, last: Path | str) -> str | None:
+        """Return why the run ends after a save that has failed; None if the next one may succeed."""
+        run_dir = self.checkpoints.folder.parent
+        if not run_dir.is_dir():
+            return (
+                f"output_dir: {run_dir} is gone: removed, renamed or no longer mounted, so that no checkpoint can be "
+                "saved. Bring it back and start again, or start anew with another --output-dir."
+            )
+        if self._max_failed_saves is not None and self._failed_saves >= self._max_failed_saves:
+            in_a_row = "a save has" if self._failed_saves == 1 else f"{self._failed_saves} saves in a row have"
+            return (
+                f"{in_a_row} failed (checkpoint.max_failed_saves): {self._failure}. The last good one: {last}. "
+                "See to the disk, then start again."
+            )
+        return None
 
     def _remove_old(self, facts: Facts) -> None:
         try:
@@ -207,9 +246,17 @@ class CheckpointStore:
             log.warning(f"{path} is damaged: {damage}. It cannot be renamed: {reason(error)}.")
 
 
-def open_store(directory: Path | None, keep: int, is_ours: Callable[[], bool] = lambda: True) -> Store:
+def open_store(
+    directory: Path | None,
+    keep: int,
+    is_ours: Callable[[], bool] = lambda: True,
+    max_failed_saves: int | None = None,
+) -> Store:
     """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
 
     is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
+    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
     """
-    return NullStore() if directory is None else CheckpointStore(directory / CHECKPOINTS, keep, is_ours)
+    if directory is None:
+        return NullStore()
+    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)

@@ -23,6 +23,7 @@ from horovod_train.errors import RunError, UserError, one_line
 _LIBRARIES = {"keras", "tensorflow", "numpy", "horovod"}
 _STDLIB = sysconfig.get_path("stdlib")
 _PACKAGE = Path(__file__).parent.parent
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _USERS_FUNCTION = re.compile(r"([\w.]+):\w+")
 
 
@@ -73,6 +74,11 @@ def loaded_files(config: Any) -> dict[str, Path]:
     return {name: Path(file) for name, file in files.items() if file and Path(file).is_file()}
 
 
+def is_users(name: str) -> bool:
+    """Return whether a name in a config is that of a user's `package.module:function`."""
+    return bool(_USERS_FUNCTION.fullmatch(name))
+
+
 def public_names(module: ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")]
 
@@ -120,17 +126,43 @@ def call(function: Callable[..., Any], spec: Spec, where: str, **arguments: Any)
         raise UserError(f"{where}.options: {spec.name}: {error}; it takes: {takes}.") from error
     try:
         return function(**arguments, **spec.options)
-    except (TypeError, ValueError, ArithmeticError, SystemExit) as error:
-        text = one_line(error)
-        raise UserError(f"{where}: {spec.name} with options {spec.options}: {text}{raised_at(error)}") from error
+    except RunError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        is_refusal = ":" not in spec.name and isinstance(error, TypeError | ValueError)  # by a class of Keras
+        kind = "" if is_refusal else f"{type(error).__name__}: "
+        given = f" with options {spec.options}" if spec.options else ""
+        raise UserError(f"{where}: {spec.name}{given}: {kind}{one_line(error)}{raised_at(error)}") from error
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ` (at FILE:LINE)` for the innermost line of the user's code in a traceback; "" if there is none."""
+    """Return ` (at FILE:LINE)` for the innermost line of the user's code in a traceback; "" if there is none.
+
+    TensorFlow puts the traceback of a function that it calls, and that of an operation's making, into its message.
+    """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_library(Path(frame.filename)):
             return f" (at {frame.filename}:{frame.lineno})"
-    return ""
+    return _line_in_text(str(error))
+
+
+def _line_in_text(text: str) -> str:
+    """Return the last line of the user's code in tracebacks in a text, as `raised_at` does.
+
+    Lines before the first of ours or of TensorFlow's are those of the program that trains.
+    """
+    found, is_inside = "", False
+    for line in text.splitlines():
+        if "(most recent call last)" in line:
+            is_inside = False
+        if not (frame := _FRAME.search(line)):
+            continue
+        file = Path(frame[1])
+        file = file if file.is_file() else Path("/", file)  # XLA leaves the first slash out
+        if not _is_library(file):
+            found = f" (at {file}:{frame[2]})" if is_inside else found
+        is_inside |= file.is_relative_to(_PACKAGE) or not _LIBRARIES.isdisjoint(file.parts)
+    return found
 
 
 def failure_of(error: SystemExit) -> RunError:

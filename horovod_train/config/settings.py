@@ -205,6 +205,9 @@ class CheckpointConfig:
     every_minutes: float | None = setting(None, "minutes between checkpoints", minimum=0)
     keep: int = setting(3, "newest checkpoints kept", minimum=1)
     best: Watched | None = setting(None, "also keep the checkpoint with the best value of an eval metric")
+    max_failed_saves: int | None = setting(
+        3, "failed saves in a row after which the run ends; null: it trains on", minimum=1
+    )
     resume: str = setting("auto", "auto: the newest in output_dir if there is one; never; or a checkpoint's path")
 
 

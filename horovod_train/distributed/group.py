@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -141,6 +141,20 @@ class WorkerGroup:
             prefix = "" if len(failed_ranks) == self.size else f"{self.name(first_rank)}: "
             raise type(failure)(f"{prefix}{failure}") from failure
         raise FailedElsewhere(f"{self.name(first_rank)} failed", failed_ranks[first_rank])
+
+    def call_in_turns(self, function: Callable[[], T], detail: str = "") -> T:
+        """Collective: return what `function` returns on this rank; root calls it first, then one rank of each host.
+
+        So what a user's function downloads or unpacks is there, whole, when the other ranks of a host, or of a shared
+        home folder, look for it. Raises as `raise_together`, before the next ones call it. detail: for the watchdog.
+        """
+        results: list[T] = []
+        with self.heartbeat.phase("start", detail):
+            for is_my_turn in (self.is_root, self.local_rank == 0, True):
+                with self.raise_together():
+                    if is_my_turn and not results:
+                        results.append(function())
+        return results[0]
 
     def close(self) -> None:
         """Collective: synchronise for the last time."""

@@ -98,8 +98,8 @@ def _restored(config: Config, checkpoint: str, weights: Weights) -> Iterator[Tra
     group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
     no_log = NullRankLog()
     with RunEnd(group, no_log, open_watchdog(group, no_log, config.watch)) as run_end:
+        model = group.call_in_turns(lambda: build_bare_model(config), f"building {config.model.name}")
         with group.raise_together():
-            model = build_bare_model(config)
             about: tuple[Weights, str, int, int] = (weights, "", 0, 0)
             if group.is_root:
                 saved = open_checkpoint(checkpoint, "--checkpoint")

@@ -68,19 +68,30 @@ class Components:
     """What the averages are for that the optimizer keeps; "" if it keeps none."""
 
 
+def build_first_model(config: Config) -> keras.Model:
+    """Build the model that the config names, under its seed and precision, for `build_components`. Raises UserError."""
+    keras.utils.set_random_seed(config.seed)
+    keras.mixed_precision.set_dtype_policy(config.precision)
+    return build_model(config.model)
+
+
 def build_components(
-    config: Config, group: WorkerGroup, data: Records | BatchSource, eval_data: Records | BatchSource | None
+    config: Config,
+    group: WorkerGroup,
+    data: Records | BatchSource,
+    eval_data: Records | BatchSource | None,
+    model: keras.Model | None = None,
 ) -> Components:
     """Build data, model, optimizer with slots, and compiled steps. Raises UserError for what the user must fix.
 
-    `config` is resolved: its global batch size is known. data: records, or batches that were built before.
+    `config` is resolved: its global batch size is known. data: records, or batches that were built before. model: by
+    `build_first_model`, if it was built before.
     """
-    keras.utils.set_random_seed(config.seed)
-    keras.mixed_precision.set_dtype_policy(config.precision)
+    model = model or build_first_model(config)
     train = _build_batches(config, group, data, training=True)
     eval_ = _build_batches(config, group, eval_data, training=False) if eval_data else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
-    model = _build_model(config, group)
+    model = _prepare_model(model, config, group)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
     compiled = compile_model(config, model, horizon)
@@ -151,10 +162,9 @@ def build_state(
     )
 
 
-def _build_model(config: Config, group: WorkerGroup) -> keras.Model:
-    """Build the model as it trains: on this rank's devices, cut into stages if there are several."""
+def _prepare_model(model: keras.Model, config: Config, group: WorkerGroup) -> keras.Model:
+    """Return the model as it trains: on this rank's devices, cut into stages if there are several. Raises UserError."""
     devices = group.devices[group.rank].logical
-    model = build_model(config.model)
     check_precision(model, config.precision)
     check_source(config.model)
     enable_lora(model, config.model.lora)

@@ -16,7 +16,7 @@ from horovod_train.errors import RunError
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import TrainState
-from horovod_train.training.stopping import LEASE_LOST, StopReason
+from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, StopReason
 
 DONE = StopReason("done")
 
@@ -24,7 +24,7 @@ DONE = StopReason("done")
 def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
     """Train until the last step or a stop reason; a compiled call never runs past a step at which a hook is due.
 
-    Raises DivergedError, on all ranks, where loss or gradients are no longer finite.
+    Raises DivergedError, on all ranks, where loss or gradients are no longer finite; RunError if root cannot save.
     """
     state, parts, stopping = run.state, run.parts, run.stopping
     step, batches = int(state.step), _remaining_batches(run)
@@ -49,13 +49,22 @@ def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
         requested = requested or (stopping.vote() if ended else stopping.vote_periodically())
     state.check_finite(run.group)
     stop = requested or ended
-    if stop == LEASE_LOST:
-        raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+    if stop in (LEASE_LOST, SAVES_FAILED):
+        _raise_on_root(run)
     at_end = ("stopped" if stop and stop.restartable else "done", "always")
     reason = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
     if reason and not requested:  # may be an evaluation interrupted by a stop request
         requested = stopping.vote()
     return requested or ended or reason or DONE
+
+
+def _raise_on_root(run: Run) -> None:
+    """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
+    with run.group.raise_together():
+        if run.stopping.lease.lost:
+            raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+        if run.store.given_up:
+            raise RunError(run.store.given_up)
 
 
 def position(state: TrainState, pipeline: BatchSource) -> int:

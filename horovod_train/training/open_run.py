@@ -12,7 +12,7 @@ from pathlib import Path
 
 from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
-from horovod_train.config.registry import users_modules
+from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records, Split, with_inputs_of
@@ -30,7 +30,7 @@ from horovod_train.errors import RanksStartApart
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
-from horovod_train.training.build import build_components
+from horovod_train.training.build import build_components, build_first_model
 from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
@@ -75,7 +75,8 @@ def open_run(config: Config) -> Iterator[Run]:
         stack.enter_context(closing(lease))  # a run that fails gives it up before the run's end
         consistency.check(group, _facts(config), "at the start", RanksStartApart)
         with group.raise_together():
-            store = open_store(output.directory, config.checkpoint.keep, lease.is_ours)
+            saved = config.checkpoint
+            store = open_store(output.directory, saved.keep, lease.is_ours, saved.max_failed_saves)
             checkpoint = store.find(config.checkpoint.resume)
         batch_before = group.broadcast_object(batch_of(checkpoint))
         with group.raise_together():
@@ -84,8 +85,11 @@ def open_run(config: Config) -> Iterator[Run]:
         data = _open_data(config, group)
         if isinstance(data["train"], Records):  # commands that read other records ask for the inputs of this run
             config = dataclasses.replace(config, data=with_inputs_of(config.data, data["train"].schema))
+        model = None
+        if is_users(config.model.name):
+            model = group.call_in_turns(lambda: build_first_model(config), f"calling {config.model.name}")
         with group.raise_together():
-            parts = build_components(config, group, data["train"], data.get("eval"))
+            parts = build_components(config, group, data["train"], data.get("eval"), model)
         if choice := suit_cycle(group, sum(math.prod(w.shape) * 4 for w in parts.state.model.trainable_variables)):
             log.info(choice)
         deadline = _deadline(config, started)

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from horovod_train.checkpoint.room import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config
@@ -101,6 +102,7 @@ def _begin_files(run: Run) -> Audit:
     if first_step == 0:
         log.info(f"starting from {run.config.model.init_from or 'initial weights'}")
     with run.group.raise_together():
+        _check_room(run, first_step)
         is_anew = run.config.checkpoint.resume == "never"
         run.output.start_trackers(first_step, as_dict(run.config), anew=is_anew)
         run.store.rewind(first_step)  # before metrics are removed: a kill in between leaves them beside the checkpoint
@@ -112,6 +114,15 @@ def _begin_files(run: Run) -> Audit:
     log.info(f"ends at step {run.parts.last_step}")
     run.output.start_progress(first_step, run.parts.last_step)
     return audit
+
+
+def _check_room(run: Run, first_step: int) -> None:
+    """Raise UserError on root if no checkpoint fits on the disk; warn if not all that are kept do."""
+    if first_step >= run.parts.last_step:
+        return  # nothing is saved
+    state, config = run.state, run.config.checkpoint
+    saves = count_saves(config, run.parts.train.steps_per_epoch, run.parts.last_step)
+    run.store.check_room(state.checkpoint_bytes(run.group.size), most_at_once(config, saves))
 
 
 def _open_audit(run: Run) -> Audit:
@@ -157,9 +168,9 @@ def _finish(run: Run, reason: StopReason) -> int:
     """Collective: wait for the last save, write the summary, and close what other ranks and the watchdog know of."""
     with run.group.heartbeat.phase("save"):
         failure = run.store.wait()
-    failure = run.group.broadcast_object(failure)
-    if failure:
-        raise RunError(f"the last checkpoint could not be saved: {failure}")
+    with run.group.raise_together():
+        if failure:
+            raise RunError(f"the last checkpoint could not be saved: {failure}")
     summary = _summary(run, reason)
     with run.group.raise_together():
         run.output.write_summary(summary)

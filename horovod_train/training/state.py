@@ -176,6 +176,11 @@ class TrainState:
         if by_rank is not None and len(by_rank) == group.size:
             self.loss_average.assign(by_rank[group.rank])
 
+    def checkpoint_bytes(self, ranks: int) -> int:
+        """Return the bytes of all arrays in a checkpoint of so many ranks, each of which has its loss average there."""
+        kept = [*self.variables().values(), *[self.loss_average] * ranks]
+        return sum(variable.shape.num_elements() * variable.dtype.size for variable in kept)
+
     def weights_sha256(self) -> str:
         """Return one SHA-256 over the bytes of all weights of the model, in its order."""
         total = hashlib.sha256()

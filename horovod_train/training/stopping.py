@@ -191,6 +191,8 @@ class StopCoordinator:
             reasons.add(STOP_FILE_REASON)
         if self.lease.lost:
             reasons.add(_LEASE)
+        if self.store.given_up:
+            reasons.add(_SAVES)
         return reasons
 
 
@@ -236,5 +238,7 @@ def _end_at_second_sigint() -> Iterator[None]:
 
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
-_ALL = (*(number.name for number in SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE)
+_SAVES = "checkpoints cannot be saved"
+_ALL = (*(number.name for number in SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE, _SAVES)
 LEASE_LOST = StopReason(_LEASE, restartable=True)
+SAVES_FAILED = StopReason(_SAVES, restartable=True)

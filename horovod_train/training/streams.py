@@ -5,6 +5,7 @@ Ranks whose streams differ in length would take different numbers of steps and w
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from horovod_train.config.settings import Config
@@ -42,8 +43,8 @@ def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeli
 def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPipeline | None:
     """Collective: open one split; None if the function gives no records to evaluate."""
     ranks = Ranks(group.rank, group.size, group.local_size, group.devices[group.rank].logical[0])
-    with group.raise_together():
-        stream = open_stream(config.data, ranks, seed=config.seed, training=is_training)
+    open_split = functools.partial(open_stream, config.data, ranks, seed=config.seed, training=is_training)
+    stream = group.call_in_turns(open_split, "opening data.dataset")
     elements = str(stream.elements) if stream else "None"
     consistency.check(group, {"records of data.dataset": elements}, "at the start", RanksStartApart)
     if stream is None:

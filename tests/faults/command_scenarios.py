@@ -104,6 +104,13 @@ def lost_of_run(here: Path, plain: Path) -> list[str]:
     return found
 
 
+def other_end(here: Path, plain: Path) -> list[str]:
+    """Whether a run that was resumed has ended with other weights, steps or last metrics than one without faults."""
+    one, other = (json.loads((folder / "run" / "summary.json").read_text()) for folder in (here, plain))
+    names = ("steps", "epochs", "weights_sha256", "eval")
+    return [f"summary.json: {name}: {one[name]}, not {other[name]}" for name in names if one[name] != other[name]]
+
+
 def steps_of(folder: Path) -> int:
     return int(json.loads((folder / "run" / "summary.json").read_text())["steps"])
 
@@ -225,8 +232,26 @@ COMMAND_SCENARIOS = [
         "export", export("m.keras"), trained(), broken=whole_model("m.keras", was_there=False), load=load_tensorflow
     ),
     Scenario("saved model", export("m"), trained(), broken=whole_model("m", was_there=False), load=load_tensorflow),
-    Scenario("train", command(*TRAIN), make_data, lost_of_run, broken_run, resumes=True, load=load_tensorflow),
-    Scenario("resume", command(*TRAIN), half_trained, lost_of_run, broken_resumed, resumes=True, load=load_tensorflow),
+    Scenario(
+        "train",
+        command(*TRAIN),
+        make_data,
+        lost_of_run,
+        broken_run,
+        resumes=True,
+        differs=other_end,
+        load=load_tensorflow,
+    ),
+    Scenario(
+        "resume",
+        command(*TRAIN),
+        half_trained,
+        lost_of_run,
+        broken_resumed,
+        resumes=True,
+        differs=other_end,
+        load=load_tensorflow,
+    ),
     Scenario(
         "rewind",
         command(*REWIND),

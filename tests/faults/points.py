@@ -66,8 +66,10 @@ def points_of(rank: int, log: str) -> list[Point]:
 
 
 def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
-    """how: {"per_place": N or null for all, "faults": "all", "turns" or "one", "about": regex, "at_most": N}.
+    """how: {"per_place": N or null for all, "faults": "all", "turns" or "one", "about": regex, "kinds": [kind],
+    "errors": [name], "at_most": N}.
 
+    kinds, errors: only calls of these kinds, only faults with these errors; default: all.
     about: only points where it is found in what they are about.
     per_place: of the calls of one kind on one file, or the sends of one kind of message, so many, the first and the
     last among them. faults: each with every error, alone and from then on; or alone and from then on with one error
@@ -75,6 +77,8 @@ def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
     drawn at random.
     """
     places: dict[tuple[int, str, str], list[Point]] = {}
+    kinds, errors = how.get("kinds", []), [getattr(errno, name) for name in how.get("errors", [])]
+    points = [point for point in points if not kinds or point.kind in kinds]
     for point in (point for point in points if re.search(how.get("about", ""), point.about)):
         places.setdefault((point.rank, point.kind, point.about), []).append(point)
     most = how["per_place"] or len(points)
@@ -91,6 +95,7 @@ def choose(points: list[Point], how: dict[str, Any]) -> list[Fault]:
     else:
         faults = [Fault(p, error, mode) for p in chosen for error in _errors(p) for mode in ("once", "on")]
     faults += [Fault(p, errno.ENOSPC, mode) for p in chosen if p.kind == "write" for mode in ("half", "full")]
+    faults = [fault for fault in faults if not errors or fault.error in errors]
     at_most = min(len(faults), how.get("at_most", len(faults)))
     return random.Random(1).sample(faults, at_most) if at_most < len(faults) else faults
 

@@ -51,7 +51,8 @@ class Scenario:
     ends: the exit code of every rank without faults. A bad end is any but 0 and START_AGAIN.
     lost, broken: (folder, folder of the plain run) → what the first lacks; what in it is not what its name says.
     untrue: (fault, how it ended) → what was said that is not so, or not said that is.
-    resumes: whether a second start must come to the end.
+    resumes: whether a second start must come to the end. differs: (folder, folder of the plain run) → what it then has
+    that is not as in a run that nothing has disturbed.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Scenario:
     ends: int = 0
     exit_codes: frozenset[int] = KNOWN_EXIT_CODES
     resumes: bool = False
+    differs: Lost = lambda here, plain: []
     load: Callable[[], None] = field(default=lambda: None)
 
     def judge(self, zygote: Any, plain: Any, fault: Any, finished: Any) -> list[str]:
@@ -80,8 +82,9 @@ class Scenario:
             again = zygote.start_again()
             if set(again.exit_codes) == {START_AGAIN}:  # asked to stop only now
                 again = zygote.start_again()
-            if any(again.exit_codes) or self.broken(here, plain_here):
-                found.append(f"does not resume: {self.broken(here, plain_here)} {again.text}")
+            differs = self.broken(here, plain_here) + self.differs(here, plain_here)
+            if any(again.exit_codes) or differs:
+                found.append(f"does not resume: {differs} {again.text}")
         return found
 
     def _ends_well(self, finished: Any) -> list[str]:

@@ -31,9 +31,9 @@ from horovod_train.commands.explain.files import (
     resumes_by_itself,
 )
 from horovod_train.commands.explain.lease import WATCH_S, find_running
+from horovod_train.commands.explain.next_step import Place, next_step
 from horovod_train.commands.run_selection import require_run
 from horovod_train.distributed.launch.local import launch_command
-from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.process import has_run_since
@@ -42,6 +42,7 @@ from horovod_train.output.rank_log_reader import RankStory, name_ranks, read_sto
 
 State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
 
+_NAMED_RANK = re.compile(r"\brank (\d+) \(")
 _DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
 
 
@@ -166,9 +167,22 @@ def _judge(
     return Outcome("disappeared", what, None, last.time)
 
 
+def _cause(rank: int, failed: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the rank at which a failed rank's error began.
+
+    An error that is raised on several ranks together names that rank, or is about what root writes. Which rank notes it
+    first says nothing.
+    """
+    text = str(failed[rank].get("error"))
+    sharing = [other for other, end in failed.items() if str(end.get("error")) == text]
+    named = [int(number) for number in _NAMED_RANK.findall(text) if int(number) in failed]
+    return (named or sharing)[0] if len(sharing) > 1 else rank
+
+
 def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
-    for rank, end in ends.items():
-        if end["ended"] == "failed":
+    failed = {rank: end for rank, end in ends.items() if end["ended"] == "failed"}
+    for rank, end in failed.items():
+        if _cause(rank, failed) == rank:
             place = "" if end.get("step") is None else f" at step {end['step']}"
             what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{place}: {end.get('error')}"
             yield Outcome("failed", what, rank, end["time"])
@@ -215,9 +229,10 @@ def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], che
     story = None if outcome.rank is None else stories.get(outcome.rank)
     host = story.host if story else "its host"
     log = log_file(logs, story.rank) if story else logs
-    is_mistake = story is not None and story.end is not None and story.end["exit_code"] == UserError.exit_code
+    end = story.end if story is not None and story.end is not None else {}
+    place = Place(str(run_dir), str(log))
     first = {
-        "failed": "fix that; then " if is_mistake else f"read the traceback in {log}; then ",
+        "failed": f"{next_step(str(end.get('error')), end.get('exit_code', 1), place)}; then ",
         "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
         "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
     }.get(outcome.state, "")

@@ -19,6 +19,8 @@ from typing import TypeVar
 
 from rich.markup import escape
 
+from horovod_train.checkpoint.layout import CHECKPOINTS
+from horovod_train.checkpoint.room import lack_of_room, most_at_once
 from horovod_train.commands.arguments import above_0, add_config_arguments, count, load_config, require_output_dir
 from horovod_train.commands.plan.facts import Facts, Pace, Sizes, collect, open_outlook
 from horovod_train.commands.plan.resume import Start, find_resume
@@ -91,7 +93,8 @@ def _look(config: Config, ranks: int, fast: bool, pace: Pace) -> tuple[Facts | N
         faults += model_faults
     known = sizes or _sizes_of_checkpoint(start)
     facts, second_notes = (outlook and _attempt(lambda: collect(outlook, known, pace), faults)) or (None, [])
-    return facts, [*notes, *second_notes], list(dict.fromkeys(faults))
+    lack = _attempt(lambda: _lack_of_room(config, facts), faults)
+    return facts, [*notes, *second_notes, *filter(None, [lack])], list(dict.fromkeys(faults))
 
 
 def _attempt(do: Callable[[], T], faults: list[str]) -> T | None:
@@ -107,6 +110,15 @@ def _sizes_of_checkpoint(start: Start | None) -> Sizes:
     if start is None:
         return Sizes("unknown, because the model was not built")
     return Sizes(f"as the checkpoint of step {start.step}", start.size)
+
+
+def _lack_of_room(config: Config, facts: Facts | None) -> str | None:
+    """Return a sentence if the disk cannot hold the run's checkpoints. Raises UserError if it has room for none."""
+    saved = facts["checkpoints"] if facts else {}
+    if config.output_dir is None or saved.get("bytes_each") is None:
+        return None
+    most = most_at_once(config.checkpoint, saved["count"])
+    return lack_of_room(Path(config.output_dir) / CHECKPOINTS, saved["bytes_each"], most)
 
 
 def _wrong_paths(config: Config) -> Iterator[str]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from horovod_train.checkpoint.room import count_multiples, count_saves
 from horovod_train.commands.plan.resume import Start
 from horovod_train.config.class_weights import weights_of_outputs
 from horovod_train.config.rules import resolve
@@ -83,7 +84,7 @@ def collect(outlook: Outlook, sizes: Sizes, pace: Pace) -> tuple[Facts, list[str
     """Return the facts by section, in JSON types, and a sentence for each that may be unintended."""
     config, ranks, plan, horizon = outlook.config, outlook.ranks, outlook.plan, outlook.horizon
     batch = plan.global_batch_size
-    saves = count_saves(config, horizon)
+    saves = count_saves(config.checkpoint, horizon.steps_per_epoch, horizon.total_steps)
     kept_count = min(saves, config.checkpoint.keep + (config.checkpoint.best is not None))
     facts: Facts = {
         "ranks": ranks,
@@ -139,13 +140,6 @@ def records_by_rank(plan: Plan, ranks: int) -> list[int]:
     before_last = last * np.array(rows_by_rank(plan.global_batch_size, ranks))
     in_last = [plan.positions(rank, ranks, last, last + 1)[1].sum() for rank in range(ranks)]
     return (before_last + in_last).tolist()
-
-
-def count_saves(config: Config, horizon: Horizon) -> int:
-    """Return how many checkpoints are saved, except saves that depend on the clock or on an evaluation."""
-    by_epoch = (config.checkpoint.every_epochs or 0) * horizon.steps_per_epoch
-    every = [step for step in (config.checkpoint.every_steps, by_epoch) if step]
-    return count_multiples(every, horizon.total_steps, with_last=True)
 
 
 def learning_rates(config: Config, horizon: Horizon) -> list[dict[str, float]] | str:
@@ -226,14 +220,6 @@ def _evaluations(config: Config, horizon: Horizon) -> int:
     by_epoch = (config.eval.every_epochs or 0) * horizon.steps_per_epoch
     every = [step for step in (config.eval.every_steps, by_epoch) if step]
     return count_multiples(every, horizon.total_steps, with_last=bool(by_epoch))
-
-
-def count_multiples(every: Sequence[int], last: int, *, with_last: bool) -> int:
-    """Return how many steps up to the last are a multiple of one of at most two numbers; with_last: or are the last."""
-    count = sum(last // step for step in every)
-    if len(every) == 2:
-        count -= last // math.lcm(*every)
-    return count + (with_last and all(last % step for step in every))
 
 
 def _kept_batch(unresolved: Config, batch: int, ranks: int) -> Iterator[str]:

@@ -141,7 +141,7 @@ def _measure(components: Components, outlook: Outlook) -> Sizes:
     model_has_optimizers = isinstance(state.optimizer, Optimizers) and state.optimizer.are_kept_by_the_model
     return Sizes(
         source="of the model as built",
-        checkpoint_bytes=total + outlook.ranks * _bytes([state.loss_average]),  # that of each rank
+        checkpoint_bytes=state.checkpoint_bytes(outlook.ranks),
         parameters=model.count_params(),
         trainable_parameters=sum(variable.shape.num_elements() for variable in model.trainable_variables),
         memory=memory,

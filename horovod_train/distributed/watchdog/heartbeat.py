@@ -100,6 +100,11 @@ class Heartbeat:
         self._has_stepped = True
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether a step has been trained: until then an error counts as found before training."""
+        return self._has_stepped
+
+    @property
     def name(self) -> str:
         """The main thread's phase; the probe is not read."""
         return self._phase[0]

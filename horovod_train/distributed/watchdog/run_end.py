@@ -7,16 +7,20 @@ import time
 from types import TracebackType
 from typing import Any
 
-from horovod_train.config.registry import failure_of
+import tensorflow as tf
+
+from horovod_train.config.registry import failure_of, raised_at
 from horovod_train.distributed.group import WorkerGroup, is_connection_loss
 from horovod_train.distributed.watchdog.state import Cause
 from horovod_train.distributed.watchdog.watchdog import Watchdog
-from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, one_line
+from horovod_train.errors import AlreadySaid, FailedElsewhere, RunError, Stalled, UserError, one_line
 from horovod_train.output.console import to_stderr, traceback_to_stderr
 from horovod_train.output.rank_log import RankLog
 
 _CONTEXT_LINE = re.compile(r'Graph execution error|Detected at node|File "|Traceback \(|\d+ root error|\[\[\{\{node')
 """Lines of TensorFlow's messages that do not say what went wrong."""
+
+_NOT_IN_XLA = re.compile(r"on XLA_\w+: (\w+) \(No registered ")
 
 _READ_WITHIN_S = 0.2
 """How long launchers may take to pass on what a rank has printed; they read the ranks' outputs in any order."""
@@ -63,11 +67,11 @@ class RunEnd:
         if is_connection_loss(error):
             self._log.write_traceback(error, "lost")
             return self._follow(self._watchdog.find_cause())
-        text, exit_code = _summarize(error), error.exit_code if isinstance(error, RunError) else 1
         self._log.write_traceback(error)
+        text, exit_code, line = self._sum_up(error)
         self._record_end("failed", exit_code, error=text)
         if self._watchdog.claim_to_speak(exit_code):
-            _show(error)  # before other ranks report it, so that the user reads it first
+            _show(error, line)  # before other ranks report it, so that the user reads it first
             time.sleep(_READ_WITHIN_S)
             hint = f"; see {self._log.name}" if self._log.name else ""
             self._watchdog.announce_cause(Cause(self._group.rank, f"failed: {text.rstrip('.')}{hint}", exit_code))
@@ -76,6 +80,23 @@ class RunEnd:
         if cause is None or text.rstrip(".") not in cause.what:
             self._follow(cause)
         return exit_code
+
+    def _sum_up(self, error: Exception) -> tuple[str, int, str]:
+        """Return what an exception says, its exit code, and the line to show; "": show its traceback.
+
+        An error of the user's code, or of an operation on the user's data, is a line if a log has its traceback. Before
+        the first step it is a mistake found before training. Any other exception is a fault of this package.
+        """
+        text = _summarize(error)
+        if isinstance(error, RunError):
+            return text, error.exit_code, f"error: {error}"
+        place = raised_at(error)
+        if not self._log.name or not (place or isinstance(error, tf.errors.OpError)):
+            return text, 1, ""
+        group = self._group
+        exit_code = 1 if group.heartbeat.has_stepped else UserError.exit_code
+        who = f"{group.name(group.rank)}: " if group.size > 1 else ""
+        return text + place, exit_code, f"error: {who}{text}{place}; the traceback is in {self._log.name}"
 
     def _follow(self, cause: Cause | None) -> int:
         """Print in one line which rank's end also ends this rank; return the exit code."""
@@ -104,13 +125,15 @@ def _summarize(error: Exception) -> str:
     """
     if isinstance(error, RunError):
         return one_line(error)
-    lines = (line.strip() for line in str(error).splitlines())
+    if operation := _NOT_IN_XLA.search(str(error)):
+        return f"jit_compile: true, but XLA cannot compile the operation {operation[1]}; set jit_compile: false"
+    lines = (one_line(line) for line in str(error).splitlines())
     reason = next((line for line in lines if line and not _CONTEXT_LINE.match(line)), "")
     return f"{type(error).__name__}: {reason[:300]}" if reason else type(error).__name__
 
 
-def _show(error: Exception) -> None:
-    if isinstance(error, RunError):
-        to_stderr(f"error: {error}")
+def _show(error: Exception, line: str) -> None:
+    if line:
+        to_stderr(line)
     else:
         traceback_to_stderr(error)

@@ -16,5 +16,6 @@ def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
         with run.outside_training(HOOK, f"calling {named.name}"):
             # Each gets a copy, because callbacks add to it.
             copies = [dict(value) if isinstance(value, Mapping) else value for value in arguments]
-            with raised_as(f"callbacks: {named.name} failed in {method} after step {step}"):
+            failed = f"callbacks: {named.name} failed in {method} after step {step}"
+            with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
                 getattr(named.callback, method)(*copies)

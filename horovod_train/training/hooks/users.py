@@ -59,7 +59,7 @@ class _OnAllRanks:
 
     def _call(self, run: Any, step: int) -> StopReason | None:
         # Other ranks may wait in a collective of the hook, so that only the watchdog can tell them of its failure.
-        with raised_as(f"hooks: {self.name} failed after step {step}"):
+        with raised_as(f"hooks: {self.name} failed after step {step}", has_stepped=run.group.heartbeat.has_stepped):
             reason = self.function(run, step)
         if reason is None or isinstance(reason, StopReason):
             return reason
@@ -68,15 +68,19 @@ class _OnAllRanks:
 
 
 @contextmanager
-def raised_as(failed: str) -> Iterator[None]:
-    """Raise a failure of a user's code in the block as RunError, which begins with `failed`; a rank's loss as it is."""
+def raised_as(failed: str, *, has_stepped: bool) -> Iterator[None]:
+    """Raise a failure of a user's code in the block as RunError, which begins with `failed`; a rank's loss as it is.
+
+    has_stepped: whether training has begun. Before that it is a UserError.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
         if isinstance(error, RunError) or is_connection_loss(error):
             raise
         text = one_line(error)
-        raise RunError(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
+        kind = RunError if has_stepped else UserError
+        raise kind(f"{failed}: {type(error).__name__}: {text}{raised_at(error)}") from error
 
 
 def _first_reason(group: WorkerGroup, reason: StopReason | None) -> StopReason | None:

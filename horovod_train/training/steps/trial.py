@@ -236,6 +236,7 @@ def _check_logs(logs: Any, method: str, where: str) -> None:
 def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
     shown = (spec.inputs, spec.targets) if isinstance(spec, Batch) else spec
     shapes = tf.nest.map_structure(lambda each: f"{each.dtype.name}{each.shape}", shown)
-    reason = one_line(error)[-400:] + raised_at(error)
+    text, _, _ = str(error).partition("Arguments received by ")  # which Keras adds
+    reason = one_line(text)[-400:] + raised_at(error)
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"

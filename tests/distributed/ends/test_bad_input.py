@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,25 @@ WITH_TENSORFLOW = {
 }
 
 
+LATER = ["model=user_faults:fails_later", "train.max_steps=6", "train.steps_per_call=1"]
+LONG = pytest.mark.long
+USERS_CODE: list[Any] = [
+    pytest.param(["model=user_faults:missing_key"], "model: user_faults:missing_key: KeyError: 'hidden'", id="model"),
+    pytest.param(["model=user_faults:no_network"], "Exception: URL fetch failure on", id="download", marks=LONG),
+    pytest.param(
+        ["model=user_faults:unfinished"],
+        "NotImplementedError: Exception encountered when calling Unfinished.call(). mixing comes",
+        id="call",
+        marks=LONG,
+    ),
+    pytest.param(["loss=user_faults:loss"], "object has no attribute 'no_such_attribute'", id="loss", marks=LONG),
+    pytest.param(["metrics=[user_faults:metric]"], "RuntimeError: no metric today", id="metric", marks=LONG),
+    pytest.param(["callbacks=[user_faults:Callback]"], "RuntimeError: nothing to call back", id="callback", marks=LONG),
+    pytest.param(["data.source=user_faults:Source"], "AttributeError: 'dict' object has", id="source", marks=LONG),
+    pytest.param(["model=user_faults:by_text", "jit_compile=true"], "jit_compile: true, but XLA cannot", id="XLA"),
+]
+
+
 @pytest.fixture(scope="session")
 def here(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bad")
@@ -114,7 +134,7 @@ def attempt(here: Path, words: list[str], **options: Any) -> str:
     before = sorted(path for path in here.rglob("*") if path.suffix != ".npz")
     finished = train(["--config", here / "good.yaml", "--output-dir", here / "run", *words], **options)
     assert finished.returncode == 2, finished.text
-    assert finished.stdout.count("step ") == 0
+    assert not re.search(r"(train|eval) +step ", finished.stdout)
     assert "Traceback" not in finished.stderr
     after = sorted(path for path in here.rglob("*") if path.suffix != ".npz" and "run" not in path.parts)
     assert after == [path for path in before if "run" not in path.parts]
@@ -137,6 +157,24 @@ def test_named_before_the_first_step(here: Path, name: str) -> None:
     (line,) = stderr.splitlines()
     assert line.startswith("error: ")
     assert expected.format(here=here) in line
+
+
+@pytest.mark.parametrize(("words", "expected"), USERS_CODE)
+def test_an_error_in_the_users_code_is_a_line_that_names_its_place(here: Path, words: list[str], expected: str) -> None:
+    (line,) = attempt(here, words).splitlines()
+    assert line.startswith("error: ")
+    assert expected in line
+    assert re.search(r"\(at \S+/user_faults\.py:\d+\)", line)
+
+
+def test_an_error_of_training_in_the_users_code_is_a_line_and_its_traceback_in_the_log(here: Path) -> None:
+    finished = train(["--config", here / "good.yaml", "--output-dir", here / "run-later", *LATER])
+    assert finished.returncode == 1, finished.text
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "KeyError: 'in the third step' (at " in line
+    assert re.search(r"user_faults\.py:\d+\); the traceback is in logs/rank-0\.log$", line)
+    assert "Traceback" in (here / "run-later" / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize("launcher", ["mpirun"])

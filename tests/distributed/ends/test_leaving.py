@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import random
@@ -457,7 +458,7 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     """Checkpoints of 9.5 MB: not all that are to be kept fit."""
     model = "model={name: user_models:small, options: {hidden: 1500}}"
     words = ["--config", config, "--output-dir", small_disk, model, "optimizer={name: sgd, options: {momentum: 0.9}}"]
-    finished = train([*words, "checkpoint.every_steps=10", "train.max_steps=50"])
+    finished = train([*words, "checkpoint={every_steps: 10, max_failed_saves: null}", "train.max_steps=50"])
     assert finished.returncode == 1
     assert "the last checkpoint could not be saved" in finished.stderr
     assert "No space left on device" in finished.stdout
@@ -466,6 +467,19 @@ def test_a_disk_that_fills_up_does_not_end_training_and_spares_the_last_good_che
     again = train([*words, "train.max_steps=10", "data.eval=[]"])  # nothing new to save
     assert "resumed from" in again.stdout
     assert again.returncode == 0, again.text
+
+
+def test_a_run_that_cannot_save_ends_on_the_rank_that_writes_and_is_explained_so(config: Path, tmp_path: Path) -> None:
+    words = ["--config", config, "--output-dir", tmp_path / "run", "train.epochs=1000", "train.steps_per_call=5"]
+    saving = ["hooks=[user_hooks:block_checkpoints]", "checkpoint.every_steps=5", "checkpoint.max_failed_saves=2"]
+    finished = train([*words, *saving], launcher="mpirun", np=2)
+    assert finished.returncode == 1, finished.text
+    (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert re.search(r"rank 0 \(.*\): \d+ saves in a row have failed \(checkpoint\.max_failed_saves\): the check", line)
+    assert "File exists" in line
+    assert "Traceback" not in finished.stderr
+    explained = json.loads(train(["explain", tmp_path / "run", "--json"]).stdout)
+    assert (explained["state"], explained["rank"], explained["followed"]) == ("failed", 0, [1])
 
 
 def test_a_frozen_rank_of_a_run_is_named_and_the_job_ends(config: Path, tmp_path: Path) -> None:
@@ -494,9 +508,12 @@ def test_a_rank_that_fails_says_why_and_the_others_point_at_it(config: Path, tmp
     finished = train(words, launcher=launcher, np=2)
     assert finished.returncode == 1
     assert "the reactor is on fire" in finished.stderr
-    assert finished.stderr.count("reason = fit(") == 1  # one traceback through the run, of one rank
+    (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert re.search(r"error: rank 1 \(.*\): .* is on fire \(at .*/user_models\.py:\d+\); the traceback is", line)
+    assert "reason = fit(" not in finished.stderr
     log = (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     assert "the reactor is on fire" in log
+    assert "reason = fit(" in log
     explained = train(["explain", tmp_path / "run"])
     assert explained.returncode == 1
     assert "rank 1" in explained.stdout

@@ -27,7 +27,9 @@ from horovod_train.checkpoint.folder import open_checkpoint
 from horovod_train.checkpoint.layout import origin
 from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_store
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
+from horovod_train.checkpoint.room import most_at_once
 from horovod_train.checkpoint.tensors import Best, Facts, load, verify
+from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import UserError
 from horovod_train.output import logs
 
@@ -543,11 +545,75 @@ def test_a_run_directory_that_vanished_is_not_made_anew(run: Run) -> None:
     failure = run.save(2).store.wait()
     assert failure is not None
     assert f"No such file or directory: {run.folder}" in failure
-    assert run.said[-1].endswith("The last good one: none. The next save tries again.")
+    assert run.said[-1].endswith("The last good one: none. The run ends.")
+    assert run.store.given_up is not None
+    assert run.store.given_up.startswith(f"output_dir: {run.directory} is gone: removed, renamed or no longer mounted")
     assert not run.directory.exists()
     run.directory.with_name("elsewhere").rename(run.directory)
     assert run.save(3).store.wait() is None
     assert run.found() == 3
+    assert run.store.given_up is None
+
+
+def test_a_run_ends_after_so_many_failed_saves_in_a_row(run: Run) -> None:
+    run.store = CheckpointStore(run.folder, 3, lambda: True, max_failed_saves=2)
+    run.save(1)
+    run.folder.rename(run.folder.with_name("elsewhere"))
+    run.folder.write_text("in the way")
+    run.save(2)
+    assert run.store.given_up is None
+    assert run.said[-1].endswith("The next save tries again.")
+    run.folder.unlink()
+    run.save(3)
+    run.folder.rename(run.folder.with_name("away"))
+    run.folder.write_text("in the way")
+    run.save(4)
+    assert run.store.given_up is None  # not in a row with the first
+    failure = run.save(5).store.wait()
+    assert run.said[-1] == f"warning: {failure}. The last good one: none. The run ends."
+    assert run.store.given_up == (
+        f"2 saves in a row have failed (checkpoint.max_failed_saves): {failure}. The last good one: none. "
+        "See to the disk, then start again."
+    )
+
+
+def test_a_run_trains_on_after_any_number_of_failed_saves_if_it_is_asked_to(run: Run) -> None:
+    run.folder.write_text("in the way")
+    run.save(*range(1, 10))
+    assert "File exists" in (run.store.wait() or "")
+    assert run.store.given_up is None
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_and_one_for_some_is_said(small_disk: Path) -> None:
+    run = Run(small_disk / "run")
+    run.store.check_room(1_000_000, most=4)
+    assert run.said == []
+    run.store.check_room(1_500_000, most=4)
+    (line,) = run.said
+    assert line.startswith(f"warning: output_dir: the disk of {run.directory} has 4.2 MB free; checkpoints will take ")
+    assert "up to 6.0 MB, 1.5 MB each." in line
+    with pytest.raises(UserError, match=r"has 4\.2 MB free; expected 4\.3 MB or more, which one checkpoint takes"):
+        run.store.check_room(4_300_000, most=4)
+
+
+def test_checkpoints_that_are_there_need_no_room_again(small_disk: Path) -> None:
+    run = Run(small_disk / "run").save(1, 2, 3)
+    fill(small_disk, 1_500_000)
+    run.store.check_room(1_300_000, most=4)
+    assert run.said == []
+
+
+@pytest.mark.parametrize(
+    ("config", "saves", "most"),
+    [
+        (CheckpointConfig(), 10, 4),
+        (CheckpointConfig(), 2, 2),
+        (CheckpointConfig(every_minutes=5), 2, 4),
+        (CheckpointConfig(keep=1, best=Watched()), 9, 3),
+    ],
+)
+def test_one_more_checkpoint_than_are_kept_is_there_at_most(config: CheckpointConfig, saves: int, most: int) -> None:
+    assert most_at_once(config, saves) == most
 
 
 def test_a_checkpoints_folder_that_vanished_is_made_anew(run: Run) -> None:

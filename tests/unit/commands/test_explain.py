@@ -111,6 +111,53 @@ def test_of_two_failures_the_earlier_counts(tmp_path: Path) -> None:
     assert (found.checkpoint, found.steps_lost) == (None, 470)
 
 
+@pytest.mark.parametrize(
+    ("error", "blamed"),
+    [
+        (
+            "Model diverged at step 3: loss or gradients are not finite on rank 2 (node0). Nothing saved.",
+            2,
+        ),
+        ("ranks disagree at step 10 on model/at/gain: rank 1 (node0) differs from rank 0", 1),
+        ("the last checkpoint could not be saved: No space left on device", 0),
+    ],
+)
+def test_an_error_of_all_ranks_is_that_of_the_rank_where_it_began(tmp_path: Path, error: str, blamed: int) -> None:
+    run = Run(tmp_path, 3)
+    for rank in (1, 2, 0):
+        run.end(rank, "failed", 1, error=error)
+    found = explain(tmp_path)
+    assert found.rank == blamed
+    assert found.what == f"rank {blamed} (node0) failed in train at step 470: {error}"
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            "3 saves in a row have failed: …: No space left on device: x",
+            "free space on the disk that is full (df {run})",
+        ),
+        (
+            "the last checkpoint could not be saved: Disk quota exceeded",
+            "free space on the disk that is full (df {run})",
+        ),
+        ("OSError: [Errno 28] No space left on device: '/tmp/x'", "free space on the disk that is full (df {run})"),
+        ("the last checkpoint could not be saved: Permission denied", "see to the disk of {run}, where saves fail"),
+        ("output_dir: x is gone: removed, renamed or no longer", "bring {run} back, or choose another --output-dir"),
+        ("Model diverged with loss = NaN at step 3: on rank 0 (a)", "lower lr_schedule.base_lr, or look for values in"),
+        ("ResourceExhaustedError: OOM when allocating tensor with", "take a smaller data.global_batch_size, or more"),
+        ("_ArrayMemoryError: Unable to allocate 128. TiB for", "take a smaller data.global_batch_size, or more"),
+        ("KeyError: 'x' (at /home/me/nets.py:7)", "fix /home/me/nets.py:7; the traceback is in {run}/logs/rank-0.log"),
+        ("ValueError: no luck", "read the traceback in {run}/logs/rank-0.log"),
+    ],
+)
+def test_the_next_step_is_that_of_the_cause(tmp_path: Path, error: str, advice: str) -> None:
+    run = Run(tmp_path, 1, "none")
+    run.end(0, "failed", 1, error=error)
+    assert explain(tmp_path).next.startswith(advice.format(run=tmp_path))
+
+
 def test_a_rank_that_vanished_is_known_from_the_others(tmp_path: Path) -> None:
     run = Run(tmp_path, 3, "mpirun")
     run.logs[0].write("cause", "rank 1 (node0) disappeared: killed or out of memory?")

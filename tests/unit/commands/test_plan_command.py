@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from made_records import config as data_config
 from made_records import make_images
 
+from horovod_train.checkpoint.room import count_multiples, count_saves
 from horovod_train.commands.plan import command as plan
 from horovod_train.commands.plan import model as plan_model
-from horovod_train.commands.plan.facts import count_multiples, count_saves, records_by_rank, rows_by_rank
+from horovod_train.commands.plan.facts import records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
-from horovod_train.config.settings import CheckpointConfig, Config, TrainConfig
+from horovod_train.config.settings import CheckpointConfig
 from horovod_train.data.dataset import open_records
 from horovod_train.data.order.rank_shares import epoch_shares
 from horovod_train.data.order.sampler import Plan
@@ -333,12 +334,10 @@ def test_records_per_rank_are_those_of_check_data(tmp_path: Path) -> None:
 
 
 def test_saves_are_counted_once_where_they_coincide() -> None:
-    config = Config(train=TrainConfig(epochs=3), checkpoint=CheckpointConfig(every_steps=4, every_epochs=1))
-    assert count_saves(config, Horizon(16, 6, 18)) == 6
-    config = Config(checkpoint=CheckpointConfig(every_epochs=None))
-    assert count_saves(config, Horizon(16, 6, 17)) == 1
-    config = Config(train=TrainConfig(max_steps=10**12), checkpoint=CheckpointConfig(every_steps=1, every_epochs=1))
-    assert count_saves(config, Horizon(16, 6, 10**12)) == 10**12  # without making a set of them
+    assert count_saves(CheckpointConfig(every_steps=4, every_epochs=1), 6, 18) == 6
+    assert count_saves(CheckpointConfig(every_epochs=None), 6, 17) == 1
+    # Without making a set of them.
+    assert count_saves(CheckpointConfig(every_steps=1, every_epochs=1), 6, 10**12) == 10**12
 
 
 @pytest.mark.parametrize("every", [[], [3], [4, 6], [6, 4], [5, 5]])

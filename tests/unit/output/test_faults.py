@@ -114,6 +114,26 @@ def test_every_call_of_a_part_with_every_error(try_faults: TryFaults, name: str)
     assert_none(try_faults(name, per_place=None, faults="all", lanes=2))
 
 
+DISK: dict[str, Any] = {
+    "per_place": None,
+    "faults": "all",
+    "about": "run/",
+    "kinds": ["open", "write", "sync", "rename"],
+    "errors": ["EIO", "ENOSPC"],
+}
+
+
+def test_some_calls_of_a_run_on_a_bad_or_full_disk(try_faults: TryFaults) -> None:
+    """The run continues or ends in one line, and what is resumed ends as if nothing had happened."""
+    assert_none(try_faults("train", **DISK, at_most=4, lanes=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["train", "resume"])
+def test_every_call_of_a_run_on_a_bad_or_full_disk(try_faults: TryFaults, name: str) -> None:
+    assert_none(try_faults(name, **DISK, lanes=2))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["train", "resume", "rewind"])
 def test_every_file_of_whole_runs(try_faults: TryFaults, name: str) -> None:

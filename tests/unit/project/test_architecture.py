@@ -170,6 +170,7 @@ def test_collectives_say_so() -> None:
                 "self.sum_in_step(",
                 "sum_over_ranks(",
                 "self.gather(",
+                "self.raise_together(",
             )
         )
         says = (ast.get_docstring(method) or "").startswith("Collective:")
