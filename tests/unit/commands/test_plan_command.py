@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from horovod_train.commands.plan import command as plan
 from horovod_train.commands.plan import model as plan_model
 from horovod_train.commands.plan.facts import records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
-from horovod_train.config.settings import CheckpointConfig
+from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
 from horovod_train.data.order.rank_shares import epoch_shares
 from horovod_train.data.order.sampler import Plan
@@ -346,3 +347,19 @@ def test_what_is_due_is_counted_as_a_set_would(every: list[int], at_end: bool) -
     for last in range(1, 40):
         steps = {step for each in every for step in range(each, last + 1, each)} | ({last} if at_end else set())
         assert count_multiples(every, last, with_last=at_end) == len(steps)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_a_note_or_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=10**9, free=10**7)
+    monkeypatch.setattr("horovod_train.checkpoint.room.shutil", SimpleNamespace(disk_usage=lambda folder: usage))
+    config = Config(output_dir=str(tmp_path / "later" / "run"))
+    saved = {"count": 9, "bytes_each": 4 * 10**6}
+    note = plan._lack_of_room(config, {"checkpoints": saved})
+    assert note is not None
+    assert "has 10.0 MB free; checkpoints will take up to 16.0 MB, 4.0 MB each." in note
+    assert plan._lack_of_room(config, {"checkpoints": {**saved, "count": 2}}) is None
+    assert plan._lack_of_room(config, {"checkpoints": {**saved, "bytes_each": None}}) is None
+    with pytest.raises(UserError, match=r"expected 11\.0 MB or more, which one checkpoint takes"):
+        plan._lack_of_room(config, {"checkpoints": {**saved, "bytes_each": 11 * 10**6}})

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import keras
 import pytest
-import user_models  # noqa: F401  found by its name below
+import user_faults  # noqa: F401  found by its name below
+import user_models  # noqa: F401
 
 from horovod_train.config.settings import Config, LrScheduleConfig, MetricSpec, OptimizerSpec, Spec
 from horovod_train.errors import UserError
@@ -35,6 +36,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no such function": (
         lambda: build_model(Spec("user_models:smal")),
         "model.name: user_models has no 'smal'; did you mean small",
+    ),
+    "an error of the function's own": (
+        lambda: build_model(Spec("user_faults:missing_key")),
+        "model: user_faults:missing_key: KeyError: 'hidden' (at ",
     ),
     "no model": (lambda: build_model(Spec("user_models:not_a_model")), "must return a keras.Model; it returned int"),
     "unknown optimizer": (lambda: optimizer("sdg"), "optimizer.name: Keras has no 'sdg'; did you mean SGD"),
