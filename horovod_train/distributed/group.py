@@ -146,10 +146,11 @@ class WorkerGroup:
         """Collective: return what `function` returns on this rank; root calls it first, then one rank of each host.
 
         So what a user's function downloads or unpacks is there, whole, when the other ranks of a host, or of a shared
-        home folder, look for it. Raises as `raise_together`, before the next ones call it. detail: for the watchdog.
+        home folder, look for it. Raises as `raise_together`, before the next ones call it. A function that exchanges
+        itself waits for the others for ever: the watchdog's lines say `detail`, and that ranks take turns.
         """
         results: list[T] = []
-        with self.heartbeat.phase("start", detail):
+        with self.heartbeat.phase("start", f"{detail}, one rank after the other"):
             for is_my_turn in (self.is_root, self.local_rank == 0, True):
                 with self.raise_together():
                     if is_my_turn and not results:
