@@ -99,7 +99,8 @@ class FileRankLog:
         self.write(kind, "".join(traceback.format_exception(error)).rstrip())
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
-        content = {**self._about, "ended": ended, "exit_code": exit_code, **facts, "time": _now()}
+        shown = {name: without_secrets(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        content = {**self._about, "ended": ended, "exit_code": exit_code, **shown, "time": _now()}
         with self._lock:
             # Before the line: a reader that has seen the line finds the file.
             try:

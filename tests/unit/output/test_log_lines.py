@@ -37,6 +37,16 @@ def test_no_text_begins_an_entry_of_its_own(end: str, tmp_path: Path) -> None:
     assert (now.about.host, now.ended) == ("here", "failed, exit code 1")
 
 
+def test_no_password_reaches_the_logs(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    log = open_rank_log(tmp_path, 0, "here", start_text="begins")
+    log.write("warning", "no answer of http://me:s3cret@host/x")
+    log.end("failed", 1, error="no answer of http://me:s3cret@host/x")
+    texts = [path.read_text() for path in (tmp_path / "logs").iterdir()]
+    assert len(texts) == 2
+    assert all("s3cret" not in text and "@host/x" in text for text in texts)
+
+
 @pytest.mark.parametrize("end", [end for end in ENDS if "\n" not in end])
 def test_a_log_that_another_version_wrote_has_lines_where_that_ended_them(end: str, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
