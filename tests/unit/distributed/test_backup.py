@@ -47,7 +47,7 @@ def restored(folder: Path, **options: Any) -> tuple[float, int]:
     return float(model.get_weights()[0][0, 0]), int(model._initial_epoch or 0)
 
 
-def kill_at(number: int, monkeypatch: pytest.MonkeyPatch, step: Callable[[], None]) -> bool:
+def kill_at(number: int, monkeypatch: pytest.MonkeyPatch, step: Callable[[], object]) -> bool:
     """Run `step` and end it at its change number `number` of the disk, before or in the middle; return whether."""
     changes = 0
 
