@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import keras
-from keras.src.backend.common import global_state  # Keras has no public way to number names anew
 
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
@@ -76,6 +75,10 @@ def _number_names_as_at_first() -> None:
     They are those of checkpoints. Not `clear_session`, which resets what the program has set, such as its dtype policy.
     """
     global _counts_at_first
+    try:  # Keras has no public way to number names anew
+        from keras.src.backend.common import global_state
+    except ImportError:  # a later Keras: then a second run has other names, and says so where it resumes
+        return
     counts = global_state.get_global_attribute(
         "object_name_uids", default=collections.defaultdict(int), set_to_default=True
     )

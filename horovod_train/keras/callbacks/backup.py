@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,12 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed.objects import HOST
+from horovod_train.output import removal
 from horovod_train.tensorflow import watch
+
+FILES = removal.Artifact(
+    "a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?"
+)
 
 
 def restore_from_root(callbacks: list[keras.callbacks.Callback], model: keras.Model, root_rank: int) -> None:
@@ -65,8 +69,7 @@ class RootsBackup(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._keeps and self._backup.delete_checkpoint and self._weights.exists():
             # Keras removes the files in any order, and weights without their epoch would be trained anew.
-            os.replace(self._weights, self._weights_before)
-            self._weights_before.write_bytes(b"")
+            self._weights_before.touch()
             self._drop_incomplete_save()
         self._backup.on_train_end(logs)
 
@@ -76,16 +79,16 @@ class RootsBackup(keras.callbacks.Callback):
             return
         self._weights.parent.mkdir(parents=True, exist_ok=True)
         if self._weights.exists():
-            os.replace(self._weights, self._weights_before)
+            removal.replace(self._weights, self._weights_before, FILES)
         else:
             self._weights_before.touch()
         if self._epoch.exists():
-            os.replace(self._epoch, self._epoch_before)
+            removal.replace(self._epoch, self._epoch_before, FILES)
         self._save()
         if self._backup.double_checkpoint and self._weights_before.stat().st_size:
-            os.replace(self._weights_before, self._backup._prev_weights_path)
+            removal.replace(self._weights_before, Path(self._backup._prev_weights_path), FILES)
         else:
-            self._weights_before.unlink()
+            removal.remove(self._weights_before, FILES)
         self._put_away_epoch_before()
 
     def _drop_incomplete_save(self) -> None:
@@ -94,14 +97,14 @@ class RootsBackup(keras.callbacks.Callback):
             self._put_away_epoch_before()
         elif self._weights_before.stat().st_size:
             if self._epoch_before.exists():
-                os.replace(self._epoch_before, self._epoch)
-            os.replace(self._weights_before, self._weights)
+                removal.replace(self._epoch_before, self._epoch, FILES)
+            removal.replace(self._weights_before, self._weights, FILES)
         else:
             for path in (self._epoch, self._epoch_before, self._weights, self._weights_before):
-                path.unlink(missing_ok=True)
+                removal.remove(path, FILES)
 
     def _put_away_epoch_before(self) -> None:
         if self._epoch_before.exists() and self._backup.double_checkpoint:
-            os.replace(self._epoch_before, self._backup._prev_training_metadata_path)
+            removal.replace(self._epoch_before, Path(self._backup._prev_training_metadata_path), FILES)
         else:
-            self._epoch_before.unlink(missing_ok=True)
+            removal.remove(self._epoch_before, FILES)
