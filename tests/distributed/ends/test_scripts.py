@@ -180,8 +180,8 @@ def test_ranks_that_enter_different_exchanges_are_named_with_them(tmp_path: Path
     finished = run_script(tmp_path, "srun", "broadcasts-alone")
     assert finished.returncode == 87, finished.text
     said = re.findall(
-        r"error: stalled: ranks have waited for each other in different exchanges for \d+ s: rank 0 \(.+?\) in the end "
-        r"of an epoch of model.fit; rank 1 \(.+?\) in hvd.broadcast_variables",
+        r"error: stalled: ranks have waited for each other in different exchanges for \d+ s: rank 0 \(.+?\) in "
+        r"hvd.barrier; rank 1 \(.+?\) in hvd.broadcast_variables",
         finished.stderr,
     )
     assert said, finished.text

@@ -58,7 +58,9 @@ class Leave(keras.callbacks.Callback):
 
 class BroadcastAlone(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if hvd.rank() == 1 and epoch == 2:
+        if epoch == 2 and hvd.rank() == 0:
+            hvd.barrier()
+        elif epoch == 2:
             hvd.broadcast_variables(self.model.weights, root_rank=0)
 
 
