@@ -6,7 +6,6 @@ name it `package.module:function`.
 
 from __future__ import annotations
 
-import collections
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import keras
 from horovod_train.config.registry import call, choose
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError, one_line
+from horovod_train.keras_seams import name_counts
 from horovod_train.models import convnet, image_mlp, mlp, resnet, transformer
 from horovod_train.presets import load_task
 
@@ -75,13 +75,9 @@ def _number_names_as_at_first() -> None:
     They are those of checkpoints. Not `clear_session`, which resets what the program has set, such as its dtype policy.
     """
     global _counts_at_first
-    try:  # Keras has no public way to number names anew
-        from keras.src.backend.common import global_state
-    except ImportError:  # a later Keras: then a second run has other names, and says so where it resumes
+    counts = name_counts()
+    if counts is None:  # then a second run has other names, and says so where it resumes
         return
-    counts = global_state.get_global_attribute(
-        "object_name_uids", default=collections.defaultdict(int), set_to_default=True
-    )
     if _counts_at_first is None:
         _counts_at_first = dict(counts)
     counts.clear()

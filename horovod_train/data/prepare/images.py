@@ -16,6 +16,7 @@ from horovod_train.data.files import left_out_note, listed, loose_files
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError
+from horovod_train.output.console import to_stdout
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 NOT_READ = (".webp", ".bmp", ".gif", ".tif", ".tiff", ".jfif", ".avif", ".heic", ".jp2", ".ppm", ".pgm")
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
         if unknown:
             raise UserError(f"--eval-images {arguments.eval_images}: {unknown[0]} is no class of {arguments.images}.")
     for note in filter(None, notes):
-        print(f"note: {note}")
+        to_stdout(f"note: {note}")
     splits = split_by_fraction(len(files), arguments, None if eval_files is None else len(eval_files))
     files += eval_files or []
     labels = {name: label for label, name in enumerate(classes)}

@@ -18,10 +18,10 @@ from horovod_train.config.settings import AUTO, Config, LrScheduleConfig
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.data.schema import Schema
 from horovod_train.errors import UserError, one_line
+from horovod_train.keras_seams import class_axis, compile_arguments
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.keras_seams import class_axis, compile_arguments
 from horovod_train.training.parts.averages import AverageSlots
 from horovod_train.training.parts.logits import refuse_probabilities
 from horovod_train.training.parts.losses import ChosenLoss, build_loss, pick, takes_labels

@@ -20,8 +20,8 @@ from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models.model_parallel import follow_inputs
-from horovod_train.training.keras_seams import compile_arguments, compiled_losses
 from horovod_train.training.parts.averages import OptimizerAverages
 from horovod_train.training.parts.compiled import Compiled, exchange_options
 from horovod_train.training.state import TrainState, find_seeds

@@ -16,7 +16,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline.batch import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
-from horovod_train.training.keras_seams import loss_tracker, mask_of, set_mask
+from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
 from horovod_train.training.steps.optimizers import Update
 from horovod_train.training.steps.rows import Part
 from horovod_train.training.steps.shares import Shares

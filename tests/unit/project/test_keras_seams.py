@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import layers
 
 import horovod_train
-from horovod_train.training import keras_seams
+from horovod_train import keras_seams
 
 X, Y = np.ones((4, 3), np.float32), np.zeros((4, 1), np.float32)
 
@@ -107,6 +107,19 @@ def test_masks_stay_with_the_tensors_that_layers_return() -> None:
     assert keras_seams.mask_of(lost) is mask
 
 
+def test_names_are_numbered_anew_where_their_counts_are_cleared() -> None:
+    """object_name_uids, in keras.src.backend.common.global_state."""
+    counts = keras_seams.name_counts()
+    assert counts is not None
+    before = dict(counts)
+    counts.clear()
+    assert [layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+    counts.clear()
+    assert layers.Dense(1).name == "dense"
+    counts.clear()
+    counts.update(before)
+
+
 PRIVATE = re.compile(r"_[a-z]\w*")
 
 
@@ -121,9 +134,9 @@ def test_every_private_name_of_the_module_is_in_a_test_here() -> None:
     assert all(tested.count(name) > 1 for name in used)
 
 
-def test_no_other_module_of_training_reads_private_names_of_keras() -> None:
+def test_no_other_module_reads_private_names_of_keras() -> None:
     names = "_compile_config|_compile_loss|_compile_metrics|_flat_losses|_loss_tracker|_keras_mask"
     reads = re.compile(rf"""\.({names})\b|getattr\([^)]*"({names})\"""")
-    training = Path(horovod_train.__file__).parent / "training"
-    readers = {path.name for path in training.rglob("*.py") if reads.search(path.read_text())}
+    package = Path(horovod_train.__file__).parent
+    readers = {path.name for path in package.rglob("*.py") if reads.search(path.read_text())}
     assert readers == {"keras_seams.py"}

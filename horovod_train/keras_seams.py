@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,3 +45,15 @@ def set_mask(value: Any, mask: tf.Tensor | None) -> None:
     """Give a tensor its mask again, which it loses where a tf.function returns it."""
     if mask is not None:
         value._keras_mask = mask
+
+
+def name_counts() -> dict[str, int] | None:
+    """Return how many names of each kind Keras has given in this process, which it changes; None in a later Keras."""
+    try:
+        from keras.src.backend.common import global_state
+    except ImportError:
+        return None
+    kept: dict[str, int] = global_state.get_global_attribute(
+        "object_name_uids", default=collections.defaultdict(int), set_to_default=True
+    )
+    return kept
