@@ -12,8 +12,9 @@ class RunError(Exception):
 
     exit_code = 1
 
-    def __init__(self, text: object = "") -> None:
-        super().__init__(error_line(str(text)))
+    # Not in a constructor: where an exception has one of its own, TensorFlow's autograph raises one of its own instead.
+    def __str__(self) -> str:
+        return error_line(super().__str__())
 
 
 class UserError(RunError):
