@@ -67,7 +67,10 @@ BEFORE_TENSORFLOW = {
 WITH_TENSORFLOW = {
     "unknown model": (["model=convent"], "model.name: unknown name 'convent'; did you mean convnet"),
     "unknown model option": (["model.options.depth=3"], "model.options: user_models:small: got an unexpected"),
-    "model does not fit": (["model=mlp"], "data.train: the model's train_step does not fit records of"),
+    "model does not fit": (
+        ["model=mlp"],
+        "loss: label has classes from 0 to 9, as",
+    ),
     "batch not divisible": (["train.accumulate_steps=5"], "train.accumulate_steps must divide the records of one rank"),
     "unknown layer": (
         ["log.histograms_every_steps=1", "log.activations.y=dens"],
