@@ -67,7 +67,7 @@ def test_ranks_that_train_models_of_their_own_are_no_contender(tmp_path: Path, s
         (["--np", "0"], "--np: expected a whole number of at least 1"),
         (["--rounds", "0"], "--rounds: expected a whole number of at least 1"),
         (["--steps", "10"], "--steps must be at least 100; received 10."),
-        (["--system", "mlp", "--steps", "499"], "--steps must be at least 500; received 499."),
+        (["--system", "mlp", "--steps", "1999"], "--steps must be at least 2000; received 1999."),
         (["--records", "100", "--np", "2"], "--records must be at least 128"),
         (["--json", __file__], "expected a new file in a folder that exists"),
         (["--only", "jax"], "--only ['jax']: no contender's name holds it; there are "),
@@ -81,7 +81,7 @@ def test_bad_words_are_one_line(words: list[str], expected: str, capsys: pytest.
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("system", "steps"), [("convnet", 100), ("mlp", 500)])
+@pytest.mark.parametrize(("system", "steps"), [("convnet", 100), ("mlp", 2000)])
 def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path, system: str, steps: int) -> None:
     names = [word for name in ("over gloo", "MultiWorker") for word in ("--only", name)]
     found = measured(tmp_path, "--system", system, "--steps", str(steps), *names)
@@ -92,7 +92,7 @@ def test_stock_horovod_and_tf_distribute_run_beside_this_project(tmp_path: Path,
 
 @pytest.mark.long
 def test_one_rank_runs_beside_a_loop_of_tensorflow(tmp_path: Path) -> None:
-    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "500")) == [BARE, PROJECT]
+    assert list(measured(tmp_path, "--np", "1", "--system", "mlp", "--steps", "2000")) == [BARE, PROJECT]
 
 
 def measured(folder: Path, *words: str) -> dict[str, list[float]]:
