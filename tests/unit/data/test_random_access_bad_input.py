@@ -45,7 +45,7 @@ def refusal(data: DataConfig) -> str:
         ("Items", {"rows": 3}, "data.source.options: user_sources:Items: got an unexpected keyword argument 'rows'"),
         ("Many", {"short": True}, "user_sources:Many: its read gives 0 rows of x for 1 records. It must give one row"),
         ("Lists", {}, "user_sources:Lists: its __getitem__ must return a dict of features by name; received a list."),
-        ("Broken", {}, "user_sources:Broken for anywhere raises FileNotFoundError: no anywhere (at "),
+        ("Broken", {}, "user_sources:Broken: FileNotFoundError: no anywhere (at "),
         ("Named", {"says": ""}, "user_sources:Named: its fingerprint must return a string that is not empty"),
         (
             "Named",
