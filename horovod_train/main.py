@@ -278,7 +278,7 @@ def entry() -> None:
 
     exit_code = main()
     # Schedulers repeat signals. Another one would replace the exit code, which says that the run is saved.
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP):
+    for number in {*launcher.STOP_SIGNALS} - {signal.SIGINT}:
         signal.signal(number, signal.SIG_IGN)
     let_go()
     sys.exit(exit_code)

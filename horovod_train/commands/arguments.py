@@ -102,9 +102,8 @@ def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
     """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
     config, origins = load(*config_parts(arguments))
     if arguments.output_dir is not None:
-        for problem in filter(
-            None, (check("output_dir", arguments.output_dir) for check in (text_problem, path_problem))
-        ):
+        key, path = "output_dir", arguments.output_dir
+        if problem := text_problem(key, path) or path_problem(key, path):
             raise UserError(f"--output-dir: {problem}")
         config = dataclasses.replace(config, output_dir=arguments.output_dir)
         origins["output_dir"] = "--output-dir"

@@ -87,7 +87,8 @@ def build_components(
     `config` is resolved: its global batch size is known. data: records, or batches that were built before. model: by
     `build_first_model`, if it was built before.
     """
-    model = model or build_first_model(config)
+    if model is None:
+        model = build_first_model(config)
     train = _build_batches(config, group, data, training=True)
     eval_ = _build_batches(config, group, eval_data, training=False) if eval_data else None
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)

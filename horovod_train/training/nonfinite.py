@@ -14,7 +14,8 @@ from horovod_train.data.pipeline.batch import Batch
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import DivergedError
 
-_FEW_NUMBERS = 1 << 14
+_MOST_NUMBERS = 1 << 14
+"""Of a small gradient."""
 _ADVICE = "lower lr_schedule.base_lr, or see train.non_finite"
 _IN_RECORD = (
     "",
@@ -177,14 +178,15 @@ def are_finite(gradients: Sequence[Any]) -> tf.Tensor:
     return tf.math.is_finite(tf.add_n(squares))
 
 
-def telling(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the values that tell in each step whether gradients are finite: those of few numbers, at least one.
+def small_gradient_values(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the values of the small gradients, at least one: what is looked at in each step.
 
-    What is not finite in a backward pass reaches those of biases and norms. Reading all of them costs 5 % of a step on
-    a CPU. What overflows in a large one alone is in its weights when the compiled call ends.
+    A number that is not finite spreads in the backward pass to the gradients of biases and norms, which are small.
+    Reading all gradients costs 5 % of a step on a CPU. If only a large one overflows, its weight shows it when the
+    compiled call ends.
     """
     values = sorted(gradient_values(gradients), key=lambda value: value.shape.num_elements() or math.inf)
-    return [value for value in values if (value.shape.num_elements() or math.inf) <= _FEW_NUMBERS] or values[:1]
+    return [value for value in values if (value.shape.num_elements() or math.inf) <= _MOST_NUMBERS] or values[:1]
 
 
 def nonfinite_names(variables: Mapping[str, tf.Variable]) -> list[str]:

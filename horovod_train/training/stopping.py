@@ -20,15 +20,10 @@ import numpy as np
 
 from horovod_train.checkpoint.manager import Store
 from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.lease import Lease
 
-SIGNALS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
-    *(signal.SIGXCPU, signal.SIGHUP),
-)
-"""Those by which schedulers and terminals announce the end: Grid Engine sends SIGUSR1 and SIGUSR2 before SIGSTOP and
-SIGKILL (`qsub -notify`) and SIGXCPU at its soft limits, LSF what `bsub -wa` names, a terminal that closes SIGHUP."""
 STOP_FILE_REASON = f"{STOP_FILE} file"
 SECONDS_BETWEEN_VOTES = 1.0
 RING_RANKS = 100
@@ -204,7 +199,7 @@ def collected_signals() -> Iterator[Set[int]]:
     """
     received: set[int] = set()
     is_deaf = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    collected = [number for number in SIGNALS if not (number == signal.SIGHUP and is_deaf)]
+    collected = [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and is_deaf)]
     before = {number: signal.signal(number, lambda number, frame: received.add(number)) for number in collected}
     try:
         with _end_at_second_sigint():
@@ -239,6 +234,6 @@ def _end_at_second_sigint() -> Iterator[None]:
 
 _WALLTIME, _LEASE = "walltime", "another run has taken the run directory"
 _SAVES = "checkpoints cannot be saved"
-_ALL = (*(number.name for number in SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE, _SAVES)
+_ALL = (*(number.name for number in STOP_SIGNALS), _WALLTIME, STOP_FILE_REASON, _LEASE, _SAVES)
 LEASE_LOST = StopReason(_LEASE, restartable=True)
 SAVES_FAILED = StopReason(_SAVES, restartable=True)

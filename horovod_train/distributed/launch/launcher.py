@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ Launcher = Literal["horovodrun", "mpirun", "srun-pmix", "srun", "none"]
 
 ROOT_REPORTS_FIRST_S = 2.0
 """How long other ranks wait for root to report what all ranks see. Launchers end the others when root has failed."""
+
+STOP_SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGXCPU, signal.SIGHUP),
+)
+"""Those by which schedulers and terminals announce the end: Grid Engine sends SIGUSR1 and SIGUSR2 before SIGSTOP and
+SIGKILL (`qsub -notify`) and SIGXCPU at its soft limits, LSF what `bsub -wa` names, a terminal that closes SIGHUP."""
 
 _SRUN = "start it with srun: srun python -m horovod_train.main …"
 _ON_PBS = "start it with mpirun --hostfile $PBS_NODEFILE."

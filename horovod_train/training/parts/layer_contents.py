@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import tensorflow as tf
 
 from horovod_train.distributed.consistency import digest
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.errors import one_line
 
 _TABLES: tuple[type[Any], ...] = (
     tf.lookup.StaticHashTable,
@@ -34,8 +34,9 @@ def structure(model: keras.Model) -> dict[str, str]:
         facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
     for number, layer in enumerate(layers_inside(model)):
         # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
-        if type(layer).__module__.partition(".")[0] == "keras" and not isinstance(layer, keras.Model):
-            facts[f"options of layer {number}"] = f"{layer.path}: {digest(_as_text(layer.get_config()).encode())}"
+        is_kerass = type(layer).__module__.partition(".")[0] == "keras" and not isinstance(layer, keras.Model)
+        if is_kerass and (options := _options(layer)) is not None:
+            facts[f"options of layer {number}"] = f"{layer.path}: {digest(options.encode())}"
     return facts
 
 
@@ -63,7 +64,9 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
                 keys, values = (part.numpy().tolist() for part in table.export())
                 yield f"table {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
     if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
-        yield "vocabulary or other assets", _digest_of_assets(layer)
+        assets = _digest_of_assets(layer)
+        if assets is not None:
+            yield "vocabulary or other assets", assets
 
 
 def _digest_of_array(array: np.ndarray) -> str:
@@ -71,26 +74,39 @@ def _digest_of_array(array: np.ndarray) -> str:
     return digest(f"{array.shape} {array.dtype}".encode() + data)
 
 
-def _digest_of_assets(layer: keras.Layer) -> str:
+def _digest_of_assets(layer: keras.Layer) -> str | None:
+    """Return a digest of a layer's files; None if Keras cannot save it, which may train all the same."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             layer.save_assets(folder)
-        except Exception as error:  # a layer that cannot be saved may train all the same
-            return f"cannot be saved: {one_line(error)}"
+        except Exception:  # a user's layer may raise anything
+            return None
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
     return digest("\n".join(texts).encode())
 
 
-def _as_text(config: Any) -> str:
-    """Return a layer's config as text, without its seeds: they do not decide what ranks compute; see step.Seeds."""
+def _options(layer: keras.Layer) -> str | None:
+    """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
 
-    def without_seeds(value: Any) -> Any:
+    Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
+    names the file that it is from.
+    """
+
+    def compared(value: Any) -> Any:
         if isinstance(value, dict):
-            return {str(key): without_seeds(part) for key, part in value.items() if key != "seed"}
-        return [without_seeds(part) for part in value] if isinstance(value, list | tuple) else value
+            if value.get("class_name") == "__lambda__":
+                return "lambda"
+            return {str(key): compared(part) for key, part in value.items() if key != "seed"}
+        return [compared(part) for part in value] if isinstance(value, list | tuple) else value
 
     def other(value: Any) -> str:
         return _digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
 
-    return json.dumps(without_seeds(config), sort_keys=True, default=other)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas in what is saved; nothing is
+            config = layer.get_config()
+    except Exception:  # what Keras raises depends on the option
+        return None
+    return json.dumps(compared(config), sort_keys=True, default=other)

@@ -95,8 +95,9 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
         phase_variable = PhaseVariable(state.step)
         exchange = GradientExchange(**exchange_options(config))
         max_skips = config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0
-        update = Update(optimizers, exchange, state.synchronization, shares, state.step, phase_variable.enter)
-        update.continues = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
+        holds_back = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
+        enter = phase_variable.enter
+        update = Update(optimizers, exchange, state.synchronization, shares, state.step, enter, holds_back)
         optimizers.distribute(update)
         passes = Passes(
             model,

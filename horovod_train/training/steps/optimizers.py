@@ -20,7 +20,7 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.subclass import take_class
-from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, telling
+from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync.strategy import SyncStrategy
 
@@ -163,9 +163,9 @@ class Update:
     step: tf.Variable
     enter: Callable[..., tf.Operation]
     """Records the phase of the step, as PhaseVariable.enter."""
-    continues: bool = True
-    """Whether training goes on after gradients that are not finite. Then none is applied before all are known to be;
-    else the run ends at that step, and each is applied as soon as it is combined."""
+    holds_back: bool = True
+    """Whether no gradient is applied before all are known to be finite, because training continues where they are not.
+    Otherwise the run ends at that step, and each is applied as soon as it is combined."""
 
     def __post_init__(self) -> None:
         self.earlier: Mapping[str, Sequence[Any]] = {}
@@ -208,12 +208,12 @@ class Update:
             return
         gradients = _add_lists(self.earlier.get(key), gradients)
         loss = None if self.loss is None else tf.cast(self.loss, tf.float32)
-        if loss is not None and not (self.is_alone and not self.continues):
+        if loss is not None and (self.holds_back or not self.is_alone):
             gradients, loss = poison_if_nonfinite(loss, gradients), None
         combined, local = self._exchange(path, gradients, variables)
         # With a slash: beside the scope of the model's pass, which calls this, and not inside it.
         with tf.name_scope("update_parameters/"):
-            if self.continues:
+            if self.holds_back:
                 self._apply_if_finite(optimizer, combined, local, variables)
             else:
                 optimizer.apply_combined(combined, variables)
@@ -248,12 +248,16 @@ class Update:
         A failure remains noted.
         """
         failed, is_cause = self.optimizers.failed, self.optimizers.is_cause
-        before, is_bad = failed.read_value(), tf.logical_not(are_finite(telling(gradients)))
+        before, is_bad = failed.read_value(), tf.logical_not(are_finite(small_gradient_values(gradients)))
         if self.is_alone:
             is_cause.assign(True)
         else:
             is_first = tf.logical_and(is_bad, tf.logical_not(before))
-            tf.cond(is_first, lambda: is_cause.assign(tf.logical_not(are_finite(telling(local)))), lambda: is_cause)
+            tf.cond(
+                is_first,
+                lambda: is_cause.assign(tf.logical_not(are_finite(small_gradient_values(local)))),
+                lambda: is_cause,
+            )
         failed.assign(tf.logical_or(before, is_bad))
 
     def _apply_if_finite(

@@ -159,7 +159,7 @@ class TrainStep:
             wait=self._wait,
         )
         trained = self.state.finite([as_tf_variable(each) for each in self.state.model.trainable_variables])
-        if trained and not self.update.continues:
+        if trained and not self.update.holds_back:
             continues = tf.logical_and(continues, are_finite([variable.read_value() for variable in trained]))
         return cursor, (continues, ids.stack())
 
@@ -176,7 +176,7 @@ class TrainStep:
         """In a compiled call: run one update. Return whether to continue; the same on all ranks."""
         state, enter = self.state, self.phase_variable.enter
         self.seeds.set(state.step)
-        if self.update.continues:
+        if self.update.holds_back:
             self.update.optimizers.failed.assign(False)
         counting = [enter("exchange", after=batch)] if self._counts else []
         with tf.control_dependencies(counting):
@@ -194,7 +194,7 @@ class TrainStep:
         if loss is not None:
             before_last = state.failure.last_loss.read_value() if state.synchronization.delay else loss
             state.failure.last_loss.assign(loss)
-            state.note_loss(loss, is_checked=self.update.continues)
+            state.note_loss(loss, is_checked=self.update.holds_back)
         else:
             before_last = tf.constant(0.0)
         failed = self.update.optimizers.failed.read_value()
@@ -244,15 +244,17 @@ class TrainStep:
 
         loss, batch: of the step in which the gradients were computed; None: they are of an earlier batch.
         """
-        if self.update.continues:
+        if self.update.holds_back:
             self._end_update_or_skip(failed, loss, batch)
             return self.state.failure.step > 0
-        state, is_cause = self.state, self.update.optimizers.is_cause
+        state = self.state
         if state.averages.variables and not state.averages.are_of_optimizer:
             state.averages.update(tf.identity(state.step))
-        about = (batch, self.labels)
-        tf.cond(failed, lambda: state.failure.note(tf.identity(state.step), is_cause, loss, 0, *about), lambda: None)
+        tf.cond(failed, lambda: self._note_failure(tf.identity(state.step), loss, 0, batch), lambda: None)
         return failed
+
+    def _note_failure(self, step: tf.Tensor, loss: tf.Tensor, skips: tf.Tensor | int, batch: Batch | None) -> None:
+        self.state.failure.note(step, self.update.optimizers.is_cause, loss, skips, batch, self.labels)
 
     def _end_update_or_skip(self, skips: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> None:
         state = self.state
@@ -263,10 +265,8 @@ class TrainStep:
             self.skipped.assign_add(1)
             in_a_row, step = self.skipped_in_a_row.read_value(), state.step - state.synchronization.delay
             is_first = tf.logical_and(in_a_row >= self.max_skips_in_a_row, state.failure.step == 0)
-            is_cause = self.update.optimizers.is_cause
-            about = (batch, self.labels)
-            tf.cond(is_first, lambda: state.failure.note(step, is_cause, loss, in_a_row, *about), lambda: None)
-            is_cause.assign(False)
+            tf.cond(is_first, lambda: self._note_failure(step, loss, in_a_row, batch), lambda: None)
+            self.update.optimizers.is_cause.assign(False)
             return in_a_row + 1
 
         self.skipped_in_a_row.assign(tf.cond(skips, note, lambda: tf.constant(0)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -32,6 +35,33 @@ def test_another_option_of_a_layer_is_another_structure() -> None:
     one, other = (layer_contents.structure(built(name)) for name in ("relu", "gelu"))
     assert one.keys() == other.keys()
     assert [name for name in one if one[name] != other[name]] == ["options of layer 2"]
+
+
+class Doubled:
+    """An activation that Keras cannot save."""
+
+    def __call__(self, x: tf.Tensor) -> tf.Tensor:
+        return 2 * x
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "activation", [Doubled(), functools.partial(keras.activations.relu, negative_slope=0.1), lambda x: 2 * x]
+)
+def test_options_that_keras_cannot_save_are_not_compared(activation: Any) -> None:
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=activation)])
+    facts = layer_contents.structure(model)
+    assert facts["weight 0 of the model"].endswith("/kernel (2, 1) float32")
+    assert "0x" not in str(facts)
+
+
+def test_the_code_of_a_lambda_is_not_compared_because_it_names_its_file() -> None:
+    def built(folder: str) -> dict[str, str]:
+        keras.utils.clear_session()
+        double = eval(compile("lambda x: 2 * x", f"{folder}/nets.py", "eval"))
+        return layer_contents.structure(keras.Sequential([keras.Input((2,)), layers.Lambda(double)]))
+
+    assert built("/home/one") == built("/home/other")
 
 
 def test_what_is_computed_from_weights_is_computed_anew() -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from horovod_train.config.settings import EarlyStoppingConfig
+from horovod_train.distributed.launch.launcher import STOP_SIGNALS
 from horovod_train.training.early_stopping import EarlyStopping
 from horovod_train.training.stopping import (
     SECONDS_BETWEEN_VOTES,
-    SIGNALS,
     Margin,
     PeriodicSync,
     collected_signals,
@@ -157,7 +157,7 @@ def test_the_time_of_a_hook_is_kept_for_another() -> None:
 
 def test_signals_that_announce_the_end_are_collected_and_an_ignored_hangup_stays_ignored() -> None:
     announced = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP}
-    assert set(SIGNALS) == announced
+    assert set(STOP_SIGNALS) == announced
     for handler, expected in [(signal.SIG_DFL, announced), (signal.SIG_IGN, announced - {signal.SIGHUP})]:
         before = signal.signal(signal.SIGHUP, handler)
         try:
