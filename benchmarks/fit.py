@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.distributed.launch.local import best_way, run_ranks
 
 BATCH, STEPS, EPOCHS = 64, 25, 13

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 
 PROJECT = Path(__file__).parent.parent
 CONFIG = """

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 
 ROLES = ("read-blocks", "read-chunks", "parse-chunks", "feed")
 """What the names of the pipeline's threads begin with."""
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--records", type=int, default=3000, help="default %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     arguments = parser.parse_args()
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     with tempfile.TemporaryDirectory() as folder:
         _write(Path(folder), arguments.records, arguments.bytes)
         rounds = list(_measure(Path(folder), arguments.rounds))

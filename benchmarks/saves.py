@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.distributed.launch.local import best_way, run_ranks
 
 NOTES = "BENCHMARK_SAVES_NOTES"

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import tensorflow as tf
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import DataConfig, Spec
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline.loader import Ranks

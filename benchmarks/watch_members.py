@@ -26,15 +26,13 @@ from multiprocessing.connection import Connection as Pipe
 from multiprocessing.connection import wait
 from typing import Any
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat
-from horovod_train.distributed.watchdog.listener import Address
 from horovod_train.distributed.watchdog.stall_detector import intervals
 from horovod_train.distributed.watchdog.state import WatchState
-from horovod_train.distributed.watchdog.transport import Connection, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import WatchThread
+from horovod_train.distributed.watchdog.transport import Address, Connection, Server, connect
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
 from horovod_train.output.rank_log import NullRankLog
 
 LIMITS = WatchConfig()

@@ -27,30 +27,30 @@ from pathlib import Path
 
 from horovod_train import __version__
 from horovod_train.commands import first_run
-from horovod_train.commands.arguments import Parser, add_config_arguments, load_config, require_output_dir
+from horovod_train.commands.cli import Parser, add_config_arguments, load_config, require_output_dir
 from horovod_train.config.loader import dump
 from horovod_train.config.registry import suggest
 from horovod_train.config.settings import Config
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import AlreadySaid, RunError, UserError
-from horovod_train.output import logs, tensorflow_noise
+from horovod_train.output import logs
 from horovod_train.output.console import let_go, to_stderr, to_stdout, traceback_to_stderr
 from horovod_train.output.run_dir import check_writable
 
 COMMANDS = {
     "prepare": ("horovod_train.data.prepare", "make TFRecords from digits, idx files, csv, images and more"),
     "settings": ("horovod_train.commands.settings", "every setting of a config: type, default, meaning; JSON Schema"),
-    "plan": ("horovod_train.commands.plan.command", "what a config comes to on N ranks; builds its model to check it"),
-    "doctor": ("horovod_train.commands.doctor.command", "is this machine, or this job, fit to train on?"),
+    "plan": ("horovod_train.commands.plan", "what a config comes to on N ranks; builds its model to check it"),
+    "doctor": ("horovod_train.commands.doctor", "is this machine, or this job, fit to train on?"),
     "index": ("horovod_train.commands.index", "find where the records of foreign files start, once"),
     "check-data": ("horovod_train.commands.check_data", "read everything and name what is wrong; audit a run"),
     "evaluate": ("horovod_train.commands.evaluate", "loss and metrics of a trained model, on any number of ranks"),
     "predict": ("horovod_train.commands.predict", "its outputs for each record, as npz or csv, on any number of ranks"),
     "export": ("horovod_train.commands.export", "a .keras file or SavedModel that needs none of this to load"),
-    "explain": ("horovod_train.commands.explain.command", "what happened to a run, and what to do next"),
+    "explain": ("horovod_train.commands.explain", "what happened to a run, and what to do next"),
     "watch": ("horovod_train.commands.watch", "look at a run while it trains: progress, metrics, what each rank does"),
     "report": ("horovod_train.commands.report", "one page of what runs were: curves, starts, settings"),
-    "slurm": ("horovod_train.commands.slurm.command", "print a batch script for a config, ready for sbatch"),
+    "slurm": ("horovod_train.commands.slurm", "print a batch script for a config, ready for sbatch"),
     "build-horovod": ("horovod_train.commands.build_horovod", "compile Horovod for this TensorFlow, and install it"),
     "bench": ("horovod_train.commands.bench", "measure how fast records are read and gradients exchanged"),
 }
@@ -241,7 +241,7 @@ def _check_paths(config: Config, output_dir: str, launch: launcher.Launch) -> No
 def _run(config: Config, launch: launcher.Launch) -> int:
     _choose_backend()
     # TensorFlow takes seconds to load, so check the config first.
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     from horovod_train.distributed.group import is_connection_loss
     from horovod_train.training import run
 

@@ -28,7 +28,7 @@ import psutil
 from conftest import PROJECT, launcher_command, rank_environment, run_process, train
 
 from horovod_train.checkpoint.layout import CHECKPOINTS, step_name, steps_in
-from horovod_train.output.rank_log_reader import read_stories
+from horovod_train.output.rank_log import read_stories
 
 ENDS_WITHIN_S = 180.0
 """A limit for what hangs, not a promise."""

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.tfrecord_framing import frame

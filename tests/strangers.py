@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-from horovod_train.distributed.watchdog.listener import HELLO
+from horovod_train.distributed.watchdog.transport import HELLO
 
 _WORDS = [
     b"GET / HTTP/1.1\r\n\r\n",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod_train.output.trackers.tracker import Ended, Row
+from horovod_train.output.trackers.sender import Ended, Row
 from horovod_train.training.hooks import at
 
 

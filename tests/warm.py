@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 
 _OWN_PATHS = {os.path.dirname(__file__), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
 _INSTALLED = [path for path in sys.path if path not in _OWN_PATHS]
@@ -103,7 +103,7 @@ def become(
 
 if __name__ == "__main__":
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # keepers are not waited for
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     importlib.import_module("horovod.tensorflow.keras")
     importlib.import_module("horovod_train.training.run")
     importlib.import_module("horovod_train.inference.run")

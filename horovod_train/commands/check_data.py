@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from horovod_train.commands.arguments import add_config, count, load_from_arguments
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import add_config, build_table, count, load_from_arguments, open_screen
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config, DataConfig
 from horovod_train.data.audit import EpochAudit, audit
 from horovod_train.data.dataset import SOURCES, build_plan, find_records, open_records, scan_records
 from horovod_train.data.files import record_folders
-from horovod_train.data.order.rank_shares import epoch_shares
+from horovod_train.data.sampler import epoch_shares
 from horovod_train.errors import UserError
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 
 if TYPE_CHECKING:
     from horovod_train.data.validation import FeatureSummary, Report
@@ -70,7 +69,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
 def _check(console: Console, configs: Sequence[Config]) -> int:
     for config in configs:
         find_records(config.data, "train")  # reports a wrong path before TensorFlow is loaded
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     from horovod_train.data.validation import check_split
 
     reports = [check_split(config.data, "train") for config in configs]

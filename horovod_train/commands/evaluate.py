@@ -9,29 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 
-from horovod_train.commands import run_selection
-from horovod_train.commands.out_files import check_out, write_out
+from horovod_train.commands import cli
+from horovod_train.commands.cli import check_out, write_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import FIGURES
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_selection.add_arguments(parser)
+    cli.add_arguments(parser)
     parser.add_argument("--out", metavar="FILE.json", help="also write the figures there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, checkpoint = run_selection.choose(arguments)
+    config, checkpoint = cli.choose(arguments)
     if not config.data.eval:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:
         check_out("--out", arguments.out, FIGURES)
     look_before_start(config.data, "eval", ranks=launcher.detect().size)
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     from horovod_train.inference.run import evaluate
 
     figures = evaluate(config, checkpoint, arguments.weights)

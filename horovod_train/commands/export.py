@@ -11,18 +11,18 @@ import contextlib
 import os
 from pathlib import Path
 
-from horovod_train.commands import run_selection
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands import cli
+from horovod_train.commands.cli import check_out
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import KERAS_DRAFT, KERAS_FILE, SAVED_MODEL, SAVED_MODEL_DRAFT
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 from horovod_train.output.removal import draft_of, remove, replace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_selection.add_arguments(parser)
+    cli.add_arguments(parser)
     parser.add_argument("--out", required=True, metavar="FILE.keras|DIR", help="a Keras file, or a SavedModel's folder")
     parser.add_argument("--force", action="store_true", help="replace it if it exists")
 
@@ -30,16 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if launcher.detect().size > 1:
         raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
-    config, checkpoint = run_selection.choose(arguments)
+    config, checkpoint = cli.choose(arguments)
     out = Path(os.path.abspath(arguments.out))
     artifact, unfinished = (KERAS_FILE, KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, SAVED_MODEL_DRAFT)
     check_out("--out", str(out), artifact)
     if os.path.lexists(out) and not arguments.force:
         raise UserError(f"--out {out}: exists already. Give another name, or --force to replace it.")
-    tensorflow_noise.load_tensorflow()
-    from horovod_train.checkpoint.folder import open_checkpoint
+    logs.load_tensorflow()
+    from horovod_train.checkpoint.manager import open_checkpoint
     from horovod_train.inference.export import write_model
-    from horovod_train.inference.restore import build_bare_model, load_weights
+    from horovod_train.inference.run import build_bare_model, load_weights
 
     model = build_bare_model(config)
     saved = open_checkpoint(checkpoint, "--checkpoint")

@@ -10,20 +10,20 @@ import argparse
 import dataclasses
 import os
 
-from horovod_train.commands import run_selection
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands import cli
+from horovod_train.commands.cli import check_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.inference.artifacts import PREDICTIONS
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 
 SUFFIXES = (".npz", ".csv")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_selection.add_arguments(parser)
+    cli.add_arguments(parser)
     parser.add_argument(
         "--data",
         nargs="+",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, checkpoint = run_selection.choose(arguments)
+    config, checkpoint = cli.choose(arguments)
     paths = tuple(arguments.data or config.data.eval)
     if not paths:
         raise UserError("predict: of which records? Give --data PATH, or data.eval.")
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, fold=None, dataset=None))
     data = dataclasses.replace(config.data, eval=paths)
     look_before_start(data, "eval", ranks=launcher.detect().size, needs_labels=False)
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     from horovod_train.inference.run import predict
 
     written = predict(config, checkpoint, arguments.weights, paths, arguments.out)

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import build_table, open_screen
 from horovod_train.config.reference import entries, json_schema, markdown
 from horovod_train.config.registry import suggest
 from horovod_train.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from horovod_train.config.numbers import CLOCK
+from horovod_train.config.loader import CLOCK
 from horovod_train.config.rules import NEEDS
 from horovod_train.config.settings import Config, Seconds, Spec
 

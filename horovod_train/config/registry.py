@@ -1,6 +1,8 @@
 """Finds an object by the name in a config and calls it with its options. Contains no list of names.
 
 A wrong name or option is the user's mistake: one line with the nearest names, or with the signature.
+
+Finds names by the patterns of a config: regular expressions that may match anywhere in a name (re.search).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -192,3 +194,18 @@ def suggest(name: str, known: list[str]) -> str:
     if near:
         return f"did you mean {' or '.join(by_fold[fold] for fold in near)}?"
     return f"expected one of {', '.join([*known[:12], *['…'] * (len(known) > 12)])}." if known else "there is none."
+
+
+def find(pattern: str, names: Iterable[str], where: str) -> list[str]:
+    """Return the names that a pattern matches. Raises UserError for no regular expression, or if it matches nothing.
+
+    where: the key of the config, for the error.
+    """
+    names = list(names)
+    try:
+        matching = [name for name in names if re.search(pattern, name)]
+    except re.error as error:
+        raise UserError(f"{where}: {pattern!r} is no regular expression: {error}.") from error
+    if not matching:
+        raise UserError(f"{where}: {pattern!r} is in none of {', '.join(names) or 'nothing'}.")
+    return matching

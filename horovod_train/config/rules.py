@@ -1,6 +1,14 @@
 """Rules between settings that are each valid alone, and their values on a number of ranks.
 
 Looks only at the config.
+
+Weights of records by class, as a loss in a config gives them: what they are, and what is wrong with them.
+
+Does not apply them; see training.losses. Imports the standard library only.
+
+Rules of the settings for fine-tuning that the types do not say. Looks only at the config.
+
+What goes with data.dataset, a stream of the user's. Settings about stored records do not.
 """
 
 from __future__ import annotations
@@ -8,15 +16,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from horovod_train.config.class_weights import PER_OUTPUT, class_weight_problem, weights_of_outputs
-from horovod_train.config.fine_tuning import fine_tuning_problems
-from horovod_train.config.remote_paths import remote_path_problems
-from horovod_train.config.settings import Config, DataConfig
-from horovod_train.config.streams import stream_problems
+from horovod_train.config.paths import remote_path_problems
+from horovod_train.config.settings import Config, DataConfig, ModelSpec, Spec
 from horovod_train.errors import UserError
 
 _EVALUATED = "data.eval or data.dataset"
@@ -280,3 +286,87 @@ def resolve(config: Config, size: int, batch_before: int | None = None) -> Confi
         )
     data = dataclasses.replace(data, global_batch_size=batch, batch_size_per_rank=None)
     return dataclasses.replace(config, data=data)
+
+
+PER_OUTPUT = "per_output"
+"""The loss that is a sum of one for each output; its options map outputs to losses."""
+
+
+def class_weight_problem(weights: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a mapping class → weight; None if nothing is. Keys are strings, as YAML gives them."""
+    for name, weight in weights.items():
+        if not str(name).isascii() or not str(name).isdigit():
+            return f"expected classes, which are integers from 0 on; received {name!r}."
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+            return f"expected a weight of 0 or more for class {name}; received {weight!r}."
+    classes = [int(name) for name in weights]
+    twice = next((name for name in classes if classes.count(name) > 1), None)
+    return None if twice is None else f"class {twice} is given twice."
+
+
+def weights_of_outputs(loss: Spec) -> dict[str, Mapping[str, Any]]:
+    """Return the class weights inside per_output, by output. Weights that are no mapping are left out."""
+    terms = loss.options.items() if loss.name == PER_OUTPUT else ()
+    by_output = {output: term.get("class_weight") for output, term in terms if isinstance(term, Mapping)}
+    return {output: weights for output, weights in by_output.items() if isinstance(weights, Mapping) and weights}
+
+
+def unfrozen_by_epoch(model: ModelSpec) -> list[tuple[int, tuple[str, ...]]]:
+    """Return `model.unfreeze` in the order of its epochs: (complete epochs, patterns)."""
+    return sorted((int(epoch), _patterns(entry)) for epoch, entry in model.unfreeze.items())
+
+
+def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong: (key, problem)."""
+    model, epochs = config.model, config.train.epochs
+    if model.init_from and config.checkpoint.resume not in ("auto", "never"):
+        yield "model.init_from", "has no effect with checkpoint.resume: PATH, which gives the model all its weights."
+    for epoch, entry in model.unfreeze.items():
+        if not _is_count(epoch):
+            yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."
+        elif epochs is not None and int(epoch) >= epochs:
+            yield f"model.unfreeze.{epoch}", f"has no effect: the run ends after train.epochs, {epochs}."
+        if not _patterns(entry) or not all(isinstance(pattern, str) for pattern in _patterns(entry)):
+            yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {entry!r}."
+    for pattern, rank in model.lora.items():
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            yield f"model.lora.{pattern}", f"expected a rank of 1 or more; received {rank!r}."
+    if model.lora and config.device.cut_before:
+        yield "model.lora", "does not go with device.cut_before, which makes layers again from their configs."
+    yield from _wrong_multipliers(config.optimizer.lr_multipliers)
+
+
+def _wrong_multipliers(multipliers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for pattern, factor in multipliers.items():
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor <= 0:
+            yield (
+                f"optimizer.lr_multipliers.{pattern}",
+                f"expected a factor above 0; received {factor!r}. Weights that are not to change: model.freeze.",
+            )
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and int(text) > 0
+
+
+def _patterns(entry: Any) -> tuple[Any, ...]:
+    return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+
+
+_GO_WITH = {"dataset", "steps_per_epoch", "global_batch_size", "batch_size_per_rank", "prefetch_batches"}
+
+
+def stream_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of a stream, and those that have no effect with one: (key, problem)."""
+    if data.dataset is None:
+        return
+    if ":" not in data.dataset.name:
+        yield "data.dataset", f"expected package.module:function; received {data.dataset.name!r}."
+    for field in dataclasses.fields(data):
+        if field.name in _GO_WITH:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if getattr(data, field.name) != default:
+            problem = "has no effect beside data.dataset, whose function gives the records. Leave it out."
+            yield f"data.{field.name}", problem

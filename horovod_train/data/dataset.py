@@ -11,24 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
-from horovod_train.config.remote_paths import is_remote
+from horovod_train.config.paths import is_remote
 from horovod_train.config.settings import DataConfig
+from horovod_train.data.buckets import Buckets, find_buckets
 from horovod_train.data.files import check_named_once, has_records, list_files, record_folders
-from horovod_train.data.identity import digest_of
-from horovod_train.data.order.buckets import Buckets
-from horovod_train.data.order.fold import fold_records
-from horovod_train.data.order.lengths import find_buckets
-from horovod_train.data.order.mixture import DataSet, Entry, mix, split_by_entry
-from horovod_train.data.order.sampler import Order, Plan
-from horovod_train.data.parsing.record_weights import check_weight
-from horovod_train.data.random_access.describe import without_labels
 from horovod_train.data.random_access.formats import FILES, FOLDERS
 from horovod_train.data.random_access.formats.array_record import open_array_records
-from horovod_train.data.random_access.source import OpenStore, open_described
+from horovod_train.data.random_access.source import OpenStore, open_described, without_labels
 from horovod_train.data.random_access.users import UsersStore
+from horovod_train.data.record_weights import check_weight
+from horovod_train.data.sampler import Order, Plan
 from horovod_train.data.schema import Schema, dump_schema, find_schema, schema_of_names
-from horovod_train.data.source import OpenSource, Part, RecordSource, problems_of
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.source import OpenSource, Part, RecordSource, digest_of, problems_of
+from horovod_train.data.storage import Storage
+from horovod_train.data.subsets import DataSet, Entry, fold_records, mix, split_by_entry
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 

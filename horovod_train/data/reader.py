@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.progress import track
 from horovod_train.data.source import Arrays, Data, LoadedBlock, Parser, RecordSource, split_records
+from horovod_train.output.console import track
 
 _CHUNK = 4096
 

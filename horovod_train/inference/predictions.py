@@ -17,8 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
+from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, for_each_batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.inference.artifacts import PREDICTIONS, PREDICTIONS_DRAFT

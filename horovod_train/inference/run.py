@@ -1,32 +1,40 @@
 """Evaluates and predicts with a trained model, from start to end. Every rank runs every line, as in training.run.
 
 Reads checkpoints and does not change the run directory. Exporting needs no ranks; see commands/export.
+
+Builds a model with the weights of a checkpoint, without any training state. Does not know ranks: root reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import keras
 
-from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch_source import StepSize
-from horovod_train.data.pipeline.chunks import Batches
+from horovod_train.data.pipeline.batch_source import Batches, StepSize
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
+from horovod_train.errors import UserError
 from horovod_train.inference.predictions import Outputs, open_predictions
-from horovod_train.inference.restore import Weights, build_bare_model, load_weights
+from horovod_train.models import build_model
 from horovod_train.output.rank_log import NullRankLog
+from horovod_train.training import layer_contents
 from horovod_train.training.build import build_split
-from horovod_train.training.parts.compiled import compile_model
-from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.compiled import compile_model
+from horovod_train.training.fine_tuning import Freezing, enable_lora
+from horovod_train.training.open_run import open_on_all_ranks
+from horovod_train.training.state import weights_by_name
 from horovod_train.training.steps.build import build_evaluation
 
 
@@ -122,3 +130,49 @@ def _for_all(group: WorkerGroup, pipeline: Pipeline, most: int, act: Callable[[B
         for batches, steps, size in pipeline.one_epoch(most):
             group.heartbeat.phase("evaluate")  # tells the stall detector that there is progress
             act(batches, steps, size)
+
+
+Weights = Literal["auto", "trained", "ema"]
+"""Weights of the last update, or their moving averages. auto: the averages if there are any."""
+
+
+def build_bare_model(config: Config) -> keras.Model:
+    """Build the config's model under its precision, with initial weights and no optimizer. Raises UserError."""
+    keras.utils.set_random_seed(config.seed)
+    keras.mixed_precision.set_dtype_policy(config.precision)
+    model = build_model(config.model)
+    enable_lora(model, config.model.lora)
+    Freezing(model, config.model).apply(math.inf)  # frozen weights have no moving averages
+    return model
+
+
+def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
+    """Load trained weights or their moving averages from a checkpoint into a model; return which.
+
+    Statistics such as BatchNorm's are the mean over ranks, which the checkpoint contains. Raises UserError if the
+    checkpoint is of another model, or has no moving averages.
+    """
+    loaded = _load_weights(model, checkpoint, weights)
+    layer_contents.finalize(model)
+    return loaded
+
+
+def _load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -> Weights:
+    saved = checkpoint.names()
+    has_averages = any(name.startswith("ema/") for name in saved)
+    if weights == "ema" and not has_averages:
+        raise UserError(
+            f"--weights ema: {checkpoint.folder} holds no moving averages. Take --weights trained, or train with "
+            "train.ema_decay or optimizer.options.use_ema."
+        )
+    variables = weights_by_name(model.weights, "model")
+    if weights == "trained" or not has_averages:
+        load(variables, checkpoint)
+        return "trained"
+    # An optimizer that keeps averages may train a part of the model.
+    named = weights_by_name(model.trainable_weights, "ema")
+    averages = {name: variable for name, variable in named.items() if name in saved}
+    averaged = {variable.ref() for variable in averages.values()}
+    not_averaged = {name: variable for name, variable in variables.items() if variable.ref() not in averaged}
+    load(not_averaged | averages, checkpoint)
+    return "ema"

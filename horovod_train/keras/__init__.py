@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from horovod_train.keras import callbacks, elastic
-from horovod_train.keras.saving import load_model
-from horovod_train.keras.values import allgather, allreduce, broadcast, reducescatter
+from horovod_train.keras.values import allgather, allreduce, broadcast, load_model, reducescatter
 from horovod_train.tensorflow import (
     REPLACEMENTS,
     Adasum,

@@ -8,10 +8,9 @@ import keras
 from horovod.common.elastic import State
 
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.callback_list import batches_of_epoch, callbacks_of_fit
-from horovod_train.keras.xla import switch_off_xla
-from horovod_train.tensorflow.committed_state import TensorFlowKerasState
-from horovod_train.tensorflow.elastic import run
+from horovod_train.keras.callbacks.broadcast import batches_of_epoch, callbacks_of_fit
+from horovod_train.keras.values import switch_off_xla
+from horovod_train.tensorflow.elastic import TensorFlowKerasState, run
 
 __all__ = ["CommitStateCallback", "KerasState", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
 

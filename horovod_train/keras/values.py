@@ -1,13 +1,23 @@
-"""Collectives on one value of any kind that converts to a tensor, as Horovod's Keras module has them."""
+"""Collectives on one value of any kind that converts to a tensor, as Horovod's Keras module has them.
+
+load_model: a saved model, with its optimizer distributed again.
+
+XLA cannot compile the exchange between ranks, and `compile` may ask for XLA by default.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from horovod_train.errors import UserError
+from horovod_train.tensorflow import DistributedOptimizer
 
 
 def allreduce(
@@ -49,3 +59,40 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
 def reducescatter(value: Any, name: str | None = None, op: Any = hvd.Average) -> tf.Tensor:
     """Collective: return this rank's part, along the first axis, of the value combined over all ranks."""
     return hvd.reducescatter(tf.convert_to_tensor(value), op=op, name=name)
+
+
+def load_model(
+    filepath: str | Path,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = hvd.Compression.none,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Load a model and make its optimizer distributed; its state is that of the file.
+
+    filepath: of model.save, with or without DistributedOptimizer. A model saved without an optimizer is returned as it
+    is. custom_optimizers: classes of optimizers that are not Keras'. compression: of gradients.
+
+    Raises UserError for legacy_opts=True: Keras 3 has none of the optimizers of Keras 2.
+    """
+    if legacy_opts:
+        raise UserError("hvd.load_model: Keras 3 has no legacy optimizers. Leave legacy_opts out.")
+    optimizer_classes = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**optimizer_classes, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None:
+        distributed: Any = DistributedOptimizer(model.optimizer, compression=compression)
+        if distributed is not model.optimizer:  # under mixed_float16, of a model compiled without a loss scale
+            model.optimizer = distributed
+    return model
+
+
+log = logging.getLogger(__name__)
+
+
+def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
+    """Let `fit` train without XLA; for a callback's on_train_begin. root_rank reports it."""
+    if model.jit_compile:
+        model.jit_compile = False
+        model.make_train_function(force=True)
+        if hvd.rank() == root_rank:
+            log.warning("jit_compile: XLA cannot compile the exchange between ranks; model.fit trains without XLA.")

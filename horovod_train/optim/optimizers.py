@@ -9,8 +9,7 @@ from typing import Any
 import keras
 from keras.optimizers import schedules as keras_schedules
 
-from horovod_train.config.patterns import find
-from horovod_train.config.registry import call, choose_keras, load_function
+from horovod_train.config.registry import call, choose_keras, find, load_function
 from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, Spec, TrainConfig
 from horovod_train.errors import UserError
 from horovod_train.optim.lars import LARS

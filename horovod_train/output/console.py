@@ -1,6 +1,10 @@
 """Makes standard output and error never fail: a run continues if the disk is full or the reader has exited.
 
 Text that cannot be written is lost, because there is no place to report it. For the run's own files see files.
+
+What rich draws, with text of others in it: names of metrics and files, lines of logs. Plain lines: see console.
+
+A progress bar over finished pieces of work, on a terminal only. Does not log.
 """
 
 from __future__ import annotations
@@ -8,8 +12,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import Any, TextIO, TypeVar, cast
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.text import Text
 
 from horovod_train.shown_text import printable, without_secrets
 
@@ -73,3 +82,28 @@ def let_go() -> None:
         except (OSError, ValueError):
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def plain(value: object) -> Text:
+    """Return a cell of a table. No markup: a type is written list[str], and a metric may be named recall[cat]."""
+    return Text(printable(without_secrets(str(value))))  # before it is measured
+
+
+class Screen(Console):
+    """A Console on which text gives no orders to the terminal. Colours are rich's own and stay."""
+
+    def render(self, *arguments: Any, **options: Any) -> Iterable[Segment]:
+        for segment in super().render(*arguments, **options):
+            yield segment if segment.control else segment._replace(text=printable(without_secrets(segment.text)))
+
+
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
+    """Yield the items, and show a progress bar on standard error if that is a terminal."""
+    if not sys.stderr.isatty() or total < 2:
+        return iter(items)
+    from rich.progress import track as rich_track
+
+    return iter(rich_track(items, description=description, total=total, console=Screen(stderr=True), transient=True))

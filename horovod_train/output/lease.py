@@ -4,6 +4,15 @@ Only root has a lease. It does not stop a run that loses its lease, but reports 
 
 filelock's SoftFileLease (4.2.11) keeps less: on a file system that cannot exchange two names, such as NFS, it never
 takes over a stale lease, and on any it replaces a file of this name that is no lease.
+
+The process that holds a lease, distinguishable from a later process with the same host name and pid.
+
+lease takes and refreshes leases.
+
+Whether a process of this host still runs: the same process, not a later one with its pid.
+
+By hand and not with psutil, for two reasons: psutil counts another user's process as gone where /proc is mounted with
+hidepid=2, and its start times move when the host's clock is set.
 """
 
 from __future__ import annotations
@@ -13,17 +22,19 @@ import json
 import logging
 import os
 import re
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
 
 from horovod_train.errors import UserError
 from horovod_train.output.files import must_be_writable
-from horovod_train.output.lease_holder import UNNAMED, Holder, describe_me, parse
 from horovod_train.output.removal import Artifact, remove, replace
 
 NAME = "lease.json"
@@ -284,3 +295,90 @@ def _is_lease(content: bytes) -> bool:
     """Return whether a file is a lease, or the beginning of one whose process died or whose disk was full."""
     head = b'{\n  "host": '
     return content.startswith(head) or head.startswith(content) or parse(content) is not None
+
+
+UNNAMED = "an unnamed process"
+"""In messages: the holder of a lease that names none, as in the instant after its creation."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lease. machine and started distinguish processes with the same host name and pid."""
+
+    host: str
+    pid: int
+    job: str
+    since: str
+    machine: str
+    started: str
+    token: str
+
+    def is_running(self) -> bool:
+        """Return whether the process runs, if it is of this machine; True if it cannot be checked."""
+        return is_running(self.pid, self.started)
+
+    def __str__(self) -> str:
+        job = f", job {self.job}" if self.job else ""
+        return f"pid {self.pid} on {self.host}{job}, since {self.since}"
+
+
+def describe_me(job: str) -> Holder:
+    """Return this process as a holder. job: the scheduler's name for its job."""
+    pid = os.getpid()
+    return Holder(
+        host=socket.gethostname(),
+        pid=pid,
+        job=job,
+        since=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        # Containers on one host number their processes separately.
+        machine=f"{boot_id()} {os.stat('/proc/self/ns/pid').st_ino}",
+        started=start_ticks(pid) or "",
+        token=secrets.token_hex(8),
+    )
+
+
+def parse(text: bytes) -> Holder | None:
+    """Return the holder that a lease names; None for any other content."""
+    try:
+        content = json.loads(text)
+        return Holder(**{field.name: content[field.name] for field in fields(Holder)})
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def boot_id() -> str:
+    """Return an identifier of this host that lasts until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_ticks(pid: int) -> str | None:
+    """Return when a process started, in clock ticks since boot; None for one that has ended (also a zombie).
+
+    Fields 3 and 22 of proc_pid_stat(5); field 2, the name, is in parentheses and may itself contain any. Raises OSError
+    if they cannot be read.
+    """
+    fields_from_3 = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None if fields_from_3[0] in "ZX" else fields_from_3[19]
+
+
+def is_running(pid: int, started: str) -> bool:
+    """Return whether the process that started at these ticks runs; True if it cannot be checked."""
+    try:
+        os.kill(pid, 0)
+        return start_ticks(pid) == started
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+
+
+def has_run_since(pid: int, moment: float) -> bool:
+    """Return whether a process runs that started before `moment`, in seconds since 1970."""
+    try:
+        started = start_ticks(pid)
+    except OSError:
+        return False
+    if started is None:
+        return False
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s <= moment + 1

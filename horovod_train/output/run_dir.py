@@ -1,6 +1,8 @@
 """The run directory and what a person sees of the run: RunOutput on root, NullOutput on the other ranks.
 
 Decides once, when opened, who writes. Does not decide when, and does not write checkpoints.
+
+Which commit of the user's code a run is of, as git says.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import logging
 import math
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,25 +24,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from horovod_train.config.registry import call
 from horovod_train.config.settings import LogConfig, Spec
 from horovod_train.errors import RunError, UserError
-from horovod_train.output.console import unfailing
+from horovod_train.output.console import Screen, unfailing
 from horovod_train.output.files import json_text, must_be_writable, write_atomically
 from horovod_train.output.metrics import (
     METRICS,
     NO_ASIDE,
     PARAMETERS,
+    PROM,
     TIMES,
     Aside,
     JsonLines,
     MetricsFile,
     MetricsWriter,
+    PrometheusFile,
     load_writers,
 )
-from horovod_train.output.prometheus import PROM, PrometheusFile
 from horovod_train.output.removal import Artifact, begins, check
-from horovod_train.output.screen import Screen
 from horovod_train.output.tensorboard import NullTensorBoard, TensorBoard, TensorBoardWriter
-from horovod_train.output.trackers.build import Trackers, load_trackers, open_trackers
-from horovod_train.output.trackers.tracker import Ended
+from horovod_train.output.trackers import Trackers, load_trackers, open_trackers
+from horovod_train.output.trackers.sender import Ended
 
 log = logging.getLogger(__name__)
 
@@ -298,3 +301,27 @@ def _build_bar() -> Progress:
     console = Screen(file=unfailing(sys.stdout), force_terminal=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
+_TIMEOUT_S = 10.0
+"""How long git may take, which on a shared disk reads the state of every file."""
+
+
+def describe_commit(folder: Path) -> str | None:
+    """Return `commit 1a2b3c of FOLDER`, and whether files differ from it; None outside a repository or without git."""
+    head = _git(folder, "rev-parse", "HEAD")
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if not head or not top:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    state = {None: ", perhaps with changes", "": ""}.get(changed, ", with changes that are not committed")
+    return f"commit {head} of {top}{state}"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints; None if it fails or takes too long."""
+    try:
+        answer = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if answer.returncode else answer.stdout.strip()

@@ -59,11 +59,10 @@ from horovod.tensorflow import (
 from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.tensorflow import elastic
 from horovod_train.tensorflow.broadcasting import broadcast_global_variables, broadcast_model, broadcast_variables
-from horovod_train.tensorflow.compression import Compression
+from horovod_train.tensorflow.gradients import Compression, DistributedGradientTape, PartialDistributedGradientTape
 from horovod_train.tensorflow.lifetime import add_process_set, barrier, init, remove_process_set, shutdown
 from horovod_train.tensorflow.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from horovod_train.tensorflow.sharding import shard
-from horovod_train.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [
     "Adasum",

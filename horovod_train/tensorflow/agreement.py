@@ -3,12 +3,15 @@
 A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The check
 is at the tenth exchange, because a script may broadcast after its first step, when all variables exist, and exchange
 several times in a step.
+
+What `init` has switched on or off, for the parts that act later.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,7 +20,6 @@ import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, is_alone
 from horovod_train.errors import RanksDisagree
-from horovod_train.tensorflow.guards import guards
 from horovod_train.tensorflow.names import PerVariable, make_outside_graphs, name_of
 
 CHECKED_EXCHANGE = 10
@@ -109,3 +111,25 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet
                 f"ranks hold different weights: {name} on rank {rank_list} differs from that on rank {members[0]}. "
                 f"{advice}; hvd.init(check_weights=False) does not check."
             )
+
+
+@dataclass(frozen=True)
+class Guards:
+    check_weights: bool = True
+    """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
+    files_on_root_only: bool = True
+    """Let callbacks that write files run on one rank of model.fit."""
+    end_epochs_together: bool = True
+    """End an epoch of model.fit on all ranks where the data of one has ended."""
+
+
+_guards = Guards()
+
+
+def switch(guards: Guards) -> None:
+    global _guards
+    _guards = guards
+
+
+def guards() -> Guards:
+    return _guards

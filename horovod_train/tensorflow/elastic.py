@@ -2,25 +2,31 @@
 
 Horovod's launcher starts it: `horovodrun --min-np 2 --max-np 4 --host-discovery-script hosts.sh python train.py`.
 Started in any other way the script trains too, with a number of ranks that stays the same.
+
+What elastic ranks have in common: variables and objects, committed to memory, given to ranks that join.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
 from horovod.common.elastic import State, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from horovod_train.distributed.group import is_connection_loss
-from horovod_train.distributed.launch import launcher, reconnect
+from horovod_train.distributed import objects
+from horovod_train.distributed.group import as_tf_variable, is_connection_loss
+from horovod_train.distributed.launch import initialize, launcher
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
-from horovod_train.tensorflow.committed_state import CommittedState, TensorFlowKerasState, TensorFlowState
+from horovod_train.tensorflow.broadcasting import broadcast_variables
 from horovod_train.tensorflow.optimizer import drop_accumulated_gradients
 
 __all__ = ["State", "TensorFlowKerasState", "TensorFlowState", "run"]
@@ -91,10 +97,143 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
 
 def _reconnect(state: State) -> None:
     """Collective: learn from the launcher which ranks there are now, and connect to them."""
-    reconnect.disconnect()
+    initialize.disconnect()
     if isinstance(state, CommittedState):
         state.forget_host_updates()
-    reconnect.connect()
+    initialize.connect()
     agreement.reset_counts()  # also before the callbacks, which may exchange gradients
     drop_accumulated_gradients()
     state.on_reset()
+
+
+class CommittedState(State):
+    """Variables, and objects that are attributes: `state.epoch`. Subclasses say which variables.
+
+    attributes: of the types that serialize.dump takes, such as numbers, text, lists, arrays. They are copied at each
+    commit, so one that is changed in place is restored too. Raises UserError for one of another type.
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(bcast_object=None, get_rank=hvd.rank)  # check_host_updates does without
+        if clashes := [name for name in attributes if hasattr(self, name)]:
+            raise UserError(f"hvd.elastic: a state has {clashes[0]!r} already. Give what you keep another name.")
+        self._names = list(attributes)
+        self._hosts_changed = threading.Event()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.save()
+
+    def live_variables(self) -> Sequence[Any]:
+        """Return the variables, Keras' or TensorFlow's; the same on all ranks."""
+        raise NotImplementedError
+
+    def save(self) -> None:
+        """Copy the variables and objects to this rank's memory."""
+        self._saved_values = [as_tf_variable(variable).numpy() for variable in self.live_variables()]
+        try:
+            self._saved_objects = objects.dump({name: getattr(self, name) for name in self._names})
+        except TypeError as error:
+            raise UserError(f"hvd.elastic: what the state keeps: {error}") from error
+
+    def restore(self) -> None:
+        """Set the variables and objects to what was saved last."""
+        for variable, value in zip(self.live_variables(), self._saved_values, strict=True):
+            as_tf_variable(variable).assign(value)
+        self._set_objects(self._saved_objects)
+
+    def sync(self) -> None:
+        """Collective: give all ranks root's variables and objects, as they are, and save them.
+
+        Raises UserError on all ranks if they have different numbers of variables.
+        """
+        variables = self.live_variables()
+        counts = hvd.allgather(tf.constant([len(variables)]), name="elastic.variables").numpy().tolist()
+        if len(set(counts)) > 1:
+            raise UserError(
+                f"hvd.elastic: all ranks must have the same variables; received {counts} variables, by rank. Create "
+                "the variables of the model, and the optimizer's, before the state."
+            )
+        broadcast_variables(variables, root_rank=0)
+        self.save()
+        self._saved_objects = objects.broadcast(self._saved_objects, "elastic.objects")
+        self._set_objects(self._saved_objects)
+
+    def _set_objects(self, saved: bytes) -> None:
+        for name, value in objects.load(saved).items():
+            setattr(self, name, value)
+
+    def check_host_updates(self) -> None:
+        """Collective: raise HostsUpdatedInterrupt on all ranks if the launcher has told any of them of new hosts."""
+        has_changed = int(self._hosts_changed.is_set())
+        if hvd.allgather(tf.constant([has_changed]), name="elastic.hosts").numpy().any():
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Note that hosts have come or will go. Called in a thread of Horovod's, on any rank."""
+        self._hosts_changed.set()
+
+    def forget_host_updates(self) -> None:
+        """Forget changes of hosts that the ranks are about to meet for anyway."""
+        self._hosts_changed.clear()
+
+
+class TensorFlowState(CommittedState):
+    """The state of a script with variables of its own.
+
+    variables: Keras' or TensorFlow's, as `[*model.weights, *optimizer.variables]`. attributes: see CommittedState.
+
+    Raises UserError for session, which is for TensorFlow 1, and without variables.
+    """
+
+    def __init__(self, variables: Sequence[Any] | None = None, session: Any = None, **attributes: Any) -> None:
+        if session is not None or not variables:
+            raise UserError(
+                "hvd.elastic.TensorFlowState: expected the variables to keep, and no session; TensorFlow 2 has no "
+                "global variables. Give it [*model.weights, *optimizer.variables]."
+            )
+        self._variables = list(variables)
+        super().__init__(**attributes)
+
+    def live_variables(self) -> Sequence[Any]:
+        return self._variables
+
+
+class TensorFlowKerasState(CommittedState):
+    """The state of a Keras model and its optimizer: weights, and slots, which are created first.
+
+    All ranks get root's values, of local variables too. Gradients that were added up over backward_passes_per_step but
+    not applied are dropped when ranks change, so commit after so many batches.
+
+    optimizer: default the one that the model is compiled with. attributes: see CommittedState.
+
+    Raises UserError for a model that has no variables yet or no optimizer, and for backend, which is for TensorFlow 1.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        backend: Any = None,
+        **attributes: Any,
+    ) -> None:
+        if backend is not None:
+            raise UserError("hvd.elastic: backend is for TensorFlow 1. Leave it out.")
+        if not isinstance(model, keras.Model):
+            raise UserError(f"hvd.elastic: expected a Keras model; received {type(model).__name__}.")
+        if not model.weights:
+            raise UserError("hvd.elastic: the model has no variables yet. Build it, or call it once, before the state.")
+        self.model, self._optimizer = model, optimizer
+        super().__init__(**attributes)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that was given, or the one that the model is compiled with now."""
+        optimizer = self._optimizer if self._optimizer is not None else getattr(self.model, "optimizer", None)
+        if optimizer is None:
+            raise UserError("hvd.elastic: the model has no optimizer. Compile it before the state, or give optimizer=.")
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        return optimizer
+
+    def live_variables(self) -> Sequence[Any]:
+        return [*self.model.weights, *self.optimizer.variables]

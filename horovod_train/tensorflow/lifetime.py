@@ -15,7 +15,7 @@ from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.start import StartedProcess, start_process
 from horovod_train.distributed.watchdog.watchdog import stall_environment
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import agreement, guards, names, watch
+from horovod_train.tensorflow import agreement, names, watch
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def init(
             "elastic script. Leave them out."
         )
     limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
-    guards.switch(guards.Guards(check_weights, files_on_root_only, end_epochs_together))
+    agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = stall_environment(limits) if watch_ranks and not is_elastic else None
     started = start_process(environment=environment, process_sets=process_sets)
     device = _pin(started) if pin_device else _UNPINNED

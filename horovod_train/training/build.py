@@ -22,21 +22,19 @@ from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, stage_lines
 from horovod_train.optim.schedules import Horizon, build_horizon
+from horovod_train.training.averages import Averages, MovingAverages
+from horovod_train.training.callbacks import Callbacks, load_callbacks
+from horovod_train.training.compiled import compile_model
 from horovod_train.training.early_stopping import BestTracker, EarlyStopping
+from horovod_train.training.fine_tuning import Freezing, enable_lora
 from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.users import load_hooks
-from horovod_train.training.parts.averages import Averages, MovingAverages
-from horovod_train.training.parts.callbacks import Callbacks, load_callbacks
-from horovod_train.training.parts.compiled import compile_model
-from horovod_train.training.parts.fine_tuning import Freezing, enable_lora
-from horovod_train.training.parts.initial_weights import check_source
+from horovod_train.training.initial_weights import check_source
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
-from horovod_train.training.steps.graph import check_names
-from horovod_train.training.steps.histograms import find_layers
+from horovod_train.training.steps.histograms import check_names, find_layers
 from horovod_train.training.steps.step import EvalStep, TrainStep
-from horovod_train.training.sync import build_strategy
-from horovod_train.training.sync.strategy import SyncParts
+from horovod_train.training.sync import SyncParts, build_strategy
 
 
 @dataclass(frozen=True)

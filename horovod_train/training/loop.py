@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_train.data.audit import Audit
-from horovod_train.data.pipeline.batch_source import BatchSource
-from horovod_train.data.pipeline.chunks import Batches
+from horovod_train.data.pipeline.batch_source import Batches, BatchSource
 from horovod_train.errors import RunError
 from horovod_train.training.hooks import Hook
 from horovod_train.training.run_record import Run

@@ -1,12 +1,23 @@
-"""Opens what a run needs, in order, and closes it in reverse order. Does not train; see run."""
+"""Opens what a run needs, in order, and closes it in reverse order. Does not train; see run.
+
+Opens the records of a run on all ranks and checks that all see the same. Does not read them; see data.pipeline.
+
+Ranks whose files differ (an incomplete node-local copy, a stale listing) would take different numbers of steps and wait
+for each other, or train on records that other ranks use too.
+
+Opens the user's stream of a run on all ranks, and decides how many steps its epochs have. Reads it to count it only.
+
+Ranks whose streams differ in length would take different numbers of steps and wait for each other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -14,19 +25,22 @@ from horovod_train.checkpoint.manager import open_store
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import is_users, users_modules
 from horovod_train.config.rules import resolve
-from horovod_train.config.settings import Config
-from horovod_train.data.dataset import Records, Split, with_inputs_of
+from horovod_train.config.settings import Config, DataConfig
+from horovod_train.data.dataset import Records, Split, check_counts, scan_records, with_inputs_of
 from horovod_train.data.pipeline.batch_source import BatchSource
-from horovod_train.distributed import consistency, timeline
-from horovod_train.distributed.cycle import suit_cycle
+from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.stream import StreamPipeline, open_stream
+from horovod_train.data.source import difference, names_of
+from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.launch import initialize, launcher
+from horovod_train.distributed.launch.initialize import suit_cycle
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
-from horovod_train.errors import RanksStartApart
+from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
@@ -34,10 +48,8 @@ from horovod_train.training.build import build_components, build_first_model
 from horovod_train.training.phase_times import PhaseTimes
 from horovod_train.training.resume import batch_of, resolve_as_before
 from horovod_train.training.run_record import Run
-from horovod_train.training.shared_records import open_on_all_ranks
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
-from horovod_train.training.streams import open_streams
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +64,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         environment = _environment(config)
         if config.horovod.timeline:
-            stack.callback(timeline.forget)
+            stack.callback(initialize.forget_timeline)
         group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
         stack.enter_context(logs.to_console(group.is_root, users=users_modules(as_dict(config))))
         with group.raise_together():
@@ -118,7 +130,7 @@ def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     memory = traced_memory_environment() if config.log.profile_at_steps else {}
     is_root, run_dir = launcher.detect().rank == 0, Path(_output_dir(config))
-    written = timeline.timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
+    written = initialize.timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
     return stall_environment(config.watch) | memory | written
 
 
@@ -172,3 +184,142 @@ def _facts(config: Config) -> dict[str, str]:
         "code of horovod_train": consistency.code_digest(),
         **{f"version of {name}": value for name, value in consistency.versions().items()},
     }
+
+
+_SHOWN = 3
+
+
+def open_on_all_ranks(
+    config: DataConfig, splits: Sequence[Split], group: WorkerGroup, *, needs_labels: bool = True
+) -> dict[Split, Records]:
+    """Collective: return the records of each split, the same on every rank. needs_labels: as of open_records.
+
+    Root scans files without a fresh index while the others wait; then one rank of each host that still finds none does.
+    This works even where files cannot be locked.
+
+    Raises UserError for any problem with the data, RanksStartApart where ranks see different records.
+    """
+    opened: dict[Split, Records] = {}
+    for is_my_turn in (group.is_root, group.local_rank == 0, True):
+        with group.heartbeat.phase("index"), group.raise_together():
+            if is_my_turn and not opened:
+                opened = _scan(config, splits, needs_labels=needs_labels)
+                if "train" in opened:
+                    opened["train"].find_buckets(config)  # reads all records, unless that was done before
+    for records in opened.values():
+        _check_equal(group, records)
+    with group.raise_together():
+        for split, records in opened.items():
+            check_counts(records, config.paths(split))
+    for note in dict.fromkeys(note for records in opened.values() for note in records.notes):
+        log.warning(note)
+    for records in opened.values():
+        _warn(records)
+    return opened
+
+
+def _scan(config: DataConfig, splits: Sequence[Split], *, needs_labels: bool) -> dict[Split, Records]:
+    """Return the records of each split; the inputs are those of the first one."""
+    opened: dict[Split, Records] = {}
+    for split in splits:
+        opened[split] = scan_records(config, split, needs_labels=needs_labels)
+        config = with_inputs_of(config, opened[split].schema)
+    return opened
+
+
+def _check_equal(group: WorkerGroup, records: Records) -> None:
+    """Collective: raise RanksStartApart, naming a file and the ranks on which it differs or is missing."""
+    try:
+        consistency.check(group, records.facts, "at the start", RanksStartApart)
+    except RanksStartApart as error:
+        # All ranks are here, so they can communicate again. File lists make long messages, sent only in this case.
+        local_files = names_of(records.source.parts)
+        sent = group.broadcast_object([list(entry) for entry in local_files])
+        root_files = [(str(name), str(digest)) for name, digest in sent]
+        local_difference = difference(local_files, root_files, group.name(0)) if local_files != root_files else ""
+        differences = group.gather(local_difference)
+        if any(differences):
+            raise RanksStartApart(_sentence(group, records.setting, differences)) from error
+        raise
+
+
+def _sentence(group: WorkerGroup, setting: str, differences: Sequence[str]) -> str:
+    different = [rank for rank, text in enumerate(differences) if text]
+    shown = "; ".join(f"{group.name(rank)} {differences[rank]}" for rank in different[:_SHOWN])
+    more = f"; {len(different) - _SHOWN} more ranks differ" if len(different) > _SHOWN else ""
+    equal = group.size - len(different)
+    return (
+        f"{setting}: ranks see different records: {shown}{more}; {equal} of {group.size} ranks see the same as rank 0. "
+        "Give every rank the same files."
+    )
+
+
+def _warn(records: Records) -> None:
+    problems = records.problems
+    for problem in problems[:_SHOWN]:
+        log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
+    if len(problems) > _SHOWN:
+        log.warning(f"{records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")
+
+
+_SHOWN_STREAMS = 8
+
+
+def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:
+    """Collective: return each split's batches of the stream that data.dataset names, with the same steps on all ranks.
+
+    `config` is resolved. Raises UserError for a stream that cannot be used, RanksStartApart where records differ in
+    kind between ranks.
+    """
+    _describe(config, group)
+    train = _open(config, group, is_training=True)
+    assert train is not None, "None is refused"
+    opened: dict[Split, StreamPipeline] = {"train": train}
+    is_evaluated = config.eval.every_epochs or config.eval.every_steps
+    if is_evaluated and (eval_ := _open(config, group, is_training=False)):
+        opened["eval"] = eval_
+    elif config.checkpoint.best or config.early_stopping.patience or config.early_stopping.target is not None:
+        raise UserError("data.dataset: checkpoint.best and early_stopping need an evaluation, and there is none.")
+    return opened
+
+
+def _open(config: Config, group: WorkerGroup, *, is_training: bool) -> StreamPipeline | None:
+    """Collective: open one split; None if the function gives no records to evaluate."""
+    ranks = Ranks(group.rank, group.size, group.local_size, group.devices[group.rank].logical[0])
+    open_split = functools.partial(open_stream, config.data, ranks, seed=config.seed, training=is_training)
+    stream = group.call_in_turns(open_split, "opening data.dataset")
+    elements = str(stream.elements) if stream else "None"
+    consistency.check(group, {"records of data.dataset": elements}, "at the start", RanksStartApart)
+    if stream is None:
+        return None
+    steps_per_epoch = config.data.steps_per_epoch if is_training else None
+    lengths = None
+    if steps_per_epoch is None:
+        with group.heartbeat.phase("index"), group.raise_together():
+            length = stream.count()
+        lengths = group.gather(length)
+        if not any(lengths):
+            raise UserError(f"data.dataset: with training={is_training} no rank has a record.")
+        listed = ", ".join(f"{length:,}" for length in lengths[:_SHOWN_STREAMS]) + (
+            ", …" if len(lengths) > _SHOWN_STREAMS else ""
+        )
+        log.info(f"data.dataset: {'training' if is_training else 'evaluation'} records by rank: {listed}")
+    data = config.data
+    assert data.global_batch_size is not None
+    rows = -(-data.global_batch_size // group.size)
+    if not is_training:
+        rows = config.eval.batch_size_per_rank or rows
+    steps = steps_per_epoch or -(-max(lengths or [0]) // rows)
+    return StreamPipeline(stream, rows, steps, lengths, prefetch_batches=data.prefetch_batches)
+
+
+def _describe(config: Config, group: WorkerGroup) -> None:
+    """Log what a stream keeps of a run's promises, and what it does not."""
+    assert config.data.dataset is not None
+    name, steps = config.data.dataset.name, config.data.steps_per_epoch
+    log.info(
+        f"{name} is a stream: ranks end each epoch together, and a run resumes inside an epoch on as many ranks, "
+        "by reading up to where it stopped. The stream decides whether each record comes once, and in the same order."
+    )
+    if steps:
+        log.info(f"an epoch of {name} has {steps} steps: longer streams are cut, shorter ones are filled by weight 0")

@@ -2,13 +2,17 @@
 
 In a synchronous step every rank waits, in the exchange, for the rank that comes last. So a slow rank is known by the
 time it spends elsewhere, and the cost of the exchange itself by the rank that waits least.
+
+Measures training time, and the time for which hooks block training.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import numpy as np
@@ -92,3 +96,50 @@ def _describe_slow(seconds: np.ndarray, usual: np.ndarray) -> str:
     if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing
         return f"{seconds[phase] / seconds.sum():.0%} of its time in {MEASURED_PHASES[phase]}".replace("%", " %")
     return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {MEASURED_PHASES[phase]}".replace("%", " %")
+
+
+@dataclass
+class Stopwatch:
+    """Measures training time, without evaluation, saving and the first call, which compiles."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    records: int = 0
+    is_running: bool = False
+    _lap: float = field(default=0.0, repr=False)
+    _blocked: dict[str, float] = field(default_factory=dict, repr=False)
+
+    def count(self, steps: int, records: int) -> None:
+        """Add a finished call; the first one only starts the watch."""
+        if self.is_running:
+            self.steps += steps
+            self.records += records
+        else:
+            self._lap, self.is_running = time.perf_counter(), True
+
+    def read(self) -> tuple[float, int, int]:
+        """Return seconds, steps and records so far."""
+        if self.is_running:
+            now = time.perf_counter()
+            self.seconds, self._lap = self.seconds + now - self._lap, now
+        return self.seconds, self.steps, self.records
+
+    def s_per_step(self) -> float:
+        """Return the mean seconds per step; 0 if nothing has been measured yet."""
+        seconds, steps, _ = self.read()
+        return seconds / steps if steps else 0.0
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.read()
+        yield
+        self._lap = time.perf_counter()
+
+    def note_blocked(self, name: str, seconds: float) -> None:
+        """Note the time for which something has blocked training."""
+        self._blocked[name] = self._blocked.get(name, 0.0) + seconds
+
+    def take_blocked(self) -> dict[str, float]:
+        """Return by name what was noted since the last call."""
+        taken, self._blocked = self._blocked, {}
+        return taken

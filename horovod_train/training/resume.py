@@ -15,7 +15,7 @@ from horovod_train.checkpoint.tensors import Checkpoint, load
 from horovod_train.config.loader import as_dict
 from horovod_train.config.rules import resolve
 from horovod_train.config.settings import Config
-from horovod_train.data import identity
+from horovod_train.data import source
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.errors import UserError
 from horovod_train.training.run_record import Run
@@ -113,5 +113,5 @@ def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
 
 def _changed_files(train: BatchSource, checkpoint: Checkpoint) -> str:
     """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
-    now, then = identity.unpack(train.files), identity.unpack(checkpoint.facts.data_files)
-    return identity.difference(now, then, "the checkpoint") if now and then and now != then else ""
+    now, then = source.unpack(train.files), source.unpack(checkpoint.facts.data_files)
+    return source.difference(now, then, "the checkpoint") if now and then and now != then else ""

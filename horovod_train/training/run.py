@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from horovod_train.checkpoint.room import count_saves, most_at_once
+from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
 from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config
@@ -17,17 +17,17 @@ from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.distributed import consistency
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
-from horovod_train.output.commit import describe_commit
 from horovod_train.output.files import STOP_FILE
-from horovod_train.training.hooks import call_callbacks
+from horovod_train.output.run_dir import describe_commit
+from horovod_train.training import layer_contents
+from horovod_train.training.hooks import callbacks
 from horovod_train.training.hooks.build import build_hooks
+from horovod_train.training.initial_weights import assign, match, slots_like_weights
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
-from horovod_train.training.parts import layer_contents
-from horovod_train.training.parts.initial_weights import assign, match, slots_like_weights
 from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
-from horovod_train.training.steps.graph import draw_step
+from horovod_train.training.steps.histograms import draw_step
 from horovod_train.training.stopping import STOP_FILE_REASON, StopReason
 
 START_AGAIN = 75
@@ -57,7 +57,7 @@ def run(config: Config) -> int:
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
-            call_callbacks.begin(run)
+            callbacks.begin(run)
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
 

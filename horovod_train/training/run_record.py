@@ -15,10 +15,9 @@ from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.output.run_dir import Output
 from horovod_train.training.build import Components
-from horovod_train.training.phase_times import PhaseTimes
+from horovod_train.training.phase_times import PhaseTimes, Stopwatch
 from horovod_train.training.state import TrainState
 from horovod_train.training.stopping import StopCoordinator
-from horovod_train.training.stopwatch import Stopwatch
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
-"""TrainState: the whole state of a training run, all in variables. Neither saves nor exchanges it."""
+"""TrainState: the whole state of a training run, all in variables. Neither saves nor exchanges it.
+
+Copies of variables and of ranks' values on root, for a save. Does not know what is saved; see state.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +19,10 @@ import xxhash
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import DivergedError
-from horovod_train.training.copies import Copies, bytes_of
+from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.nonfinite import Failure, nonfinite_names
-from horovod_train.training.parts.averages import Averages, MovingAverages
 from horovod_train.training.steps.optimizers import Optimizers
-from horovod_train.training.sync.every_step import EveryStep
-from horovod_train.training.sync.strategy import SyncStrategy, by_unique_name
+from horovod_train.training.sync import EveryStep, SyncStrategy, by_unique_name
 
 LOSS_AVERAGE_DECAY = 0.9
 """Decay of the moving average of the training loss."""
@@ -233,3 +235,41 @@ def find_seeds(model: keras.Model) -> list[tf.Variable]:
 def weights_by_name(weights: Iterable[Any], prefix: str) -> dict[str, tf.Variable]:
     """Name weights as in a checkpoint: `model/` and the path, or `ema/` for their moving averages."""
     return by_unique_name((f"{prefix}/{weight.path}", as_tf_variable(weight)) for weight in weights)
+
+
+class Copies:
+    """Copies of variables, in memory that each save uses again.
+
+    A process gets new memory page by page, when it first writes there, which takes longer than the copying itself.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+        self._reserves: threading.Thread | None = None
+
+    def reserve(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Get the memory in the background, so that the first save does not have to wait for it."""
+        specs = {name: (variable.shape, variable.dtype.as_numpy_dtype) for name, variable in variables.items()}
+
+        def fill() -> None:
+            for name, (shape, dtype) in specs.items():
+                self._arrays[name] = np.empty(shape, dtype)
+                self._arrays[name].fill(0)
+
+        self._reserves = threading.Thread(target=fill, name="copies", daemon=True)
+        self._reserves.start()
+
+    def take(self, variables: Mapping[str, tf.Variable]) -> dict[str, np.ndarray]:
+        """Return copies of these variables, which the next call overwrites."""
+        if self._reserves is not None:
+            self._reserves.join()
+        for name, variable in variables.items():
+            if name not in self._arrays:
+                self._arrays[name] = np.empty(variable.shape, variable.dtype.as_numpy_dtype)
+            self._arrays[name].reshape(-1).view(np.uint8)[:] = bytes_of(variable)
+        return {name: self._arrays[name] for name in variables}
+
+
+def bytes_of(variable: tf.Variable) -> memoryview:
+    """Return the bytes, on the host without a copy, where `numpy` would make one."""
+    return np.asarray(memoryview(variable.value())).reshape(-1).view(np.uint8).data

@@ -34,9 +34,9 @@ def command(*words: str) -> Callable[[], int]:
 
 
 def load_tensorflow() -> None:
-    from horovod_train.output import tensorflow_noise
+    from horovod_train.output import logs
 
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     import horovod_train.inference.run
     import horovod_train.training.run  # noqa: F401
 

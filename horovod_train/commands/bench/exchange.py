@@ -18,10 +18,9 @@ import statistics
 import sys
 from typing import Any
 
-from horovod_train.commands.arguments import above_0, count, several
 from horovod_train.commands.bench import growth
 from horovod_train.commands.bench.exchange_run import Contender, contenders, launch
-from horovod_train.commands.tables import build_table, open_screen
+from horovod_train.commands.cli import above_0, build_table, count, open_screen, several
 from horovod_train.distributed.launch.local import mpi_problem
 from horovod_train.errors import UserError
 

@@ -16,27 +16,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 
-tensorflow_noise.load_tensorflow()
+logs.load_tensorflow()
 
 import keras  # noqa: E402  TensorFlow speaks when it is first loaded
 import tensorflow as tf  # noqa: E402
 
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS  # noqa: E402
 from horovod_train.config.settings import Config, DeviceConfig, HorovodConfig, Spec  # noqa: E402
-from horovod_train.data.pipeline.batch import Batch  # noqa: E402
-from horovod_train.data.pipeline.batch_source import StepSize  # noqa: E402
-from horovod_train.data.pipeline.chunks import Batches  # noqa: E402
+from horovod_train.data.pipeline.batch_source import Batch, Batches, StepSize  # noqa: E402
 from horovod_train.distributed.group import WorkerGroup  # noqa: E402
 from horovod_train.distributed.start import start  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
 from horovod_train.optim.schedules import Horizon  # noqa: E402
-from horovod_train.training.parts.compiled import compile_model  # noqa: E402
+from horovod_train.training.compiled import compile_model  # noqa: E402
 from horovod_train.training.state import TrainState  # noqa: E402
 from horovod_train.training.steps.build import build_training  # noqa: E402
-from horovod_train.training.sync.every_step import EveryStep  # noqa: E402
-from horovod_train.training.sync.strategy import CombineList, Exchanged  # noqa: E402
+from horovod_train.training.sync import (  # noqa: E402
+    CombineList,
+    EveryStep,
+    Exchanged,
+)
 
 WINDOWS = 5
 """Number of parts of the measured time; the median counts."""

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_train.commands.arguments import above_0, count, several
 from horovod_train.commands.bench.cost_model import (
     TOPOLOGIES,
     Costs,
@@ -27,9 +26,9 @@ from horovod_train.commands.bench.cost_model import (
 )
 from horovod_train.commands.bench.exchange_run import Contender, launch
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.cli import above_0, count, open_screen, several
 from horovod_train.errors import UserError
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 
 if TYPE_CHECKING:
     from horovod_train.commands.bench.projection import Network, Part
@@ -152,7 +151,7 @@ def fit_lines(points: Sequence[Point], costs: Costs, topology: Topology, cores: 
 def _projection(projected: Projected, topology: Topology) -> Iterator[str]:
     """Yield a Markdown table for ResNet-50 on a network."""
     # Imported here, because they load TensorFlow and Horovod.
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     from horovod_train.commands.bench import projection, rank_costs
 
     parts = projection.build_parts(rank_costs.measure(max(projected.ranks)), projected.step_s)

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from horovod_train.commands.arguments import count
 from horovod_train.commands.bench import peer_run
 from horovod_train.commands.bench.peer_programs.timing import SYSTEMS
 from horovod_train.commands.bench.peer_run import Contender, Workload
-from horovod_train.commands.bench.scaling_run import measure, measured_config
-from horovod_train.commands.out_files import check_new
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.bench.scaling import measure, measured_config
+from horovod_train.commands.cli import check_new, count, open_screen
 from horovod_train.config.settings import (
     Config,
     DataConfig,

@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed import serialize
+from horovod_train.distributed import objects
 from horovod_train.distributed.launch import key_value_store
-from horovod_train.distributed.launch.rendezvous_server import StepServer, key_of
+from horovod_train.distributed.launch.rendezvous import StepServer, key_of
 from horovod_train.distributed.watchdog.heartbeat import Beat
 from horovod_train.distributed.watchdog.stall_detector import StallDetector
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
@@ -44,11 +44,11 @@ class RankCosts(NamedTuple):
 def measure(ranks: int) -> RankCosts:
     """ranks: of the run that the stall detector considers, and whose addresses a request of gloo's start carries."""
     data = np.arange(_HASHED_BYTES // 8).view(np.uint8)  # zeros would all be one page, in the cache
-    entry = serialize.dump("0" * 64)
+    entry = objects.dump("0" * 64)
     beat_s, admit_s = _watch()
     return RankCosts(
         _seconds(lambda: xxhash.xxh3_128_hexdigest(data.data), 5) / _HASHED_BYTES,
-        _seconds(lambda: serialize.load(entry), _TIMES),
+        _seconds(lambda: objects.load(entry), _TIMES),
         beat_s,
         _detect(ranks) / ranks,
         admit_s,

@@ -1,1 +1,161 @@
-"""The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check."""
+"""The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
+
+The command `doctor`: checks whether this machine, or this job, is fit to train on. One line per check.
+
+python -m horovod_train.main doctor                                   this machine
+horovodrun -np 4 python -m horovod_train.main doctor                  the job, as it would be started to train
+
+Brings the ranks together, runs the checks in order and shows the results. Judges nothing itself; see the checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from horovod_train.commands.cli import above_0, add_config, check_out, load_from_arguments, open_screen, write_out
+from horovod_train.commands.doctor.check_result import CheckResult, fail
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import AlreadySaid, RunError, one_line
+from horovod_train.inference.artifacts import FINDINGS
+from horovod_train.output import logs
+
+if TYPE_CHECKING:
+    from horovod_train.distributed.group import WorkerGroup
+
+
+COLOURS = {"ok": "green", "warning": "yellow", "fail": "red"}
+_NOT_TOGETHER = (
+    "the ranks did not come together within {:.0f} s. Are all hosts up, and can they reach one another? With several "
+    "networks name theirs: horovodrun --network-interfaces"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "check with the horovod, device and output_dir of these config files")
+    parser.add_argument("--dir", metavar="DIR", help="folder that all ranks should see; default: output_dir, or here")
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="the findings as JSON, to FILE if given")
+    parser.add_argument(
+        "--timeout",
+        type=above_0,
+        default=60.0,
+        metavar="S",
+        help="seconds in which all ranks must start; default %(default)g",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Return 0 if no check failed, 1 if one did. Collective."""
+    config = load_from_arguments(arguments.config) if arguments.config else None
+    if arguments.json not in (None, "-"):
+        check_out("--json", arguments.json, FINDINGS)
+    logs.load_tensorflow()
+    findings, is_root = _examine(config, arguments)
+    if is_root:
+        _show(findings, arguments.json)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def _examine(config: Config | None, arguments: argparse.Namespace) -> tuple[list[CheckResult], bool]:
+    from horovod_train.distributed.start import start
+    from horovod_train.distributed.watchdog.watchdog import stall_environment
+
+    chosen = config or Config()
+    try:
+        environment = stall_environment(chosen.watch)
+        with _end_unless_together(arguments.timeout):
+            group = start(chosen.horovod, chosen.device, deterministic=chosen.deterministic, environment=environment)
+    except AlreadySaid:
+        return [fail("start", "another rank could not start; it says why", "")], False
+    except RunError as error:
+        # Usually the same on all ranks: root reports it, and its end ends the others before they report.
+        time.sleep(0.0 if launcher.detect().rank == 0 else launcher.ROOT_REPORTS_FIRST_S)
+        return [fail("start", str(error), "")], True
+    except Exception as error:
+        # Libraries may raise anything here; doctor reports it as a result.
+        text = one_line(error)[:300]
+        return [fail("start", f"Horovod does not start: {text}", "See docs/install.md.")], launcher.detect().rank == 0
+    folder = Path(arguments.dir or (config.output_dir if config and config.output_dir else "."))
+    local_findings = [vars(finding) for finding in _checks(group, config, _existing(folder))]
+    # Figures differ between ranks; the exit code must not.
+    findings = [CheckResult(**finding) for finding in group.broadcast_object(local_findings)]
+    group.close()
+    return findings, group.is_root
+
+
+def _checks(group: WorkerGroup, config: Config | None, folder: Path) -> Iterator[CheckResult]:
+    """Run the checks, in the order in which they are shown. Collective."""
+    from horovod_train.commands.doctor import machine, ranks
+
+    yield from machine.check_versions(group, config)
+    yield machine.check_build(group)
+    yield ranks.check_launcher(group)
+    yield ranks.check_hosts(group)
+    yield ranks.check_devices(group)
+    yield ranks.check_threads(group)
+    yield ranks.check_settings(group)
+    yield ranks.check_averaging(group)
+    yield ranks.check_speed(group)
+    yield machine.check_network(group)
+    yield machine.check_file_system(group, folder)
+    yield machine.check_clocks(group)
+
+
+def _existing(folder: Path) -> Path:
+    """Return the folder, or the nearest existing one above it: doctor makes no run directory."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.resolve()
+
+
+def _show(findings: Sequence[CheckResult], to: str | None) -> None:
+    if to is not None:
+        text = json.dumps({"checks": [finding.as_dict() for finding in findings]}, indent=2)
+        if to == "-":
+            print(text, flush=True)
+            return
+        write_out("--json", to, text + "\n", FINDINGS)
+    console = open_screen(launched=launcher.detect().launcher != "none")
+    for finding in findings:
+        # In one write: launchers put a prefix before each part.
+        level, text = f"{finding.level:<8}", f"{finding.name:<16}{finding.text}{_advice(finding)}"
+        console.print(Text.assemble((level, COLOURS[finding.level]), text))
+        for row in finding.rows:
+            console.print(f"{'':<24}{row}", markup=False)
+    sys.stdout.flush()
+
+
+def _advice(finding: CheckResult) -> str:
+    return f". {finding.do}" if finding.do else ""
+
+
+@contextmanager
+def _end_unless_together(timeout_s: float) -> Iterator[None]:
+    """End the process if Horovod waits forever for a rank that does not arrive: no exception can interrupt it."""
+
+    def end() -> None:
+        print(f"fail    start           {_NOT_TOGETHER.format(timeout_s)}.", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.daemon = True
+    timer.start()
+    # MPI may wait while it holds Python's lock, and then no Python thread can run.
+    faulthandler.dump_traceback_later(timeout_s + 2, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

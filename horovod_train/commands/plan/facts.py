@@ -1,6 +1,8 @@
 """For `plan`: what a run on N ranks takes, in numbers. Reads the records' index, no records; needs no TensorFlow.
 
 The sizes are those of the model, which is built elsewhere; see model.
+
+For `plan`: the checkpoint that a run would resume from. Reads manifests, no arrays; needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -9,18 +11,17 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from horovod_train.checkpoint.room import count_multiples, count_saves
-from horovod_train.commands.plan.resume import Start
-from horovod_train.config.class_weights import weights_of_outputs
-from horovod_train.config.rules import resolve
+from horovod_train.checkpoint.layout import CHECKPOINTS, count_multiples, count_saves, find_start
+from horovod_train.checkpoint.manifest import Damaged, read_manifest
+from horovod_train.config.rules import resolve, weights_of_outputs
 from horovod_train.config.settings import Config
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle, open_records, with_inputs_of
-from horovod_train.data.order.rank_shares import padding_share
-from horovod_train.data.order.sampler import Plan
+from horovod_train.data.sampler import Plan, padding_share
 from horovod_train.optim.schedules import Horizon, build_formula, build_horizon
 
 Facts = dict[str, Any]
@@ -246,3 +247,44 @@ def _second_look(config: Config, facts: Facts) -> Iterator[str]:
         yield f"{config.output_dir} holds this run's last step already: there is nothing left to train"
     if data.stage_dir:
         yield f"data.stage_dir: {data.stage_dir} is a folder of the nodes and was not looked at from here"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the manifest of a checkpoint says. size: bytes of its files. ranks: None if it does not say."""
+
+    folder: Path
+    step: int
+    ranks: int | None
+    size: int
+    config: Mapping[str, Any]
+    began_at: str
+
+    @property
+    def global_batch_size(self) -> int | None:
+        size = self.config.get("data", {}).get("global_batch_size")
+        return size if isinstance(size, int) else None
+
+
+def find_resume(config: Config) -> tuple[Start | None, list[str]]:
+    """Return the checkpoint that a run of this config would resume from, and sentences about others that it skips.
+
+    Finds it as the run does, but checks only its manifest and the sizes of its files. Raises UserError if the run would
+    refuse to start.
+    """
+    if config.output_dir is None:
+        return None, []
+    folder = Path(config.output_dir) / CHECKPOINTS
+    point = find_start(folder, config.checkpoint.resume, _read)
+    notes = [f"the checkpoint of step {step} is damaged: {error}" for step, error in point.damaged.items()]
+    return point.checkpoint, [*notes, *filter(None, [point.explanation()])]
+
+
+def _read(folder: Path) -> Start:
+    manifest = read_manifest(folder)
+    try:
+        size = sum(file["bytes"] for file in manifest["files"].values())
+        config, began_at = manifest.get("config") or {}, manifest.get("began_at") or ""
+        return Start(folder, int(manifest["step"]), manifest.get("ranks"), size, config, began_at)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest lacks what plan shows: {error}") from error

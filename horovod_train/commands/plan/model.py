@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from horovod_train.commands.plan.facts import Outlook, Sizes
-from horovod_train.config.class_weights import PER_OUTPUT
 from horovod_train.config.registry import load_function, raised_at
+from horovod_train.config.rules import PER_OUTPUT
 from horovod_train.config.settings import Config, HorovodConfig, LrScheduleConfig, Spec
+from horovod_train.data.augment import build_augmentations
 from horovod_train.data.pipeline.pipeline import Pipeline
-from horovod_train.data.transforms.augment import build_augmentations
 from horovod_train.distributed.device import Device, pin_to_cpu
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import horovod_alone
@@ -24,14 +24,14 @@ from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer, build_schedule
 from horovod_train.optim.schedules import Horizon
 from horovod_train.output.metrics import load_writers
-from horovod_train.output.trackers.build import build_trackers
+from horovod_train.output.trackers import build_trackers
 from horovod_train.training.build import Components, build_components
+from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.compiled import build_metrics
+from horovod_train.training.fine_tuning import is_lora, listed
 from horovod_train.training.hooks.users import load_hooks
-from horovod_train.training.parts.callbacks import load_callbacks
-from horovod_train.training.parts.fine_tuning import is_lora, listed
-from horovod_train.training.parts.initial_weights import match
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import build_metrics
+from horovod_train.training.initial_weights import match
+from horovod_train.training.losses import build_loss
 from horovod_train.training.steps.optimizers import Optimizers
 
 ANY_HORIZON = Horizon(global_batch_size=1, steps_per_epoch=1, total_steps=1)

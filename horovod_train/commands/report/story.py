@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from horovod_train.commands.explain.command import Explanation, explain
-from horovod_train.commands.explain.files import read_json
+from horovod_train.commands.explain import Explanation, explain, read_json
 from horovod_train.config.loader import by_key
 from horovod_train.data.audit import FOLDER, audit
 from horovod_train.errors import UserError
 from horovod_train.output.files import lines_in
 from horovod_train.output.metrics import Row, metrics_in
 from horovod_train.output.profile import Costs, find_profiles, read_profiles
-from horovod_train.output.rank_log_reader import TROUBLE, RankStory, read_phase, read_starts_of_root
+from horovod_train.output.rank_log import TROUBLE, RankStory, read_phase, read_starts_of_root
 
 _RESUMED = re.compile(r"resumed from .+ at step (\d+)$")
 _CODE = re.compile(r"code: (.+)")

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from horovod_train.commands.arguments import Parser, count
-from horovod_train.config.numbers import CLOCK
+from horovod_train.commands.cli import Parser, count
+from horovod_train.config.loader import CLOCK, compose, plain_value
 from horovod_train.config.registry import suggest
-from horovod_train.config.yaml_nodes import compose, plain_value
 from horovod_train.errors import UserError
 
 CPUS_PER_GPU = 8

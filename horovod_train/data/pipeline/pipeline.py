@@ -16,20 +16,24 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data import identity
+from horovod_train.data import counter_rng, source
 from horovod_train.data.dataset import Records, build_plan, check_room_to_shuffle
-from horovod_train.data.order import counter_rng
-from horovod_train.data.order.sampler import Plan
-from horovod_train.data.parsing.serialized import build_parser
-from horovod_train.data.pipeline.batch import Batch, Tensors, pick, tensors_by_name
-from horovod_train.data.pipeline.batch_source import BatchSource, StepRange, StepSize
-from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
+from horovod_train.data.decoding import image_problem
+from horovod_train.data.parsing import build_parser
+from horovod_train.data.pipeline.batch_source import (
+    Batch,
+    BatchSource,
+    StepRange,
+    StepSize,
+    Tensors,
+    pick,
+    tensors_by_name,
+)
 from horovod_train.data.pipeline.feed import prefetch_to
-from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, Unparsed
+from horovod_train.data.pipeline.loader import Chunk, Loader, Ranks, Unparsed, bytes_to_cache, check_room_to_cache
+from horovod_train.data.sampler import Plan
 from horovod_train.data.source import mark_skipped
-from horovod_train.data.transforms.decoding import image_problem
-from horovod_train.data.transforms.preprocess import apply_preprocess, load_preprocess
-from horovod_train.data.transforms.transforms import Transforms
+from horovod_train.data.transforms import Transforms, apply_preprocess, load_preprocess
 from horovod_train.errors import UserError
 
 _AUGMENT = 3  # so that augmentation is independent of the order; see sampler
@@ -60,7 +64,7 @@ class Pipeline(BatchSource):
         with tf.device("cpu:0"):
             self._not_images = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=0)
         self.fingerprint, self.content, self.data_sets = plan.fingerprint, records.digest, records.data_sets
-        self.files = identity.pack(identity.names_of(records.source.parts))
+        self.files = source.pack(source.names_of(records.source.parts))
         self.order_settings = (
             "the training files as they were then, seed {seed}, data.global_batch_size {batch} and the same "
             "data.shuffle… settings"

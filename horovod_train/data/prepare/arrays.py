@@ -9,9 +9,8 @@ from typing import cast
 
 import numpy as np
 
-from horovod_train.data.features import Feature, RawDtype
 from horovod_train.data.prepare.writing import add_split_arguments, encode_rows, split_by_fraction, write_dataset
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, RawDtype, Schema
 from horovod_train.errors import UserError
 
 Arrays = dict[str, np.ndarray]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_train.data.prepare.arrays import Arrays, add_file_arguments, check_names, write
-from horovod_train.data.storage.storage import DEFAULT, Storage
+from horovod_train.data.storage import DEFAULT, Storage
 from horovod_train.errors import UserError
 
 VECTOR = "inputs"

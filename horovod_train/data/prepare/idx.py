@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_train.data.features import Feature
 from horovod_train.data.prepare.arrays import Arrays, join_splits
 from horovod_train.data.prepare.writing import add_split_arguments, encode_rows, write_dataset
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 
 

@@ -11,11 +11,10 @@ import io
 import numpy as np
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.features import Feature
-from horovod_train.data.order import counter_rng
+from horovod_train.data import counter_rng
 from horovod_train.data.prepare import samples
 from horovod_train.data.prepare.writing import Values
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 
 LABELS = 1001

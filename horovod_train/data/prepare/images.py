@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_train.config.registry import import_extra
-from horovod_train.data.features import Feature
 from horovod_train.data.files import left_out_note, listed, loose_files
 from horovod_train.data.prepare.writing import Values, add_split_arguments, split_by_fraction, write_dataset
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stdout
 

@@ -6,11 +6,10 @@ import argparse
 
 import numpy as np
 
-from horovod_train.data.features import Feature
-from horovod_train.data.order import counter_rng
+from horovod_train.data import counter_rng
 from horovod_train.data.prepare import samples
 from horovod_train.data.prepare.writing import encode_rows
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 
 SCHEMA = Schema(
     {"sample": Feature("int64", (5,), cast="float32"), "label": Feature("int64", cast="float32", classes=2)},

@@ -9,10 +9,9 @@ import argparse
 
 import numpy as np
 
-from horovod_train.data.features import Feature
-from horovod_train.data.order import counter_rng
+from horovod_train.data import counter_rng
 from horovod_train.data.prepare import samples
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 
 KINDS = 4
 _RULE, _SHAPE, _TOKENS = 1, 2, 3

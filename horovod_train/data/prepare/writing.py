@@ -19,15 +19,14 @@ from pathlib import Path
 import numpy as np
 
 from horovod_train import tfrecord_framing
+from horovod_train.data import counter_rng
 from horovod_train.data.files import INDEX_NAME
-from horovod_train.data.order import counter_rng
-from horovod_train.data.progress import track
 from horovod_train.data.schema import DATASET_NAME, Schema, dump_schema
 from horovod_train.data.tfrecord.index import write_index
 from horovod_train.data.tfrecord.index_file import DRAFT_NAME, hold_lock
 from horovod_train.errors import UserError
-from horovod_train.output import tensorflow_noise
-from horovod_train.output.console import to_stdout
+from horovod_train.output import logs
+from horovod_train.output.console import to_stdout, track
 from horovod_train.output.removal import Artifact, check, draft_of, remove, rename, replace
 
 Values = Mapping[str, bytes | str | int | float | np.ndarray]
@@ -60,7 +59,7 @@ def write_dataset(arguments: argparse.Namespace, schema: Schema, splits: Splits,
     if shards is not None and shards < 1:
         raise UserError(f"--shards must be at least 1; received {shards}.")
     _check_free(out, arguments.force)
-    tensorflow_noise.load_tensorflow()
+    logs.load_tensorflow()
     place = Path(os.path.abspath(out))
     try:
         with _new_draft(place) as draft:
@@ -87,7 +86,7 @@ def write_once(folder: Path, schema: Schema, read: Callable[[], tuple[Splits, En
         if _is_complete(folder):
             return
         with _new_draft(folder) as draft:  # first, because it fails immediately if nothing can be written
-            tensorflow_noise.load_tensorflow()
+            logs.load_tensorflow()
             _write_splits(draft, schema, *read(), shards)
             try:
                 rename(draft, folder)

@@ -20,11 +20,11 @@ from typing import Any
 
 import google_crc32c
 
-from horovod_train.config.remote_paths import is_remote
-from horovod_train.data.cache_paths import paths_beside, save_to_first
-from horovod_train.data.progress import track
-from horovod_train.data.storage.storage import DEFAULT, Stamps, Storage
+from horovod_train.config.paths import is_remote
+from horovod_train.data.files import paths_beside, save_to_first
+from horovod_train.data.storage import DEFAULT, Stamps, Storage
 from horovod_train.errors import UserError
+from horovod_train.output.console import track
 from horovod_train.output.files import write_atomically
 from horovod_train.output.removal import Artifact
 

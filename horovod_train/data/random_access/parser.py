@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.data.features import Feature
 from horovod_train.data.random_access.store import objects, stack
+from horovod_train.data.schema import Feature
 from horovod_train.data.source import Arrays, Data
 
 

@@ -1,28 +1,24 @@
-"""Records that can be read by number, from one or several stores, as a source of records. Knows no format."""
+"""Records that can be read by number, from one or several stores, as a source of records. Knows no format.
+
+Describes what records hold, from the first record, where `data.features` does not say it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.features import Feature
 from horovod_train.data.files import check_different
-from horovod_train.data.random_access.blocks import read_block
-from horovod_train.data.random_access.describe import (
-    describe,
-    images_in_config,
-    labels_of,
-    names_in_config,
-    without_labels,
-)
 from horovod_train.data.random_access.digests import content_digests
 from horovod_train.data.random_access.parser import ArraysParser
-from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error
-from horovod_train.data.schema import Schema
+from horovod_train.data.random_access.store import FileStamps, Request, Store, describe_error, read_block
+from horovod_train.data.schema import Feature, Schema, parse_feature
 from horovod_train.data.source import Arrays, Blocks, LoadBlock, LoadedBlock, Parser, Part
-from horovod_train.data.storage.storage import DEFAULT, Storage, map_paths, normalized
+from horovod_train.data.storage import DEFAULT, Storage, map_paths, normalized
 from horovod_train.errors import UserError
 
 OpenStore = Callable[[str, Request], Store]
@@ -122,3 +118,118 @@ def _first_record(store: Store) -> tuple[int, Arrays]:
     reason = describe_error(failure)
     first = store.name(0).removeprefix(f"{store.path}: ")
     raise UserError(f"{store.path}: none of its first records can be read; {first}: {reason}.") from failure
+
+
+_STORED_AS = {"bool": "uint8", "uint32": "int64"}
+"""Dtypes that no feature can have → the smallest dtype that holds their values."""
+_RAW = ("uint8", "int8", "uint16", "int16", "int32", "float16", "float64")
+
+_IN_LISTS = {**dict.fromkeys("biu", "int64"), "f": "float", **dict.fromkeys("OSU", "bytes")}
+"""numpy's kind of the values in lists → the type as which they are read."""
+
+
+def names_in_config(config: DataConfig) -> tuple[str, ...]:
+    """Return the features that the config names; () if it leaves the choice to the records."""
+    names = (*config.inputs, *labels_of(config), *config.features)
+    return tuple(dict.fromkeys(names)) if config.inputs else ()
+
+
+def labels_of(config: DataConfig) -> tuple[str, ...]:
+    """Return the features that no model gets, unless data.inputs names them: the targets and the weight."""
+    return (*config.targets, *_weight(config))
+
+
+def without_labels(config: DataConfig) -> DataConfig:
+    """Return the config for records that need no targets and no weight.
+
+    data.inputs stays as it is: where it is left to its default, `describe` must know which features were labels.
+    """
+    labels = {*labels_of(config)} - {*config.inputs}
+    features = {name: value for name, value in config.features.items() if name not in labels}
+    return dataclasses.replace(config, targets=(), weight=None, features=features)
+
+
+def images_in_config(config: DataConfig) -> frozenset[str]:
+    """Return the features that the config declares as image files."""
+    features = config.features.items()
+    return frozenset(name for name, value in features if isinstance(value, Mapping) and value.get("decode") == "image")
+
+
+def describe(
+    first: Arrays,
+    defaults: Mapping[str, Mapping[str, Any]],
+    config: DataConfig,
+    path: str,
+    labels: Collection[str] | None = None,
+) -> Schema:
+    """Return the schema of records. first: one of them, each array with one row. defaults: as of Store.
+
+    data.features takes precedence over defaults. Without data.inputs, all features but the labels are inputs. labels:
+    by default, the targets and the weight. Raises UserError.
+    """
+    labels = labels_of(config) if labels is None else labels
+    available = ", ".join(first) or "nothing"
+    weight = _weight(config)
+    named = {"targets": config.targets, "inputs": config.inputs, "weight": weight, "features": config.features}
+    for setting, names in named.items():
+        for name in names:
+            if name not in first:
+                raise UserError(f"data.{setting}: the records of {path} have no {name}; they have {available}.")
+    inputs = config.inputs or tuple(name for name in first if name not in labels)
+    if not inputs:
+        raise UserError(f"data.inputs: nothing is left for the model of {available}; name what it gets.")
+    names = dict.fromkeys([*inputs, *config.targets, *weight, *config.features])
+    features = {
+        name: _build_feature(name, first[name], defaults.get(name, {}), config.features.get(name, {})) for name in names
+    }
+    return Schema(features, inputs, config.targets, where=path)
+
+
+def _weight(config: DataConfig) -> tuple[str, ...]:
+    return () if config.weight is None else (config.weight,)
+
+
+def _build_feature(name: str, values: np.ndarray, defaults: Mapping[str, Any], settings: Any) -> Feature:
+    where = f"data.features: {name}"
+    if isinstance(settings, str):
+        settings = {"type": settings}
+    if not isinstance(settings, Mapping) or "type" in settings:
+        return parse_feature(settings, where)
+    settings = {**defaults, **settings}
+    if settings.get("decode") == "image":
+        return parse_feature({"type": "bytes", **settings}, where)
+    if "max_length" in settings:
+        return parse_feature({"type": _type_in_lists(where, values), **settings}, where)
+    return parse_feature({**_stored_form(where, values, settings), **settings}, where)
+
+
+def _stored_form(where: str, values: np.ndarray, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return type and shape of what the records hold."""
+    value = values[0]
+    shape = list(values.shape[1:])
+    if isinstance(value, np.ndarray) and values.dtype == object:
+        if "shape" not in settings:
+            raise UserError(
+                f"{where}: holds lists of any length. Give the most values that one has, like max_length: "
+                f"{max(len(value), 1)}, or shape: [{len(value)}] if all have as many."
+            )
+        values, shape = value, []
+    elif values.dtype == object or values.dtype.kind in "SU":
+        if values.dtype == object and not isinstance(value, bytes | str):
+            raise UserError(f"{where}: expected numbers or text; the first record holds {value!r:.80}.")
+        return {"type": "bytes", "shape": shape}
+    dtype = _STORED_AS.get(values.dtype.name, values.dtype.name)
+    if dtype in ("int64", "float32"):
+        return {"type": "int64" if dtype == "int64" else "float", "shape": shape}
+    if dtype not in _RAW:
+        raise UserError(
+            f"{where}: {values.dtype} is not supported; store it as one of int64, float32, {', '.join(_RAW)}."
+        )
+    return {"type": "bytes", "decode": "raw", "raw_dtype": dtype, "shape": shape}
+
+
+def _type_in_lists(where: str, values: np.ndarray) -> str:
+    dtype = np.asarray(values[0]).dtype
+    if dtype.kind not in _IN_LISTS:
+        raise UserError(f"{where}: {dtype} is not supported in lists; store whole numbers, floats or text.")
+    return _IN_LISTS[dtype.kind]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_train.data.files import INDEX_NAME
-from horovod_train.data.storage.storage import Stamp
+from horovod_train.data.storage import Stamp
 from horovod_train.output.files import open_atomically
 from horovod_train.output.removal import Artifact, remove
 

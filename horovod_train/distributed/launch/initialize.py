@@ -1,24 +1,47 @@
 """Initialise Horovod in this process as its launcher has prepared it, and check that it has found the other ranks.
 
 Does not know devices, or what the ranks do afterwards; see group.
+
+Connect elastic ranks, and disconnect them so that all notice.
+
+After a lost rank Horovod 0.28.1 leaves its connections open until the process ends. A rank that waits for data on one
+of them would wait until gloo's time limit if the sender has noticed the loss and left.
+
+Shortens Horovod's pause between exchanges for a small model, whose steps would mostly wait for it.
+
+The pause can only be chosen when Horovod starts, and the model is built later. So Horovod starts again.
+
+Where Horovod writes its timeline: a file for each start, in the run directory. Horovod itself writes it, on rank 0.
+
+Horovod must know the file before it initialises. `hvd.start_timeline`, which takes it later, ends the process by a
+failed assertion if another rank has announced a tensor before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NoReturn
 
 import horovod.tensorflow as hvd
 import numpy as np
+from horovod.common.exceptions import HorovodInternalError
 
-from horovod_train.distributed.launch import key_value_store, launcher, reconnect
+from horovod_train.distributed.group import WorkerGroup
+from horovod_train.distributed.launch import key_value_store, launcher
+from horovod_train.distributed.launch.tuning import SMALL_MODEL_CYCLE_MS, YIELDS
+from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.errors import FailedElsewhere, UserError
+from horovod_train.output.files import must_be_writable
 
 _MAX_CORES = 8192
 """Linux's own limit, NR_CPUS."""
@@ -38,7 +61,7 @@ def initialise(started_by: launcher.Launch, process_sets: Sequence[hvd.ProcessSe
         # gloo wants an address even for one rank, and aborts where the host's own name has none.
         os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
     if started_by.is_elastic:
-        reconnect.connect()
+        connect()
         return rank_cores  # the ranks of a host do not start together
     if not started_by.uses_mpi:
         reports_abort = started_by.step is not None and started_by.rank == 0
@@ -137,3 +160,93 @@ def _refuse(started_by: launcher.Launch, message: str) -> NoReturn:
         time.sleep(launcher.ROOT_REPORTS_FIRST_S)
         raise FailedElsewhere("rank 0 reports that the ranks do not find each other", UserError.exit_code)
     raise UserError(message)
+
+
+_connections: dict[int, str] = {}
+"""File descriptors of Horovod's connections, and the socket of each: a descriptor may be reused for another socket."""
+
+
+def connect() -> None:
+    """Collective: start Horovod. Raises HorovodInternalError if a rank is lost meanwhile."""
+    sys.stdout.flush()  # a rank whose host has left the list of hosts ends inside hvd.init
+    before = _sockets()
+    try:
+        hvd.init()
+    except ValueError as error:  # the reason is only in Horovod's log
+        raise HorovodInternalError("the ranks did not meet") from error
+    _connections.clear()
+    _connections.update(_sockets().items() - before.items())
+
+
+def disconnect() -> None:
+    """Stop Horovod, so that ranks waiting for this one notice. The ranks may call this at different times."""
+    hvd.shutdown()
+    still_open = _sockets()
+    for descriptor, target in _connections.items():
+        if still_open.get(descriptor) == target:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    _connections.clear()
+
+
+def _sockets() -> dict[int, str]:
+    sockets = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:"):
+                sockets[int(name)] = target
+    return sockets
+
+
+_NAME = "HOROVOD_CYCLE_TIME"
+
+
+def suit_cycle(group: WorkerGroup, gradient_bytes: int) -> str | None:
+    """Collective: shorten the pause if gradients have few bytes; return what was done and why, None if nothing.
+
+    Only over MPI between CPUs: over gloo the threads of a short cycle take more time from the steps than they wait. A
+    pause that the user has set stays. No exchange may be under way.
+    """
+    if group.size == 1 or group.exchange != "MPI" or any(device.gpu_keys for device in group.devices):
+        return None
+    may_change = any(setting.name == _NAME and setting.origin == "default" for setting in group.settings)
+    may_change = may_change and VARIABLE not in os.environ  # a second start would overwrite it
+    votes = group.gather(may_change and gradient_bytes <= SMALL_BYTES)
+    if not all(votes):
+        return None
+    # Without a pause at all, threads that wait would take the cores from those that compute, unless they yield.
+    yields = all(group.gather(os.environ.get(YIELDS) == "1"))
+    restart_horovod({_NAME: SMALL_MODEL_CYCLE_MS[yields]})
+    return f"{_NAME}={SMALL_MODEL_CYCLE_MS[yields]} (ms; a step's gradients have only {gradient_bytes} bytes)"
+
+
+VARIABLE = "HOROVOD_TIMELINE"
+
+
+def timeline_environment(run_dir: Path, *, is_root: bool) -> dict[str, str]:
+    """Return the variable that makes Horovod write a timeline; call on every rank. On root, create its folder.
+
+    Raises UserError if the folder cannot be created, or the environment names another file.
+    """
+    if VARIABLE in os.environ:
+        raise UserError(
+            f"horovod.timeline: the environment has {VARIABLE}={os.environ[VARIABLE]} too. Unset it, or leave the "
+            "setting out."
+        )
+    # Ranks must agree that there is one, but only root's file is written. DYNAMIC names none.
+    return {VARIABLE: str(_new_file(run_dir / "timeline")) if is_root else "DYNAMIC"}
+
+
+def forget_timeline() -> None:
+    """Remove the variable when the run is over: another start of Horovod in this process would write over the file."""
+    os.environ.pop(VARIABLE, None)
+
+
+def _new_file(folder: Path) -> Path:
+    """Return a free path, named by the present time in UTC."""
+    with must_be_writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        start_time = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
+        stems = itertools.chain([start_time], (f"{start_time}-{number}" for number in itertools.count(2)))
+        return next(path for path in (folder / f"{stem}.json" for stem in stems) if not path.exists())

@@ -1,6 +1,8 @@
 """Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
 
 python -m horovod_train.distributed.launch.local 4      prints the command that starts 4 ranks, for scripts/run_local.sh
+
+Call a function on several ranks from a Python program: Horovod's `horovod.run`, which needs nothing of ours.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
+
+from horovod.runner import run
 
 Way = Literal["mpirun", "horovodrun"]
 
@@ -174,3 +178,6 @@ def _main() -> int:
 
 if __name__ == "__main__":
     sys.exit(_main())
+
+
+__all__ = ["run"]

@@ -3,10 +3,17 @@
 Rank 0 runs Horovod's own rendezvous server behind a key (see rendezvous_server), on the address of its host, which is
 the first of the step; the port follows from the step's name. No rank starts Horovod before all ranks have arrived,
 because Horovod waits only for HOROVOD_GLOO_TIMEOUT_SECONDS.
+
+Horovod's rendezvous server for the ranks of one step: it answers only requests with the step's key.
+
+The key is the first part of every path, before Horovod's scope and key. The key and root's proof follow from a token
+that all ranks have in their environment (TOKEN): root proves that it knows the token before a rank sends it the key.
+Does not know when ranks may start; see rendezvous.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import random
@@ -18,10 +25,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
+
+from horovod.runner.http.http_server import BAD_REQUEST, RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.distributed.launch import key_value_store, network
-from horovod_train.distributed.launch.rendezvous_server import TOKEN, StepServer, key_of, proof_of_root
-from horovod_train.distributed.launch.slurm import Step
+from horovod_train.distributed.launch.launcher import Step
 from horovod_train.errors import FailedElsewhere, RunError, UserError
 from horovod_train.output.console import to_stderr
 
@@ -298,3 +307,120 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+TOKEN = "HOROVOD_TRAIN_TOKEN"
+"""Environment variable: a secret that srun passes to every task. Without it the key follows from the step's name."""
+
+MAX_VALUE_BYTES = 4 << 20
+"""The limit of one value. gloo's values are about 140 bytes for each rank."""
+REQUEST_WITHIN_S = 5.0
+SPARE_PENDING = 32
+_FORBIDDEN = 403
+
+
+def key_of(step: str, port: int) -> str:
+    return _compute_hmac(f"key {step} {port}")
+
+
+def proof_of_root(step: str, port: int, nonce: str) -> str:
+    """Return root's proof. It includes the port, so a process on another port cannot reuse root's answer."""
+    return _compute_hmac(f"root {step} {port} {nonce}")
+
+
+def _compute_hmac(text: str) -> str:
+    return hmac.new(os.environ.get(TOKEN, "").encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+class StepServer(RendezvousHTTPServer):
+    """Closes a connection that sends no request in time, and the oldest when too many wait. 1024 more may queue."""
+
+    request_queue_size = 1024
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int, step: str, size: int) -> None:
+        super().__init__((host, port), _Handler, 0)
+        self.step, self.key = step, key_of(step, port)
+        self.cache: dict[str, dict[str, bytes]] = {key_value_store.NAME: {}}
+        self._max_pending = size + SPARE_PENDING
+        self._pending: dict[socket.socket, float] = {}
+        """The time by which each connection must have sent a request with the key; the oldest first."""
+        self._lock = threading.Lock()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Usually no descriptors are left. The port stays ready, so without a pause this would be called in a loop.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._pending[request] = time.monotonic() + REQUEST_WITHIN_S
+            while len(self._pending) > self._max_pending:
+                _shut_down(self._pending, next(iter(self._pending)))
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        now = time.monotonic()
+        with self._lock:
+            while self._pending and (oldest := next(iter(self._pending.items())))[1] <= now:
+                _shut_down(self._pending, oldest[0])
+
+    def admit(self, request: socket.socket) -> None:
+        with self._lock:
+            self._pending.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: a bad request ends only its connection, and does not concern the user."""
+
+
+def _shut_down(pending: dict[socket.socket, float], request: socket.socket) -> None:
+    """Shut the connection down. The thread that reads from it then reaches the end and closes it."""
+    del pending[request]
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed already
+        return
+
+
+class _Handler(RendezvousHandler):
+    """Sends head and content together: after a head alone Horovod's client reads an empty value and aborts the rank."""
+
+    server: StepServer
+    path: str
+    wbufsize = 1 << 18
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if proof_request := re.fullmatch(rf"/{key_value_store.NAME}/root\.([0-9a-f]{{32}})", self.path):
+            self._send_proof(proof_request[1])
+            return False
+        # Horovod's client appends :PORT to the address.
+        match = re.fullmatch(r"/([0-9a-f]{64})(?::\d+)?(/[^/]+/[^/]+)", self.path)
+        if match is None or not hmac.compare_digest(match[1], self.server.key):
+            self.send_status_code(_FORBIDDEN)
+            return False
+        self.server.admit(self.connection)
+        self.path = match[2]
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch(r"\d{1,9}", length) or int(length) > MAX_VALUE_BYTES:
+            self.send_status_code(BAD_REQUEST)
+            return False
+        return True
+
+    def _send_proof(self, nonce: str) -> None:
+        port = self.server.server_address[1]
+        proof = proof_of_root(self.server.step, port, nonce).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(proof)))
+        self.end_headers()
+        self.wfile.write(proof)

@@ -11,10 +11,18 @@ What root does with a message, and what the other ranks do, is in coordinator an
     leave    root → ranks   end now; `text` as in stop, for a rank that `stop` has not reached
     stalled  rank → root    `text`: root was silent for too long, and this rank ends
     bye      root ↔ ranks   the sender has finished
+
+Root's role: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports.
+
+A stalled run ends in two rounds: root sends `stop`, and the ranks write their stacks and answer `ready`; then root
+sends `leave`. No rank ends before all have written, because a launcher kills all ranks when the first has ended.
+
+The role of every rank but root: follow root's messages, and check that root is not silent.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -22,9 +30,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from horovod_train.distributed.watchdog.state import PAUSED_AFTER_S, WatchState, end_process, in_background
-from horovod_train.distributed.watchdog.transport import Lost, Message
+from horovod_train.distributed.watchdog.heartbeat import TRAIN
+from horovod_train.distributed.watchdog.state import (
+    ANSWER_WITHIN_S,
+    DISAPPEARED,
+    PAUSED_AFTER_S,
+    Cause,
+    WatchState,
+    end_process,
+    in_background,
+)
+from horovod_train.distributed.watchdog.transport import Lost, Message, Server
+from horovod_train.errors import Stalled
 from horovod_train.output.console import to_stderr
+from horovod_train.output.logs import SLOW
 
 LEAVE_WITHIN_S = 4.0
 """How long a process may take to end once its run has failed; then the watchdog ends it."""
@@ -149,3 +168,147 @@ class WatchThread:
         while not self._state.is_closed:
             self._state.group.heartbeat.read_probe()
             time.sleep(self._turn_s)
+
+
+log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """server: the transport of `state`."""
+
+    def __init__(self, state: WatchState, server: Server) -> None:
+        self._state, self._server = state, server
+        self._slow_since: float | None = None
+        self.handlers: Mapping[str, Handler] = {
+            "beat": state.hear,
+            "claim": lambda rank, message, now: self._answer(rank),
+            "cause": lambda rank, message, now: state.announce_cause(Cause(**message["cause"])),
+            "stalled": self._end_frozen_root,
+            "bye": self._finish,
+        }
+
+    def lose(self, rank: int, now: float) -> None:
+        if rank not in self._state.finished:
+            self._state.detector.forget(rank)
+            self._state.announce_cause(Cause(rank, DISAPPEARED, 1))
+
+    def decide(self, now: float) -> None:
+        detector = self._state.detector
+        idle_s = detector.idle_s(now)
+        if self._is_alone():
+            return
+        if idle_s >= detector.stop_after_s(now):
+            self._stop(detector.describe_stall(now), now)
+        elif idle_s >= detector.warn_after_s(now) and self._slow_since is None:
+            self._slow_since = now - idle_s
+            self._warn(detector.describe_stall(now))
+        elif idle_s < detector.warn_after_s(now) and self._slow_since is not None:
+            self._warn(f"the ranks make progress again, after {now - idle_s - self._slow_since:.0f} s")
+            self._slow_since = None
+
+    def _is_alone(self) -> bool:
+        """Return whether all other ranks have finished, and root still trains, so that no rank waits."""
+        group = self._state.group
+        return len(self._state.finished) == group.size - 1 > 0 and group.heartbeat.name == TRAIN
+
+    def claim(self) -> None:
+        self._answer(self._state.group.rank)
+
+    def _answer(self, rank: int) -> None:
+        if self._state.speaker is None:
+            self._state.set_speaker(rank)
+        self._server.send_to(rank, {"kind": "speaker", "rank": self._state.speaker})
+
+    def _finish(self, rank: int, message: Message, now: float) -> None:
+        if rank not in self._state.finished:  # it may say so twice
+            self._state.finished.append(rank)
+        self._state.detector.forget(rank)
+
+    def _end_frozen_root(self, rank: int, message: Message, now: float) -> None:
+        """End this process: it was frozen, and the others have ended because of that."""
+        self._state.record_stall(f"the other ranks have ended: {message['text']}")
+        end_process(Stalled.exit_code)
+
+    def _warn(self, text: str) -> None:
+        in_background(lambda: log.warning(text, extra=SLOW))
+
+    def _stop(self, sentence: str, now: float) -> None:
+        self._server.send({"kind": "stop", "text": sentence})
+        unready = set(self._server.ranks) - set(self._state.detector.silent_ranks(now))
+        hint = "; the stacks of all ranks are in logs/" if self._state.log.name else ""
+        to_stderr(f"error: stalled: {sentence}{hint}")
+        self._state.record_stall(sentence)
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while unready and time.monotonic() < deadline:
+            for rank, message in self._server.poll(0.1):
+                if isinstance(message, Lost) or message.get("kind") == "ready":
+                    unready.discard(rank)
+        self._server.send({"kind": "leave", "text": sentence})
+        end_process(Stalled.exit_code)
+
+
+_STACKS_WITHIN_S = 2.0
+"""How long a rank waits for the others to write their stacks: the launcher kills all ranks when the first ends."""
+
+
+class Worker:
+    """state: its transport is the connection to root."""
+
+    def __init__(self, state: WatchState) -> None:
+        self._state = state
+        self.handlers: Mapping[str, Handler] = {
+            "beat": state.hear,
+            "speaker": lambda rank, message, now: state.set_speaker(message["rank"]),
+            "cause": lambda rank, message, now: state.record_cause(Cause(**message["cause"])),
+            "stop": self._stop,
+            "leave": self._leave,
+            "bye": self._finish,
+        }
+
+    def lose(self, rank: int, now: float) -> None:
+        state = self._state
+        if state.finished:
+            return
+        state.detector.forget(rank)
+        if now < state.paused_until and state.cause is None:
+            state.record_stall("this process was frozen, and the others have ended meanwhile")
+            end_process(Stalled.exit_code)
+        state.record_cause(Cause(rank, DISAPPEARED, 1))
+
+    def decide(self, now: float) -> None:
+        """End this process if root is silent and no rank makes progress."""
+        state = self._state
+        if not state.detector.silent_ranks(now) or state.detector.idle_s(now) < state.detector.stop_after_s(now):
+            return
+        sentence = state.detector.describe_stall(now)
+        state.transport.send({"kind": "stalled", "text": sentence})
+        # All remaining ranks come here at about the same time and cannot agree on which reports. The first rank that is
+        # not on root's host does, because that host may have failed.
+        hosts = state.group.hosts
+        remote_ranks = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        if state.group.rank == min(remote_ranks, default=1):
+            to_stderr(f"error: stalled: {sentence}; the stacks of the other ranks are in logs/")
+        state.record_stall(sentence)
+        time.sleep(_STACKS_WITHIN_S)
+        end_process(Stalled.exit_code)
+
+    def claim(self) -> None:
+        self._state.transport.send({"kind": "claim"})
+
+    def _finish(self, rank: int, message: Message, now: float) -> None:
+        if rank not in self._state.finished:
+            self._state.finished.append(rank)
+        self._state.detector.forget(rank)
+
+    def _stop(self, rank: int, message: Message, now: float) -> None:
+        self._state.record_stall(message["text"])
+        self._state.transport.send({"kind": "ready"})
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        while time.monotonic() < deadline and not self._state.transport.poll(0.1):
+            pass  # Any message ends the wait: root sends `leave`, or its connection is lost.
+        end_process(Stalled.exit_code)
+
+    def _leave(self, rank: int, message: Message, now: float) -> None:
+        """End this process; the `stop` that should have done so did not arrive."""
+        self._state.record_stall(message["text"])
+        end_process(Stalled.exit_code)

@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from horovod_train.config.settings import WatchConfig
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
-from horovod_train.distributed.watchdog.coordinator import Coordinator
-from horovod_train.distributed.watchdog.host_claim import open_host_claim
-from horovod_train.distributed.watchdog.listener import Address
-from horovod_train.distributed.watchdog.state import ANSWER_WITHIN_S, Cause, WatchState, in_background
-from horovod_train.distributed.watchdog.transport import Server, connect
-from horovod_train.distributed.watchdog.watch_thread import LEAVE_WITHIN_S, Role, WatchThread
-from horovod_train.distributed.watchdog.worker import Worker
+from horovod_train.distributed.watchdog.state import ANSWER_WITHIN_S, Cause, WatchState, in_background, open_host_claim
+from horovod_train.distributed.watchdog.transport import Address, Server, connect
+from horovod_train.distributed.watchdog.watch_thread import LEAVE_WITHIN_S, Coordinator, Role, WatchThread, Worker
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import RankLog
 

@@ -1,4 +1,99 @@
 """Trackers of experiments: MLflow, W&B, CSV files or a class of the user's, which get what metrics.jsonl gets.
 
 To add one: a file here with a class like `Tracker` in tracker, and a line in TRACKERS in build.
+
+Makes the trackers that a config names, and hands rows to all of them.
 """
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_train.config.registry import call, choose
+from horovod_train.config.settings import Spec
+from horovod_train.errors import UserError
+from horovod_train.output import metrics
+from horovod_train.output.trackers.csv_table import CsvTables
+from horovod_train.output.trackers.mlflow import MlflowTracker
+from horovod_train.output.trackers.sender import Ended, Row, Sender, Tracker
+from horovod_train.output.trackers.wandb import WandbTracker
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {"csv": CsvTables, "mlflow": MlflowTracker, "wandb": WandbTracker}
+
+FINISH_WITHIN_S: dict[Ended, float] = {"done": 30.0, "stopped": 10.0, "failed": 3.0}
+"""How long the end of a run waits for rows and files to arrive. A run that stops may have little time left; when one
+fails, the watchdog ends the process after some seconds."""
+
+_METHODS = ("start", "log", "finish")
+
+
+class Trackers:
+    """Hands rows to trackers; none of its methods fails because of one, except the first start of a run."""
+
+    def __init__(self, senders: Sequence[Sender] = ()) -> None:
+        self._senders = senders
+
+    def start(self, step: int, config: Mapping[str, Any], rows: Iterable[metrics.Row], *, anew: bool) -> None:
+        """rows: of metrics.jsonl; of those until `step` each tracker gets what it lacks. For the rest see Sender."""
+        known = [_row_of(row) for row in rows if row.step <= step] if self._senders else []
+        for sender in self._senders:
+            sender.start(step, config, known, anew=anew)
+
+    def write(self, step: int, epoch: int, split: str, values: Mapping[str, float]) -> None:
+        # Plain numbers: what computes them may give NumPy's.
+        row = Row(step, epoch, split, {name: float(value) for name, value in values.items()}, time.time())
+        for sender in self._senders:
+            sender.write(row)
+
+    def rewind(self, step: int) -> None:
+        """Do nothing: `start` does it."""
+
+    def finish(self, ended: Ended, files: Sequence[Path], *, timeout_s: float = math.inf) -> None:
+        """Hand over the files that exist; wait until all is kept, but not for long. Later calls do nothing."""
+        for sender in self._senders:
+            sender.ask_to_finish(ended, [file for file in files if file.exists()])
+        deadline = time.monotonic() + min(FINISH_WITHIN_S[ended], timeout_s)
+        for sender in self._senders:
+            sender.wait_until_finished(deadline)
+        self._senders = ()
+
+    def close(self) -> None:
+        """Do nothing: `finish` does it, which must know how the run ended."""
+
+
+def load_trackers(specs: Sequence[Spec]) -> list[Callable[..., Tracker]]:
+    """Import the classes of log.trackers, but nothing that they need. Raises UserError for a wrong name."""
+    return [choose(TRACKERS, spec.name, "log.trackers") for spec in specs]
+
+
+def build_trackers(specs: Sequence[Spec]) -> list[Tracker]:
+    """Make the trackers of log.trackers. Raises UserError if an option is wrong or a package is missing."""
+    return [_build(tracker_class, spec) for tracker_class, spec in zip(load_trackers(specs), specs, strict=True)]
+
+
+def open_trackers(specs: Sequence[Spec], run_dir: Path) -> Trackers:
+    """Make the trackers, for root. Raises UserError as build_trackers does."""
+    trackers = zip(specs, build_trackers(specs), strict=True)
+    return Trackers([Sender(spec.name, tracker, run_dir) for spec, tracker in trackers])
+
+
+def _build(tracker_class: Callable[..., Tracker], spec: Spec) -> Tracker:
+    tracker: Tracker = call(tracker_class, spec, "log.trackers")
+    for name, count in zip(_METHODS, (4, 1, 2), strict=True):
+        try:
+            inspect.signature(getattr(tracker, name)).bind(*[None] * count)
+        except (AttributeError, TypeError) as error:
+            text = f"must have start(directory, run_id, step, config), log(row) and finish(ended, files): {error}"
+            raise UserError(f"log.trackers: {spec.name} {text}.") from error
+    return tracker
+
+
+def _row_of(row: metrics.Row) -> Row:
+    """Return a line of metrics.jsonl as a Row. When it was written is not known."""
+    values = {name: math.nan if value is None else value for name, value in row.values.items()}
+    return Row(row.step, row.epoch, row.split, values, time.time())

@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_train.output.files import Lines, write_atomically
 from horovod_train.output.removal import Artifact, begins, check
-from horovod_train.output.trackers.tracker import Ended, Row
+from horovod_train.output.trackers.sender import Ended, Row
 
 _FIRST_COLUMNS = ("step", "epoch")
 _TABLE = Artifact(

@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod_train.config.loader import by_key
 from horovod_train.config.registry import import_extra
-from horovod_train.output.trackers.tracker import Ended, Row
+from horovod_train.output.trackers.sender import Ended, Row
 
 _STATUS: dict[Ended, str] = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MOST_METRICS, _MOST_PARAMS = 1000, 100

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.registry import import_extra
-from horovod_train.output.trackers.tracker import Ended, Row
+from horovod_train.output.trackers.sender import Ended, Row
 
 _SETTINGS = {
     "console": "off",  # otherwise it replaces sys.stdout; logs/ has the lines

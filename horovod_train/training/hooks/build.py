@@ -1,17 +1,25 @@
-"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here."""
+"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here.
+
+Shows the run: the progress bar, and what TensorBoard shows besides scalars.
+
+Trains frozen weights after so many epochs, as model.unfreeze says.
+"""
 
 from __future__ import annotations
 
+import logging
+
 from horovod_train.data.audit import Audit
-from horovod_train.training.copies import Copies
-from horovod_train.training.hooks import Hook, at, call_callbacks, every
-from horovod_train.training.hooks.call_callbacks import build_callback_hooks
+from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.training.fine_tuning import listed
+from horovod_train.training.hooks import Hook, at, callbacks, every
+from horovod_train.training.hooks.callbacks import build_callback_hooks
 from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
-from horovod_train.training.hooks.show import ShowHistograms, show_progress, start_profile, stop_profile
-from horovod_train.training.hooks.unfreeze import unfreeze
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import Copies
+from horovod_train.training.steps.histograms import Summaries
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
@@ -49,8 +57,48 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(config.checkpoint.every_steps, save),
         every(epochs(config.checkpoint.every_epochs), save),
         every(None, save.at_end, at_end="always"),
-        every(None, call_callbacks.end, at_end="stopped"),  # after the save: the run that resumes has not ended
+        every(None, callbacks.end, at_end="stopped"),  # after the save: the run that resumes has not ended
         at([epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs], unfreeze),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
     ]
+
+
+def show_progress(run: Run, step: int) -> None:
+    run.output.show_progress(step)
+
+
+class ShowHistograms:
+    def __init__(self, run: Run) -> None:
+        train, step = run.parts.train, run.parts.train_step
+
+        def first_batch() -> Batch:
+            return train.scaled(next(train.batches(epoch=0, epochs=1)))
+
+        self._summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
+
+    def __call__(self, run: Run, step: int) -> None:
+        with run.outside_training("histograms"):
+            run.output.tensorboard.add_histograms(step, self._summaries.compute())
+
+
+def start_profile(run: Run, step: int) -> None:
+    with run.outside_training("profile"):
+        run.output.tensorboard.start_profile(step + 1)
+
+
+def stop_profile(run: Run, step: int) -> None:
+    with run.outside_training("profile"):
+        run.output.tensorboard.stop_profile(step)
+
+
+log = logging.getLogger(__name__)
+
+
+def unfreeze(run: Run, step: int) -> None:
+    """Unfreeze what is due at the end of this epoch, and compile the training step again."""
+    epoch = int(run.state.epoch)
+    run.parts.freezing.apply(epoch)
+    run.parts.train_step.retrace()
+    names = run.parts.freezing.unfrozen_at(epoch)
+    log.info(f"after epoch {epoch}: {len(names)} more weights are trained: {listed(names)}")

@@ -14,7 +14,7 @@ import keras
 
 from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
@@ -22,17 +22,15 @@ from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models.model_parallel import follow_inputs
-from horovod_train.training.parts.averages import OptimizerAverages
-from horovod_train.training.parts.compiled import Compiled, exchange_options
+from horovod_train.training.averages import OptimizerAverages
+from horovod_train.training.compiled import Compiled, exchange_options
 from horovod_train.training.state import TrainState, find_seeds
-from horovod_train.training.steps.figures import Figures, metrics_in
-from horovod_train.training.steps.forward_state import ForwardState
+from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
 from horovod_train.training.steps.passes import Passes
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.step import EvalStep, Rows, Seeds, TrainStep
-from horovod_train.training.steps.traced import check_variables
-from horovod_train.training.steps.trial import Tried, try_outputs, try_step
+from horovod_train.training.steps.trial import Tried, check_variables, try_outputs, try_step
 
 _OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
 """Losses of Keras that compare all records of a batch, so that they are no mean over records."""

@@ -22,7 +22,7 @@ from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.subclass import take_class
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.sync.strategy import SyncStrategy
+from horovod_train.training.sync import SyncStrategy
 
 
 def optimizers_in(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:

@@ -18,7 +18,7 @@ from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.keras_seams import mask_of
 from horovod_train.subclass import take_class
-from horovod_train.training.parts.logits import refuse_logits
+from horovod_train.training.losses import refuse_logits
 
 
 class Shares:

@@ -16,19 +16,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.data.order.counter_rng import mix
-from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.batch_source import StepSize
-from horovod_train.data.pipeline.chunks import Batches, Cursor, for_each_batch
+from horovod_train.data.counter_rng import mix
+from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
 from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState
-from horovod_train.training.steps.figures import Figures
-from horovod_train.training.steps.forward_state import ForwardState
+from horovod_train.training.steps.figures import Figures, ForwardState
 from horovod_train.training.steps.optimizers import Update, add_gradients
-from horovod_train.training.steps.passes import Passes
-from horovod_train.training.steps.rows import Part, parts_of
+from horovod_train.training.steps.passes import Part, Passes, parts_of
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.steps.trial import Data
 

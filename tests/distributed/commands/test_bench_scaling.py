@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import PROJECT, run_process
 
-from horovod_train.commands.bench.scaling import Point, table
-from horovod_train.commands.bench.scaling_run import Measured, measured_config
+from horovod_train.commands.bench.scaling import Measured, Point, measured_config, table
 from horovod_train.config.loader import load
 from horovod_train.main import main
 

@@ -16,7 +16,7 @@ from conftest import BIN, rank_environment, run_process, split_records, summary_
 from made_stores import write_hdf5, write_npy, write_npz, write_parquet
 
 from horovod_train.data.audit import audit
-from horovod_train.data.order.fold import parts_of_records
+from horovod_train.data.subsets import parts_of_records
 
 RECORDS, STEPS_PER_EPOCH = 1437, 15
 

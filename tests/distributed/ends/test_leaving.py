@@ -31,7 +31,7 @@ from conftest import (
     warm_python,
 )
 
-from horovod_train.checkpoint.folder import open_checkpoint
+from horovod_train.checkpoint.manager import open_checkpoint
 from horovod_train.data.audit import audit
 
 CONFIG = """

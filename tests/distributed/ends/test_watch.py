@@ -18,8 +18,8 @@ import pytest
 from conftest import HANGS_AFTER_S, PROGRAMS, PROJECT, launcher_command, rank_environment, warm_python
 from strangers import Siege
 
-from horovod_train.commands.explain.command import explain
-from horovod_train.output.rank_log_reader import RankStory, read_stories
+from horovod_train.commands.explain import explain
+from horovod_train.output.rank_log import RankStory, read_stories
 
 WARN_S, STOP_S = 3.0, 5.0
 WAITED_FOR = "rank {rank} (HOST) has sent no heartbeat for N s, last seen in PHASE at step N; {others} wait for it"

@@ -24,7 +24,7 @@ from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
 from horovod_train.training.build import Components, build_components
-from horovod_train.training.shared_records import open_on_all_ranks
+from horovod_train.training.open_run import open_on_all_ranks
 
 group = start(Config().horovod, Config().device)
 from differential_cases import BATCH, ROWS, Case  # noqa: E402  making tensors fixes the number of threads

@@ -12,8 +12,7 @@ from uneven import group, rank, size
 from horovod_train.checkpoint.tensors import Facts, write
 from horovod_train.distributed import consistency
 from horovod_train.errors import RanksDisagree
-from horovod_train.training.copies import Copies
-from horovod_train.training.state import TrainState
+from horovod_train.training.state import Copies, TrainState
 
 
 def facts() -> dict[str, Any]:

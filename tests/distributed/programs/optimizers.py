@@ -20,7 +20,7 @@ from horovod_train.distributed.sync_batch_norm import synchronise_batch_norm
 from horovod_train.errors import UserError
 from horovod_train.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback
 from horovod_train.optim.lars import LARS
-from horovod_train.tensorflow.guards import Guards, switch
+from horovod_train.tensorflow.agreement import Guards, switch
 
 group = start()
 rank, size = group.rank, group.size

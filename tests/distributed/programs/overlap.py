@@ -12,11 +12,10 @@ from stepping import build_step
 from uneven import CROSS_ENTROPY, FULL, batches, group, share
 
 from horovod_train.config.settings import Config
-from horovod_train.data.pipeline.chunks import Cursor
+from horovod_train.data.pipeline.batch_source import Cursor
 from horovod_train.distributed.optimizer import SMALL_BYTES
 from horovod_train.training.steps.step import TrainStep
-from horovod_train.training.sync.every_step import EveryStep
-from horovod_train.training.sync.strategy import CombineList, Exchanged
+from horovod_train.training.sync import CombineList, EveryStep, Exchanged
 
 
 class AfterAll(EveryStep):

@@ -31,9 +31,9 @@ from uneven import (
 )
 
 from horovod_train.config.settings import Config, TrainConfig
-from horovod_train.data.pipeline.batch import Batch
+from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.optim.lars import LARS
-from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps.build import build_evaluation
 from horovod_train.training.steps.step import EvalStep
 

@@ -13,8 +13,8 @@ import user_callbacks
 import user_models
 from conftest import PROJECT, RankFacts, train
 
-from horovod_train.checkpoint.folder import open_checkpoint
-from horovod_train.inference.restore import load_weights
+from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.inference.run import load_weights
 from horovod_train.output.lease import open_lease
 
 WAY = ("mpirun", 2)

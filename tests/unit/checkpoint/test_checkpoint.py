@@ -23,11 +23,9 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint import manifest, tensors
-from horovod_train.checkpoint.folder import open_checkpoint
-from horovod_train.checkpoint.layout import origin
-from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_store
+from horovod_train.checkpoint.layout import most_at_once, origin
+from horovod_train.checkpoint.manager import CheckpointStore, NullStore, open_checkpoint, open_store
 from horovod_train.checkpoint.manifest import MANIFEST, Damaged, pack
-from horovod_train.checkpoint.room import most_at_once
 from horovod_train.checkpoint.tensors import Best, Facts, load, verify
 from horovod_train.config.settings import CheckpointConfig, Watched
 from horovod_train.errors import UserError

@@ -17,17 +17,15 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.checkpoint import manager
-from horovod_train.checkpoint.folder import open_checkpoint
-from horovod_train.checkpoint.manager import CheckpointStore, open_store
+from horovod_train.checkpoint.manager import CheckpointStore, open_checkpoint, open_store
 from horovod_train.checkpoint.tensors import Facts, verify, write
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.output.run_dir import NullOutput, RunOutput
-from horovod_train.training.copies import Copies
 from horovod_train.training.hooks.save import Save
-from horovod_train.training.state import TrainState
-from horovod_train.training.stopwatch import Stopwatch
+from horovod_train.training.phase_times import Stopwatch
+from horovod_train.training.state import Copies, TrainState
 
 VALUES: dict[str, np.ndarray] = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),

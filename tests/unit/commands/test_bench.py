@@ -11,7 +11,7 @@ from conftest import PROJECT, run_process
 from rich.console import Console
 
 from horovod_train.commands import bench
-from horovod_train.commands.tables import build_table
+from horovod_train.commands.cli import build_table
 
 
 def test_earlier_names_of_what_is_trained_still_work() -> None:

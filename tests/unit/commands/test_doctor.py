@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.commands.doctor.exchange import judge_averaging, judge_speed
-from horovod_train.commands.doctor.placement import cpu_quota, judge_counts, judge_devices, judge_threads
-from horovod_train.commands.doctor.surroundings import Interface, judge_clocks, judge_file_system, judge_network
+from horovod_train.commands.doctor.machine import Interface, judge_clocks, judge_file_system, judge_network
+from horovod_train.commands.doctor.ranks import (
+    cpu_quota,
+    judge_averaging,
+    judge_counts,
+    judge_devices,
+    judge_speed,
+    judge_threads,
+)
 from horovod_train.distributed.horovod_info import Speed, scheduler_tasks
 
 ALL = {0, 1, 2, 3}

@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 
 from horovod_train.checkpoint.manifest import FORMAT, MANIFEST, pack, sha256
-from horovod_train.commands.explain import lease as explain_lease
-from horovod_train.commands.explain.command import explain
+from horovod_train.commands import explain as explain_lease
+from horovod_train.commands.explain import explain
 from horovod_train.distributed.launch.local import launch_command
 from horovod_train.errors import UserError
 from horovod_train.output.files import STOP_FILE
-from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
-from horovod_train.output.rank_log_reader import read_stories
+from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log, read_stories
 
 
 class Run:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.arguments import Parser, add_config_arguments, config_parts, split_overrides
-from horovod_train.commands.explain.command import explain
-from horovod_train.commands.explain.files import resumes_by_itself
-from horovod_train.commands.watch.follow import Follower
+from horovod_train.commands.cli import Parser, add_config_arguments, config_parts, split_overrides
+from horovod_train.commands.explain import explain, resumes_by_itself
+from horovod_train.commands.watch import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError

@@ -20,15 +20,14 @@ from hypothesis import strategies as st
 from made_records import config as data_config
 from made_records import make_images
 
-from horovod_train.checkpoint.room import count_multiples, count_saves
-from horovod_train.commands.plan import command as plan
+from horovod_train.checkpoint.layout import count_multiples, count_saves
+from horovod_train.commands import plan
 from horovod_train.commands.plan import model as plan_model
 from horovod_train.commands.plan.facts import records_by_rank, rows_by_rank
 from horovod_train.config.loader import load
 from horovod_train.config.settings import CheckpointConfig, Config
 from horovod_train.data.dataset import open_records
-from horovod_train.data.order.rank_shares import epoch_shares
-from horovod_train.data.order.sampler import Plan
+from horovod_train.data.sampler import Plan, epoch_shares
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon, build_formula
 
@@ -353,7 +352,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_a_note_or_a_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = SimpleNamespace(total=10**9, free=10**7)
-    monkeypatch.setattr("horovod_train.checkpoint.room.shutil", SimpleNamespace(disk_usage=lambda folder: usage))
+    monkeypatch.setattr("horovod_train.checkpoint.layout.shutil", SimpleNamespace(disk_usage=lambda folder: usage))
     config = Config(output_dir=str(tmp_path / "later" / "run"))
     saved = {"count": 9, "bytes_each": 4 * 10**6}
     note = plan._lack_of_room(config, {"checkpoints": saved})

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from horovod_train.commands.arguments import Parser
+from horovod_train.commands.cli import Parser
 from horovod_train.config.loader import load
 from horovod_train.config.settings import Config
 from horovod_train.errors import UserError

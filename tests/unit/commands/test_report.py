@@ -14,14 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.commands.report.charts import MOST_POINTS, Chart, build_charts, thin
-from horovod_train.commands.report.drawing import Drawer
-from horovod_train.commands.report.page import build_page
+from horovod_train.commands.report import build_page
+from horovod_train.commands.report.charts import MOST_POINTS, Chart, Drawer, build_charts, thin
 from horovod_train.commands.report.story import read_run
 from horovod_train.data.audit import AuditLog, Start
 from horovod_train.errors import UserError
 from horovod_train.main import main
-from horovod_train.output.commit import describe_commit
+from horovod_train.output.run_dir import describe_commit
 
 TIME = "2026-11-22T10:00:{:06.3f}+00:00"
 FIRST = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.slurm.script import TEMPLATE, Job, render
+from horovod_train.commands.slurm import TEMPLATE, Job, render
 from horovod_train.main import main
 
 PROJECT = Path(__file__).parents[3]

@@ -17,13 +17,11 @@ from typing import Any
 import pytest
 from conftest import PROJECT, run_process, without_tensorflow
 
-from horovod_train.commands.tables import open_screen
-from horovod_train.commands.watch import follow
-from horovod_train.commands.watch.follow import GONE_AFTER_S, Follower
-from horovod_train.commands.watch.screen import draw, news, sparkline
+from horovod_train.commands import watch
+from horovod_train.commands.cli import open_screen
+from horovod_train.commands.watch import GONE_AFTER_S, Follower, draw, news, sparkline
 from horovod_train.main import main
-from horovod_train.output.lease import open_lease, read_lease
-from horovod_train.output.lease_holder import describe_me
+from horovod_train.output.lease import describe_me, open_lease, read_lease
 from horovod_train.output.metrics import TIMES, JsonLines, MetricsFile
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
 
@@ -190,7 +188,7 @@ def test_a_run_that_ends_between_two_looks_at_its_files_has_not_gone(run: Run, m
         lose_lease(run)
         return found
 
-    monkeypatch.setattr(follow, "read_lease", end_first)
+    monkeypatch.setattr(watch, "read_lease", end_first)
     look = follower.look()
     assert (look.is_over, look.silent_s) == (True, None)
     assert look.ranks[0].ended is not None

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from horovod_train.data.audit import AuditLog, EpochAudit, NullAudit, Start, audit
-from horovod_train.data.order.sampler import Plan
+from horovod_train.data.sampler import Plan
 from horovod_train.data.source import mark_skipped
 from horovod_train.errors import UserError
 from horovod_train.output.files import Lines

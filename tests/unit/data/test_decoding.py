@@ -17,10 +17,10 @@ from made_records import as_numpy, batches, config, example, ids, pipeline, writ
 from PIL import Image
 
 from horovod_train.config.settings import Spec
-from horovod_train.data.features import Feature, parse_feature
-from horovod_train.data.transforms import decoding
-from horovod_train.data.transforms.augment import Augmentation, random_resized_crop
-from horovod_train.data.transforms.decoding import ImageChanges, decode_image
+from horovod_train.data import decoding
+from horovod_train.data.augment import Augmentation, random_resized_crop
+from horovod_train.data.decoding import ImageChanges, decode_image
+from horovod_train.data.schema import Feature, parse_feature
 from horovod_train.errors import UserError
 
 HEIGHT, WIDTH = 93, 130
@@ -335,7 +335,7 @@ sys.path.insert(0, "tests")
 from made_records import config
 from horovod_train.data.dataset import open_records
 from horovod_train.data.pipeline.loader import Ranks
-from horovod_train.data.pipeline.chunks import for_each_batch
+from horovod_train.data.pipeline.batch_source import for_each_batch
 from horovod_train.data.pipeline.pipeline import build_pipeline
 from horovod_train.errors import UserError
 

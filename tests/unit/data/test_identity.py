@@ -13,10 +13,9 @@ from made_records import config, image_record, make_images, pipeline, write_file
 
 from horovod_train.checkpoint.tensors import Checkpoint, Facts
 from horovod_train.config.settings import DataConfig
-from horovod_train.data import identity
+from horovod_train.data import source
 from horovod_train.data.dataset import open_records
-from horovod_train.data.identity import digest_of
-from horovod_train.data.source import Part
+from horovod_train.data.source import Part, digest_of
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
 from horovod_train.training.resume import check_position
@@ -61,7 +60,7 @@ def parts_of(folder: Path) -> Sequence[Part]:
 
 
 def tell(here: Sequence[Part], there: Sequence[Part]) -> str:
-    return identity.difference(identity.names_of(here), identity.names_of(there), "rank 0")
+    return source.difference(source.names_of(here), source.names_of(there), "rank 0")
 
 
 def test_a_copy_elsewhere_and_of_another_time_is_the_same(tmp_path: Path) -> None:
@@ -112,14 +111,14 @@ def test_each_long_record_counts(tmp_path: Path) -> None:
 
 def test_what_a_checkpoint_keeps_of_many_files_is_small(tmp_path: Path) -> None:
     names = [(f"train-{number:06}-of-100000.tfrecord", f"{number * 2654435761 % 2**32:08x}") for number in range(10**5)]
-    packed = identity.pack(names)
+    packed = source.pack(names)
     assert len(packed) < 1_000_000
-    assert identity.unpack(packed) == names
+    assert source.unpack(packed) == names
 
 
-@pytest.mark.parametrize("text", ["", "?", "AAAA", identity.pack([("a", "01234567")])[:-8]])
+@pytest.mark.parametrize("text", ["", "?", "AAAA", source.pack([("a", "01234567")])[:-8]])
 def test_what_was_not_packed_is_unknown(text: str) -> None:
-    assert identity.unpack(text) is None
+    assert source.unpack(text) is None
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------

@@ -20,16 +20,14 @@ import tensorflow as tf
 from made_records import config, image_record, make_images, write_file
 
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.cache_paths import paths_beside, save_to_first
 from horovod_train.data.dataset import SOURCES, build_plan, open_records
-from horovod_train.data.files import INDEX_NAME, list_files
+from horovod_train.data.files import INDEX_NAME, list_files, paths_beside, save_to_first
 from horovod_train.data.reader import Reader
 from horovod_train.data.source import split_records
 from horovod_train.data.tfrecord import index as index_module
 from horovod_train.data.tfrecord import index_file
-from horovod_train.data.tfrecord.index import Index, open_index
+from horovod_train.data.tfrecord.index import BLOCK_BYTES, BLOCK_RECORDS, Index, open_index, scan
 from horovod_train.data.tfrecord.index_file import Entries, hold_lock, load_entries, save_entries
-from horovod_train.data.tfrecord.scan import BLOCK_BYTES, BLOCK_RECORDS, scan
 from horovod_train.data.tfrecord.source import TFRecords
 from horovod_train.errors import UserError
 from horovod_train.tfrecord_framing import frame

@@ -14,8 +14,7 @@ from PIL import Image
 
 from horovod_train.config.settings import Spec
 from horovod_train.data.dataset import open_records
-from horovod_train.data.pipeline.cache import bytes_to_cache, check_room_to_cache
-from horovod_train.data.pipeline.loader import Ranks
+from horovod_train.data.pipeline.loader import Ranks, bytes_to_cache, check_room_to_cache
 from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.errors import UserError
 

@@ -13,7 +13,7 @@ from made_records import batches, image_record, make_images, pipeline, pixels, w
 from made_stores import write_npy
 
 from horovod_train.commands.check_data import _show_audit
-from horovod_train.commands.tables import open_screen
+from horovod_train.commands.cli import open_screen
 from horovod_train.config.loader import dump, load
 from horovod_train.config.settings import DataConfig, Mixed
 from horovod_train.data.audit import AuditLog, EpochAudit, Start, audit

@@ -18,12 +18,11 @@ from made_records import batches, config, ids, make_images, pipeline
 from memory_store import called_before_reads
 
 from horovod_train.config.loader import load
-from horovod_train.data.cache_paths import paths_beside
+from horovod_train.data import retries
 from horovod_train.data.dataset import open_records
-from horovod_train.data.files import INDEX_NAME
-from horovod_train.data.storage import retries
-from horovod_train.data.storage.retries import Retries
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.files import INDEX_NAME, paths_beside
+from horovod_train.data.retries import Retries
+from horovod_train.data.storage import Storage
 from horovod_train.data.tfrecord.index_file import load_entries
 from horovod_train.errors import UserError
 
@@ -284,7 +283,7 @@ def test_a_file_that_changes_is_noticed_when_it_is_first_read(store: Store, tmp_
 def test_long_files_are_read_piece_by_piece_each_once(
     store: Store, asked: list[Callable[[str], None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_train.data.storage.storage._REMOTE_PIECE", 1000)
+    monkeypatch.setattr("horovod_train.data.storage._REMOTE_PIECE", 1000)
     written = bytes(range(256)) * 40
     store.files.pipe(f"{store.url}/long", written)
     read: list[str] = []

@@ -22,11 +22,11 @@ from made_stores import WITH_LISTS, WRITERS, write_array_record, write_hugging_f
 from memory_store import called_before_reads
 from user_sources import RECORDS, row
 
+from horovod_train.data import remote_file, retries
 from horovod_train.data.dataset import open_records
 from horovod_train.data.random_access.formats import hdf5
-from horovod_train.data.storage import remote_file, retries
-from horovod_train.data.storage.remote_file import Pages, RemoteFile
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.remote_file import Pages, RemoteFile
+from horovod_train.data.storage import Storage
 from horovod_train.data.validation import check_split
 from horovod_train.errors import UserError
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod_train.data.order.sampler import Order, Plan
+from horovod_train.data.sampler import Order, Plan
 
 ORDERS: tuple[Order, ...] = ("shuffled", "lanes", "file")
 
@@ -191,7 +191,7 @@ def test_hundred_million_records_plan_in_little_memory() -> None:
     program = """
 import json, pathlib, re
 import numpy as np
-from horovod_train.data.order.sampler import Plan
+from horovod_train.data.sampler import Plan
 plan = Plan(np.full(390_625, 256), 4096, seed=1)
 sequence = plan.sequence(0)
 steps = [plan.rows(sequence, 3, 8, step, step + 8).records.shape for step in (0, 12_000, plan.steps_per_epoch - 8)]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
 from horovod_train.config.settings import DeviceConfig
-from horovod_train.distributed import gpus
+from horovod_train.distributed import device
 from horovod_train.distributed.device import Device, choose_gpus, pin, share_of_cores
 from horovod_train.distributed.launch import key_value_store
 from horovod_train.errors import RunError, UserError
@@ -96,17 +96,17 @@ def test_a_rank_takes_the_gpus_of_its_own_and_their_memory_as_it_is_told(monkeyp
     ],
 )
 def test_gpu_is_known_by_its_uuid(name: str, uuid: str | None) -> None:
-    assert gpus.find_uuid(name, dict(enumerate(GPUS))) == uuid
+    assert device.find_uuid(name, dict(enumerate(GPUS))) == uuid
 
 
 def test_uuids_are_read_off_the_drivers_list() -> None:
-    assert gpus.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
-    assert gpus.parse_gpus("No devices were found\n") == {}
+    assert device.parse_gpus("1, GPU-bb\n0, GPU-aa\n") == {0: "GPU-aa", 1: "GPU-bb"}
+    assert device.parse_gpus("No devices were found\n") == {}
 
 
 def test_a_lost_gpu_does_not_keep_the_others_from_starting() -> None:
     said = "0, GPU-aa\n[Unknown Error], GPU-bb\n2, [GPU is lost]\n3, GPU-dd\nUnable to reach it, try again\n"
-    assert gpus.parse_gpus(said) == {0: "GPU-aa", 3: "GPU-dd"}
+    assert device.parse_gpus(said) == {0: "GPU-aa", 3: "GPU-dd"}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_two_ranks_with_one_gpu_are_refused_and_no_others(sights: list[Sight], s
     from horovod_train.distributed.start import check_devices
 
     devices = [
-        Device("GPU", "", gpus.host_keys(mine, seen, rank, visible, dict(enumerate(listed))), ("GPU:0",))
+        Device("GPU", "", device.host_keys(mine, seen, rank, visible, dict(enumerate(listed))), ("GPU:0",))
         for rank, (mine, seen, visible, listed) in enumerate(sights)
     ]
     group = WorkerGroup(0, 2, 0, 2, "srun", "gloo", ("a", "a"), tuple(devices))

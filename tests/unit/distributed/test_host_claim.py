@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog import host_claim
+from horovod_train.distributed.watchdog import state as watch_state
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
-from horovod_train.distributed.watchdog.host_claim import HostClaim, open_host_claim
-from horovod_train.distributed.watchdog.state import Cause, WatchState
+from horovod_train.distributed.watchdog.state import Cause, HostClaim, WatchState, open_host_claim
 from horovod_train.output.rank_log import NullRankLog
 
 HOSTS = ("here", "here", "here", "there", "there")
@@ -45,7 +44,7 @@ class NoTransport:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(host_claim, "_MEMORY", tmp_path)
+    monkeypatch.setattr(watch_state, "_MEMORY", tmp_path)
     return tmp_path
 
 

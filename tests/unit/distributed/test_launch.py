@@ -10,9 +10,15 @@ import horovod.tensorflow as hvd
 import pytest
 
 from horovod_train.distributed.launch import initialize, launcher
-from horovod_train.distributed.launch.launcher import Launch, Launcher, read_launch
+from horovod_train.distributed.launch.launcher import (
+    Launch,
+    Launcher,
+    expand_counts,
+    expand_hosts,
+    read_launch,
+    read_step,
+)
 from horovod_train.distributed.launch.local import start_program, wait_for_all
-from horovod_train.distributed.launch.slurm import expand_counts, expand_hosts, read_step
 from horovod_train.errors import FailedElsewhere, UserError
 
 BATCH = {

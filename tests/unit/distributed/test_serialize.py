@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from horovod_train.distributed.serialize import dump, load
+from horovod_train.distributed.objects import dump, load
 
 ARRAYS = hnp.arrays(
     hnp.boolean_dtypes() | hnp.integer_dtypes(endianness="<") | hnp.floating_dtypes(endianness="<"),

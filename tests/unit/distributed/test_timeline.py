@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.distributed.timeline import forget, timeline_environment
+from horovod_train.distributed.launch.initialize import forget_timeline, timeline_environment
 from horovod_train.errors import UserError
 
 
@@ -30,7 +30,7 @@ def test_a_file_that_the_environment_names_is_not_replaced_silently(
     monkeypatch.setenv("HOROVOD_TIMELINE", "/tmp/mine.json")
     with pytest.raises(UserError, match=r"^horovod\.timeline: the environment has HOROVOD_TIMELINE=/tmp/mine\.j"):
         timeline_environment(tmp_path, is_root=True)
-    forget()
+    forget_timeline()
     assert timeline_environment(tmp_path, is_root=True).keys() == {"HOROVOD_TIMELINE"}
 
 

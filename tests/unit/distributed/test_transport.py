@@ -20,9 +20,8 @@ import pytest
 from strangers import messages
 
 from horovod_train.distributed.launch.network import choose_host, exchange_interfaces
-from horovod_train.distributed.watchdog import listener, transport
-from horovod_train.distributed.watchdog.listener import ADMITTED, HELLO, Address
-from horovod_train.distributed.watchdog.transport import Lost, Received, Server, connect
+from horovod_train.distributed.watchdog import transport
+from horovod_train.distributed.watchdog.transport import ADMITTED, HELLO, Address, Lost, Received, Server, connect
 
 
 class Polled:
@@ -61,7 +60,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 300) -> None:
 
 @pytest.fixture
 def polled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Polled]:
-    monkeypatch.setattr(listener, "HELLO_WITHIN_S", 300.0)
+    monkeypatch.setattr(transport, "HELLO_WITHIN_S", 300.0)
     started = Polled(size=4)
     yield started
     started.close()
@@ -160,7 +159,7 @@ def test_a_connection_that_fails_at_first_is_tried_again(polled: Polled, monkeyp
 
 
 def test_a_pending_connection_that_is_late_is_dropped(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr(transport, "HELLO_WITHIN_S", 0.1)
     pending = call(polled.address)
     pending.send(b"slow")
     assert is_dropped(pending)
@@ -175,7 +174,7 @@ def test_idle_connections_cost_a_bounded_number_of_descriptors(polled: Polled) -
     before = descriptors()
     with ExitStack() as stack:
         idle = [stack.enter_context(call(polled.address)) for _ in range(200)]
-        most = 4 + listener.SPARE_PENDING
+        most = 4 + transport.SPARE_PENDING
         assert all(map(is_dropped, idle[:-most]))  # the oldest go
         assert descriptors() <= before + len(idle) + most
         connect(polled.address, 1, 300).close()  # a rank still comes in

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from horovod_train.config.settings import WatchConfig
-from horovod_train.distributed.watchdog.coordinator import Coordinator
 from horovod_train.distributed.watchdog.heartbeat import Beat, Heartbeat
 from horovod_train.distributed.watchdog.stall_detector import intervals
 from horovod_train.distributed.watchdog.state import WatchState
 from horovod_train.distributed.watchdog.transport import Connection, Lost, Server, connect
-from horovod_train.distributed.watchdog.watch_thread import WatchThread
+from horovod_train.distributed.watchdog.watch_thread import Coordinator, WatchThread
 from horovod_train.output.rank_log import NullRankLog
 
 SIZE = 3

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands.cli import check_out
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.artifacts import KERAS_FILE, SAVED_MODEL

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_train.commands.out_files import check_out
+from horovod_train.commands.cli import check_out
 from horovod_train.errors import RunError, UserError
 from horovod_train.inference.artifacts import PREDICTIONS
 from horovod_train.inference.predictions import NullPredictions, Specs, open_predictions

@@ -25,9 +25,7 @@ import pytest
 
 from horovod_train.errors import UserError
 from horovod_train.output import lease
-from horovod_train.output.lease import FileLease, NullLease, open_lease
-from horovod_train.output.lease_holder import describe_me
-from horovod_train.output.process import start_ticks
+from horovod_train.output.lease import FileLease, NullLease, describe_me, open_lease, start_ticks
 
 SPAWN = multiprocessing.get_context("spawn")
 

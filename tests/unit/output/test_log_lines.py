@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.commands.watch.follow import Follower
+from horovod_train.commands.watch import Follower
 from horovod_train.output.files import Lines, lines_in
 from horovod_train.output.metrics import MetricsFile
-from horovod_train.output.rank_log import introduction, make_folder, open_rank_log
-from horovod_train.output.rank_log_reader import read_stories
+from horovod_train.output.rank_log import introduction, make_folder, open_rank_log, read_stories
 from horovod_train.output.removal import Artifact
 
 ENDS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]

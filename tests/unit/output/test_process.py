@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from horovod_train.output.process import has_run_since, is_running, start_ticks
+from horovod_train.output.lease import has_run_since, is_running, start_ticks
 
 
 def test_this_process_runs_and_no_earlier_one_with_its_pid() -> None:
@@ -37,7 +37,7 @@ def test_a_process_that_has_ended_does_not_run_before_its_parent_has_noticed_eit
 
 HIDDEN = """
 import psutil
-from horovod_train.output.process import is_running
+from horovod_train.output.lease import is_running
 print(psutil.pid_exists(1), is_running(1, "0"))
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from horovod_train.errors import UserError
-from horovod_train.output.prometheus import PrometheusFile
+from horovod_train.output.metrics import PrometheusFile
 from horovod_train.output.run_dir import RunOutput, check_writable
 
 NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"

@@ -20,9 +20,8 @@ from horovod_train.config.loader import as_dict, load
 from horovod_train.config.settings import Config, LogConfig, Spec
 from horovod_train.errors import UserError
 from horovod_train.output.run_dir import Output, open_output
-from horovod_train.output.trackers.build import Trackers, build_trackers
-from horovod_train.output.trackers.sender import Sender
-from horovod_train.output.trackers.tracker import Ended, Row
+from horovod_train.output.trackers import Trackers, build_trackers
+from horovod_train.output.trackers.sender import Ended, Row, Sender
 
 CONFIG = as_dict(Config())
 

@@ -33,7 +33,7 @@ IMPORTS_HOROVOD_TOO = PACKAGE / "commands" / "bench" / "peer_programs" / "stock_
 """Stock Horovod, to compare with."""
 MAY_READ_ENVIRONMENT = {"main", "distributed"}
 READS_ENVIRONMENT_TOO = {
-    PACKAGE / "output" / "tensorflow_noise.py",
+    PACKAGE / "output" / "logs.py",
     PACKAGE / "commands" / "slurm" / "options.py",  # where a user keeps settings of programs
     PACKAGE / "commands" / "build_horovod.py",  # settings of compilers
 }
@@ -90,7 +90,7 @@ MAY_KNOW_TFRECORDS = {
     "data/dataset.py": "the list of sources",
     "data/prepare/writing.py": "writes TFRecord files",
     "commands/index.py": "indexes TFRecord files",
-    "commands/bench/contenders.py": "reads the same files by TensorFlow's own reader",
+    "commands/bench/input.py": "reads the same files by TensorFlow's own reader",
 }
 
 

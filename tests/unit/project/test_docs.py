@@ -13,7 +13,7 @@ import pytest
 from conftest import PROJECT
 from documents import Block, blocks, pages
 
-from horovod_train.commands.arguments import Parser, config_parts
+from horovod_train.commands.cli import Parser, config_parts
 from horovod_train.commands.first_run import CONFIG
 from horovod_train.config.loader import load
 from horovod_train.errors import UserError

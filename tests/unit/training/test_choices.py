@@ -15,8 +15,8 @@ from horovod_train.errors import UserError
 from horovod_train.models import build_model
 from horovod_train.optim.optimizers import build_optimizer
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.parts.losses import build_loss
-from horovod_train.training.parts.metrics import build_metrics, targets_of
+from horovod_train.training.compiled import build_metrics, targets_of
+from horovod_train.training.losses import build_loss
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

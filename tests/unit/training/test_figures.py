@@ -15,8 +15,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.training.steps.figures import RECORDS_IN_FLOAT32, Figures, Source, metrics_in
-from horovod_train.training.steps.traced import updates_in
-from horovod_train.training.steps.trial import try_step
+from horovod_train.training.steps.trial import try_step, updates_in
 
 
 def results(figures: Sequence[Figures]) -> list[dict[str, float]]:

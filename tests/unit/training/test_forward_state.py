@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.training.steps.forward_state import ForwardState
+from horovod_train.training.steps.figures import ForwardState
 from horovod_train.training.steps.shares import Shares
 
 RECORDS = (6.0, 2.0)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.output.graph import fold, show_branches
-from horovod_train.training.steps.graph import check_names
+from horovod_train.training.steps.histograms import check_names
 
 
 def graph(*nodes: str) -> Any:

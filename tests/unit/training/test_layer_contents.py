@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.training.parts import layer_contents
+from horovod_train.training import layer_contents
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
 

@@ -13,8 +13,7 @@ from keras import layers
 from horovod_train.config.settings import Config, LossSpec, MetricSpec, ModelSpec, Spec
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.training.parts.logits import refuse_probabilities
-from horovod_train.training.parts.losses import build_loss
+from horovod_train.training.losses import build_loss, refuse_probabilities
 from horovod_train.training.steps.shares import Shares
 
 LOGITS = {"from_logits": True}

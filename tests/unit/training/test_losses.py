@@ -11,11 +11,10 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, ModelSpec, Spec
-from horovod_train.data.features import Feature
-from horovod_train.data.schema import Schema
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
-from horovod_train.training.parts.compiled import compile_model
-from horovod_train.training.parts.losses import LossOfFunction, build_loss
+from horovod_train.training.compiled import compile_model
+from horovod_train.training.losses import LossOfFunction, build_loss
 
 ROWS = 8
 RNG = np.random.default_rng(0)

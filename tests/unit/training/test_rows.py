@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.pipeline.batch_source import StepSize
-from horovod_train.training.steps.rows import Part, parts_of
+from horovod_train.data.pipeline.batch_source import Batch, StepSize
+from horovod_train.training.steps.passes import Part, parts_of
 
 ANY = StepSize(None, is_full=False)
 

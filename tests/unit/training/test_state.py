@@ -16,11 +16,9 @@ from keras import layers
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
 from horovod_train.errors import UserError
-from horovod_train.training.copies import Copies
 from horovod_train.training.nonfinite import nonfinite_names
-from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Settled, TrainState, find_seeds
-from horovod_train.training.sync.stale import Stale
-from horovod_train.training.sync.strategy import SyncParts
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK, Copies, Settled, TrainState, find_seeds
+from horovod_train.training.sync import Stale, SyncParts
 
 
 def build_model() -> keras.Model:

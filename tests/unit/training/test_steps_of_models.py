@@ -18,7 +18,7 @@ from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps import figures
 from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
 from horovod_train.training.steps.optimizers import optimizers_in

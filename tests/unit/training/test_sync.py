@@ -15,11 +15,7 @@ from keras import layers
 from horovod_train.config.settings import TrainConfig
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
-from horovod_train.training.sync import STRATEGIES
-from horovod_train.training.sync.every_step import EveryStep
-from horovod_train.training.sync.local import Local
-from horovod_train.training.sync.stale import Stale
-from horovod_train.training.sync.strategy import SyncParts
+from horovod_train.training.sync import STRATEGIES, EveryStep, Local, Stale, SyncParts
 
 ALONE = cast(WorkerGroup, SimpleNamespace(size=1, rank=0))
 

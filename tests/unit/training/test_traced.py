@@ -12,8 +12,7 @@ from keras import layers
 
 from horovod_train.errors import UserError
 from horovod_train.training.steps.figures import metrics_in
-from horovod_train.training.steps.traced import check_variables
-from horovod_train.training.steps.trial import Tried, try_outputs, try_step
+from horovod_train.training.steps.trial import Tried, check_variables, try_outputs, try_step
 
 COUNTER = tf.Variable(0.0, trainable=False, name="foreign_counter")
 TABLE = tf.Variable([1.0, 2.0, 3.0, 4.0], trainable=False, name="foreign_table")

@@ -14,7 +14,7 @@ from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.training.steps.optimizers import Optimizers, Update, add_gradients
 from horovod_train.training.steps.shares import Shares
-from horovod_train.training.sync.every_step import EveryStep
+from horovod_train.training.sync import EveryStep
 
 
 def rows(values: list[float], indices: list[int]) -> tf.IndexedSlices:

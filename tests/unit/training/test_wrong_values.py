@@ -10,11 +10,10 @@ import tensorflow as tf
 from keras import layers
 
 from horovod_train.config.settings import Config, LossSpec, ModelSpec
-from horovod_train.data.features import Feature
-from horovod_train.data.pipeline.batch import Batch
-from horovod_train.data.schema import Schema
+from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.schema import Feature, Schema
 from horovod_train.errors import UserError
-from horovod_train.training.parts.compiled import compile_model
+from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps.trial import try_step
 
 ROWS = 6

@@ -11,7 +11,7 @@ from horovod_train.data.random_access.formats.hugging_face import HuggingFaceFol
 from horovod_train.data.random_access.formats.images import ImageFolder, is_image_folder
 from horovod_train.data.random_access.formats.numpy_files import NumpyArrays, is_numpy_folder, refuse_one_array
 from horovod_train.data.random_access.source import OpenStore
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.storage import Storage
 
 FILES: dict[str, OpenStore] = {
     "*.npz": NumpyArrays,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from horovod_train.config.registry import import_extra
 from horovod_train.config.settings import DataConfig
-from horovod_train.data.features import Feature
 from horovod_train.data.random_access.source import RandomAccessRecords
 from horovod_train.data.random_access.store import FileStore, check_local, even_blocks
+from horovod_train.data.schema import Feature
 from horovod_train.data.source import Parser
 from horovod_train.errors import UserError
 
@@ -47,6 +47,6 @@ def open_array_records(files: Sequence[str], config: DataConfig, *, allow_damage
 
 
 def _parser_of_examples(features: dict[str, Feature]) -> Parser:
-    from horovod_train.data.parsing.serialized import SchemaParser  # loads TensorFlow
+    from horovod_train.data.parsing import SchemaParser  # loads TensorFlow
 
     return SchemaParser(features)

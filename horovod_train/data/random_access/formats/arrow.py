@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.config.paths import is_remote
 from horovod_train.config.registry import import_extra
-from horovod_train.config.remote_paths import is_remote
 from horovod_train.data.random_access.store import FileStore, Request, UnreadableFrom, blocks_of, objects
+from horovod_train.data.remote_file import Pages, RemoteFile
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage.remote_file import Pages, RemoteFile
 from horovod_train.errors import UserError, one_line
 
 

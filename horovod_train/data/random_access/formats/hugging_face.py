@@ -9,7 +9,7 @@ from horovod_train.config.registry import import_extra
 from horovod_train.data.random_access.formats.arrow import check_types, to_arrays
 from horovod_train.data.random_access.store import FileStore, Request, check_local, even_blocks
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError, one_line
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"

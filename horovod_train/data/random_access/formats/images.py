@@ -6,11 +6,11 @@ import os
 
 import numpy as np
 
-from horovod_train.config.remote_paths import is_remote
+from horovod_train.config.paths import is_remote
 from horovod_train.data.prepare.images import NOT_READ, SUFFIXES, class_names, list_images
 from horovod_train.data.random_access.store import FileStamps, FileStore, Request, objects, single_blocks
 from horovod_train.data.source import Arrays
-from horovod_train.data.storage.storage import Storage
+from horovod_train.data.storage import Storage
 from horovod_train.errors import UserError
 
 

@@ -1,0 +1,274 @@
+"""The parser of every command, which refuses remote paths and reports errors in one line; and which config is meant.
+
+Standard output for all commands, with tables and, on a terminal, with colours.
+
+Files that a command is asked to write: checks before it works for them, and writing.
+
+Which run a command is about; for evaluate, predict and export also which weights, and under which config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from horovod_train.checkpoint.layout import BEST, CHECKPOINTS
+from horovod_train.config.loader import Origins, is_number, load
+from horovod_train.config.paths import path_problem, remote_problem, text_problem
+from horovod_train.config.settings import Config
+from horovod_train.distributed.launch import launcher
+from horovod_train.errors import UserError
+from horovod_train.output import lease
+from horovod_train.output.console import Screen, plain
+from horovod_train.output.files import write_atomically
+from horovod_train.output.rank_log import FOLDER
+from horovod_train.output.removal import Artifact, check
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError where argparse would print its usage and exit. Subcommands get a parser of the same class."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # For every argument without another type, so that no path escapes the check.
+        self.register("type", None, _local)
+        self.register("type", float, _finite)
+        self._take_options: set[str] = set()
+
+    def takes_options(self, name: str) -> None:
+        """Let the value of this argument be another program's option, such as --qos=long."""
+        self._take_options.add(name)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Do as argparse does, which would take such a value for an option of ours unless it is joined by `=`."""
+        command_line = iter(sys.argv[1:] if args is None else args)
+        joined = []
+        for word in command_line:
+            value = next(command_line, None) if word in self._take_options else None
+            joined.append(word if value is None else f"{word}={value}")
+        return super().parse_known_args(joined, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        command = self.prog.partition(" ")[2]
+        raise UserError(f"{command}: " * bool(command) + f"{message.rstrip('.')}. See --help.")
+
+    def add_subparsers(self, **options: Any) -> Any:
+        action = super().add_subparsers(**options)
+        action.type = str  # the subcommand's own parser checks its arguments and knows their names
+        return action
+
+
+class ConfigParts(NamedTuple):
+    """Arguments that make up a config, in the order of `config.loader.load`."""
+
+    files: list[str]
+    overrides: list[str]
+
+
+def count(text: str) -> int:
+    """Parse a whole number of at least 1: the `type` of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; received {text!r}")
+    return int(text)
+
+
+def above_0(text: str) -> float:
+    """Parse a finite number above 0: the `type` of an argument."""
+    if not is_number(text) or not float(text) > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0; received {text!r}")
+    return float(text)
+
+
+def several(parse: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return the `type` of an argument that holds several values of another type, such as 1,2,4."""
+    return lambda text: [parse(word) for word in text.split(",")]
+
+
+def add_config(parser: argparse.ArgumentParser, help_line: str, *, required: bool = False) -> None:
+    parser.add_argument("--config", nargs="+", action="extend", required=required, metavar="YAML", help=help_line)
+
+
+def add_config_arguments(
+    parser: argparse.ArgumentParser, help_line: str = "config files; later ones win", *, required: bool = True
+) -> None:
+    add_config(parser, help_line, required=required)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings; they win over the files")
+    parser.add_argument("--output-dir", metavar="DIR", help="the run directory; the same as output_dir=DIR")
+
+
+def config_parts(arguments: argparse.Namespace) -> ConfigParts:
+    """Return the files and overrides of `add_config_arguments`. Raises UserError for a stray argument."""
+    files, overrides = split_overrides(arguments.config)
+    stray, more_overrides = split_overrides(arguments.overrides)
+    if stray:
+        raise UserError(f"argument {stray[0]!r}: expected section.key=value, or --config before the name of a config.")
+    return ConfigParts(files, [*overrides, *more_overrides])
+
+
+def load_config(arguments: argparse.Namespace) -> tuple[Config, Origins]:
+    """Read the config that the arguments of `add_config_arguments` make up. Raises UserError."""
+    config, origins = load(*config_parts(arguments))
+    if arguments.output_dir is not None:
+        key, path = "output_dir", arguments.output_dir
+        if problem := text_problem(key, path) or path_problem(key, path):
+            raise UserError(f"--output-dir: {problem}")
+        config = dataclasses.replace(config, output_dir=arguments.output_dir)
+        origins["output_dir"] = "--output-dir"
+    return config, origins
+
+
+def load_from_arguments(arguments: Iterable[str]) -> Config:
+    """Read the config that the arguments after --config make up. Raises UserError."""
+    config, _ = load(*split_overrides(arguments))
+    return config
+
+
+def require_output_dir(config: Config) -> str:
+    if not config.output_dir:
+        raise UserError("output_dir: is required: the folder that the run writes to. Give --output-dir DIR.")
+    return config.output_dir
+
+
+def split_overrides(arguments: Iterable[str]) -> ConfigParts:
+    """Separate overrides from files: argparse adds overrides that follow `--config FILE` to the files.
+
+    An argument that is an existing path is a file, even if it has a = in it, as runs/lr=0.1 has.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    for argument in arguments:
+        (overrides if "=" in argument and not os.path.exists(argument) else files).append(argument)
+    return ConfigParts(files, overrides)
+
+
+def _finite(text: str) -> float:
+    if not is_number(text):
+        raise argparse.ArgumentTypeError(f"expected a number; received {text!r}")
+    return float(text)
+
+
+def _local(text: str) -> str:
+    if problem := remote_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return text
+
+
+def open_screen(*, launched: bool = False) -> Console:
+    """Open a console that breaks no line. launched: without colours.
+
+    mpirun gives its ranks a terminal even when its own output is a file.
+    """
+    return Screen(soft_wrap=True, highlight=False, force_terminal=False if launched else None)
+
+
+def build_table(titles: Sequence[str], rows: Iterable[Sequence[object]], left: Collection[str]) -> Table:
+    """Build a table without lines, whose columns are aligned to the right.
+
+    left: titles of the columns of text, which are aligned to the left and take more lines where there is no room.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        is_text = title in left
+        table.add_column(title, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    for row in rows:
+        table.add_row(*map(plain, row))
+    return table
+
+
+def check_out(option: str, name: str, artifact: Artifact) -> None:
+    """Raise UserError, on root, if `artifact` cannot be written under this name or would replace something else."""
+    if launcher.detect().rank != 0:
+        return
+    folder = os.path.dirname(name) or "."
+    if not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"{folder} is not a folder that can be written to. Make it, or choose another."
+        raise UserError(f"{option} {name}: {problem}")
+    try:
+        check(Path(os.path.abspath(name)), artifact)
+    except OSError as error:
+        raise UserError(f"{option} {name}: {error.strerror}, and stays as it is. Choose another name.") from error
+
+
+def check_new(option: str, name: str | None) -> None:
+    """Raise UserError if a name is given that is taken, or whose folder is missing."""
+    if name and (os.path.lexists(name) or not Path(name).parent.is_dir()):
+        raise UserError(f"{option} {name}: expected a new file in a folder that exists.")
+
+
+def write_out(option: str, name: str, text: str, artifact: Artifact) -> None:
+    """Write a file that `check_out` has allowed. Raises UserError if that fails."""
+    try:
+        write_atomically(Path(name), text, artifact)
+    except OSError as error:
+        raise UserError(f"{option} {name}: cannot be written: {error.strerror}.") from error
+
+
+LEFT_BY_A_RUN = ("config.yaml", "metrics.jsonl", "summary.json", FOLDER, lease.NAME)
+
+
+class Choice(NamedTuple):
+    config: Config
+    checkpoint: str
+    """Its folder, or a folder above whose newest checkpoint is used."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN_DIR | section.key=value", help="the run; settings that differ from its own"
+    )
+    add_config(parser, "config files, in place of RUN_DIR")
+    parser.add_argument(
+        "--checkpoint",
+        default="auto",
+        metavar="auto|best|PATH",
+        help="auto: the newest of the run; default %(default)s",
+    )
+    parser.add_argument(
+        "--weights", choices=("auto", "trained", "ema"), default="auto", help="auto: moving averages if it kept any"
+    )
+
+
+def choose(arguments: argparse.Namespace) -> Choice:
+    """Return the config and the checkpoint that the arguments mean. Raises UserError. Opens no checkpoint."""
+    files, overrides = split_overrides(arguments.config or [])
+    folders, more_overrides = split_overrides(arguments.words)
+    if len(folders) > 1 or bool(folders) == bool(files):
+        received = " ".join([*(arguments.config or []), *arguments.words]) or "neither"
+        raise UserError(f"expected either the directory of a run or --config; received {received}.")
+    if folders:
+        run_dir = folders[0]
+        if not (Path(run_dir) / "config.yaml").is_file():
+            raise UserError(f"{run_dir}: is no run's directory: it has no config.yaml. Name another, or use --config.")
+        files = [str(Path(run_dir) / "config.yaml")]
+    config, _ = load(files, [*overrides, *more_overrides])
+    return Choice(config, _checkpoint(arguments.checkpoint, folders[0] if folders else config.output_dir))
+
+
+def require_run(run_dir: Path) -> None:
+    """Raise UserError if the directory has none of the files and folders that runs leave."""
+    if not any((run_dir / name).exists() for name in LEFT_BY_A_RUN):
+        problem = "a folder without any of these" if run_dir.is_dir() else "no folder"
+        raise UserError(f"{run_dir}: expected a run directory, with {', '.join(LEFT_BY_A_RUN)}; found {problem}.")
+
+
+def _checkpoint(choice: str, run_dir: str | None) -> str:
+    if choice not in ("auto", "best"):
+        return choice
+    if run_dir is None:
+        raise UserError(f"--checkpoint {choice}: of which run? Name its directory, or a checkpoint's path.")
+    if choice == "auto":
+        return run_dir
+    best = Path(run_dir) / CHECKPOINTS / BEST
+    if launcher.detect().rank == 0 and not best.is_dir():
+        raise UserError(f"--checkpoint best: {run_dir} has none; it keeps one if trained with checkpoint.best.")
+    return str(best.resolve())

@@ -1,0 +1,414 @@
+"""The command `explain`: what happened to a run, from the files that its ranks have left, and what to do next.
+
+The command `explain`: what happened to a run, from the files that its ranks have left, and what to do next.
+
+python -m horovod_train.main explain runs/digits_convnet
+
+Exit code 0 if the run has finished, 1 if not, 2 for a folder that is no run directory. Reads the newest checkpoint byte
+by byte, and if it is damaged the one before it: a run would resume from the checkpoint that is called good.
+
+Judges what the ranks of a run have left. files says how far the run came, lease who writes in its directory.
+
+For `explain`: how far a run came and from where it can resume, from its files, without TensorFlow.
+
+For `explain`: whether a run still has a valid lease on its directory, on any host. Changes nothing there.
+
+For `explain`: what to do about an error, by its text, before the run is started again. Reads no files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from horovod_train.checkpoint.layout import CHECKPOINTS, newest_whole, step_name
+from horovod_train.checkpoint.manifest import Damaged, reason, verify
+from horovod_train.commands.cli import require_run
+from horovod_train.distributed.launch.local import launch_command
+from horovod_train.errors import RanksDisagree, UserError
+from horovod_train.output.console import to_stderr, to_stdout
+from horovod_train.output.files import STOP_FILE
+from horovod_train.output.lease import POLL_S, REFRESH_S, UNNAMED, has_run_since, read_lease
+from horovod_train.output.rank_log import FOLDER, RankStory, log_file, name_ranks, read_stories
+
+State = Literal["finished", "stopped", "failed", "disappeared", "stalled", "running", "unknown"]
+
+WATCH_S = 2 * REFRESH_S
+_NAMED_RANK = re.compile(r"\brank (\d+) \(")
+_DISAPPEARED = re.compile(r"rank (\d+) \(.*\) disappeared")
+
+
+class Outcome(NamedTuple):
+    """How the run ended, in a sentence; the rank where that began, and when."""
+
+    state: State
+    what: str
+    rank: int | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """followed: ranks that ended because of another; silent: ranks whose logs do not say how they ended."""
+
+    run_dir: str
+    state: State
+    what: str
+    rank: int | None
+    time: str | None
+    followed: list[int]
+    silent: list[int]
+    slow: list[str]
+    earlier: str
+    """How an earlier start ended the run, if the last start did not get as far as its first step; or ""."""
+    last_step: int | None
+    checkpoint: Checkpoint | None
+    damaged: list[str]
+    steps_lost: int | None
+    next: str
+
+    def lines(self) -> Iterator[str]:
+        yield f"{self.run_dir}: {self.what}"
+        if self.time:
+            yield f"when: {self.time}"
+        if self.followed:
+            yield f"ended because of another rank: {name_ranks(self.followed)}"
+        if self.silent:
+            yield f"no end in their logs: {name_ranks(self.silent)}"
+        yield from (f"before that: {sentence}" for sentence in [*self.slow, *filter(None, [self.earlier])])
+        yield from (f"damaged checkpoint: {problem}" for problem in self.damaged)
+        if self.state != "finished":
+            last = "none" if self.checkpoint is None else f"{self.checkpoint.path}, step {self.checkpoint.step}"
+            lost = "" if self.steps_lost is None else f"; steps lost: {self.steps_lost}"
+            yield f"last good checkpoint: {last}{lost}"
+        yield f"next: {self.next}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the output_dir of a run")
+    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    explanation = explain(Path(arguments.run_dir))
+    to_stdout(json.dumps(dataclasses.asdict(explanation)) if arguments.json else "\n".join(explanation.lines()))
+    return 0 if explanation.state == "finished" else 1
+
+
+def explain(run_dir: Path, watch_s: float = WATCH_S) -> Explanation:
+    """Explain a run. Raises UserError if no run has written to `run_dir`. watch_s: how long to watch a lease."""
+    require_run(run_dir)
+    stories = read_stories(run_dir)
+    summary = read_json(run_dir / "summary.json")
+    outcome = _judge(stories, summary, lambda: find_running(run_dir, watch_s))
+    if outcome.state in ("disappeared", "unknown") and outcome.rank is None:
+        # It may have ended while its files and its lease were looked at, which takes seconds.
+        stories, summary = read_stories(run_dir), read_json(run_dir / "summary.json")
+        outcome = _judge(stories, summary, lambda: None)
+    checkpoint, damaged = last_good_checkpoint(run_dir)
+    steps = [last_step_in_metrics(run_dir), *((story.end or {}).get("step") for story in stories.values())]
+    last_step = max((step for step in steps if step is not None), default=None)
+    followed = [rank for rank, story in stories.items() if rank != outcome.rank and _ended_by_another(story)]
+    is_over = outcome.state not in ("finished", "running")
+    slow = [entry.text for story in stories.values() for entry in story.find("slow")]
+    if outcome.state == "stalled":
+        slow = slow[:-1]  # the beginning of this stall
+    return Explanation(
+        run_dir=str(run_dir),
+        **outcome._asdict(),
+        followed=followed,
+        silent=[rank for rank, story in stories.items() if is_over and not story.end and rank not in followed],
+        slow=slow[-3:],
+        earlier=_earlier(outcome, stories, summary),
+        last_step=last_step,
+        checkpoint=checkpoint,
+        damaged=damaged,
+        steps_lost=max(0, last_step - (checkpoint.step if checkpoint else 0)) if is_over and last_step else None,
+        next=_next(run_dir, outcome, stories, checkpoint),
+    )
+
+
+def _judge(
+    stories: Mapping[int, RankStory], summary: Mapping[str, Any], find_holder: Callable[[], str | None]
+) -> Outcome:
+    """Return what went wrong first. Assumes that the hosts' clocks agree."""
+    ends = {rank: story.end for rank, story in stories.items() if story.end}
+    went_wrong = [*_failures(ends), *_stalls(ends), *_disappearances(stories)]
+    if went_wrong:
+        return min(went_wrong, key=lambda outcome: datetime.fromisoformat(outcome.time or ""))
+    reason = summary.get("ended", "done")
+    is_finished = bool(summary) and summary.get("finished", reason == "done")
+    if summary and not stories and not is_finished:
+        return Outcome("stopped", f"stopped after {summary.get('steps', '?')} steps: {reason}")
+    if (0 in ends and ends[0]["ended"] == "done") or (is_finished and not stories):
+        why = "" if reason == "done" else f" ({reason})"
+        return Outcome("finished", f"finished after {summary.get('steps', '?')} steps{why}")
+    if 0 in ends:
+        why = ends[0].get("error") or reason
+        return Outcome("stopped", f"stopped at step {ends[0].get('step')}: {why}", None, ends[0]["time"])
+    alive = [rank for rank, story in stories.items() if _is_alive(story)]
+    if alive:
+        return Outcome("running", f"still running: the process of rank {alive[0]} is on this host")
+    if holder := find_holder():
+        return Outcome("running", f"still running: {holder}")
+    if not stories:
+        return Outcome("unknown", "there are no logs of ranks: the run ended before its ranks had connected")
+    last = max((story.entries[-1] for story in stories.values()), key=lambda entry: datetime.fromisoformat(entry.time))
+    sign = " ".join(filter(None, [last.kind, last.text.partition("\n")[0]]))
+    what = f"all ranks were killed together, from outside; last line in the logs: {sign}"
+    return Outcome("disappeared", what, None, last.time)
+
+
+def _cause(rank: int, failed: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the rank at which a failed rank's error began.
+
+    An error that is raised on several ranks together names that rank, or is about what root writes. Which rank notes it
+    first says nothing.
+    """
+    text = str(failed[rank].get("error"))
+    sharing = [other for other, end in failed.items() if str(end.get("error")) == text]
+    named = [int(number) for number in _NAMED_RANK.findall(text) if int(number) in failed]
+    return (named or sharing)[0] if len(sharing) > 1 else rank
+
+
+def _failures(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
+    failed = {rank: end for rank, end in ends.items() if end["ended"] == "failed"}
+    for rank, end in failed.items():
+        if _cause(rank, failed) == rank:
+            place = "" if end.get("step") is None else f" at step {end['step']}"
+            what = f"rank {rank} ({end['host']}) failed in {end.get('phase', 'start')}{place}: {end.get('error')}"
+            yield Outcome("failed", what, rank, end["time"])
+
+
+def _stalls(ends: Mapping[int, Mapping[str, Any]]) -> Iterator[Outcome]:
+    stalled = [end for end in ends.values() if end["ended"] == "stalled"]
+    if stalled:
+        # The most common text, because a rank that was frozen and then continues reports the others instead.
+        text = Counter(str(end["error"]) for end in stalled).most_common(1)[0][0].removeprefix("stopped: ")
+        suspect = re.match(r"rank (\d+) ", text)
+        first = min((str(end["time"]) for end in stalled), key=datetime.fromisoformat)
+        yield Outcome("stalled", f"stalled: {text}", int(suspect[1]) if suspect else None, first)
+
+
+def _disappearances(stories: Mapping[int, RankStory]) -> Iterator[Outcome]:
+    for story in stories.values():
+        for entry in story.find("cause"):
+            gone = _DISAPPEARED.match(entry.text)
+            story_of_gone = stories.get(int(gone[1])) if gone else None
+            # A rank whose log has an end has only lost its connection.
+            if gone and not (story_of_gone and story_of_gone.end):
+                yield Outcome("disappeared", entry.text, int(gone[1]), entry.time)
+
+
+def _earlier(outcome: Outcome, stories: Mapping[int, RankStory], summary: Mapping[str, Any]) -> str:
+    end = None if outcome.rank is None else stories[outcome.rank].end
+    if outcome.state != "failed" or not summary or (end and end.get("step") is not None):
+        return ""
+    return f"an earlier start ended after {summary.get('steps', '?')} steps: {summary.get('ended', 'done')}"
+
+
+def _ended_by_another(story: RankStory) -> bool:
+    """Return whether this rank ended because of another. A launcher may have ended it before it logged its own end."""
+    return story.end["ended"] == "followed" if story.end else bool(story.find("cause"))
+
+
+def _next(run_dir: Path, outcome: Outcome, stories: Mapping[int, RankStory], checkpoint: Checkpoint | None) -> str:
+    logs = run_dir / FOLDER
+    if outcome.state == "finished":
+        return "nothing to do"
+    if outcome.state == "running":
+        return f"wait; its progress is in {logs}"
+    story = None if outcome.rank is None else stories.get(outcome.rank)
+    host = story.host if story else "its host"
+    log = log_file(logs, story.rank) if story else logs
+    end = story.end if story is not None and story.end is not None else {}
+    place = Place(str(run_dir), str(log))
+    first = {
+        "failed": f"{next_step(str(end.get('error')), end.get('exit_code', 1), place)}; then ",
+        "disappeared": f"see whether {host} ran out of memory (dmesg), or the scheduler ended the job; then ",
+        "stalled": f"see in {logs} where each rank stood (stacks), and whether {host} is well; then ",
+    }.get(outcome.state, "")
+    stop_file = run_dir / STOP_FILE
+    if stop_file.exists():
+        first += f"remove {stop_file}, which would stop the run again; then "
+    does = "resume with" if checkpoint else "start again with"
+    return f"{first}{does}: {_command(run_dir, list(stories.values()))}"
+
+
+def _command(run_dir: Path, stories: Sequence[RankStory]) -> str:
+    """Return the command that starts the run again as it was started."""
+    command = ["python", "-m", "horovod_train.main", "--config", str(run_dir / "config.yaml")]
+    if not resumes_by_itself(run_dir):
+        command.append("checkpoint.resume=auto")
+    return shlex.join([*_launch(stories), *command, "--output-dir", str(run_dir)])
+
+
+def _launch(stories: Sequence[RankStory]) -> list[str]:
+    launcher, size = (stories[0].launcher, str(stories[0].size)) if stories else ("none", "1")
+    per_host = Counter(story.host for story in stories)
+    hosts = ["-H", ",".join(f"{host}:{count}" for host, count in per_host.items())] if len(per_host) > 1 else []
+    return {
+        "none": [],
+        "horovodrun": ["horovodrun", "--gloo", "-np", size, *hosts],
+        "mpirun": ["mpirun", "-np", size, *hosts] if hosts else launch_command("mpirun", int(size)),
+        "srun": ["srun", "--mpi=none", "-n", size],
+        "srun-pmix": ["srun", "--mpi=pmix", "-n", size],
+    }.get(launcher, [launcher, "-n", size])
+
+
+def _is_alive(story: RankStory) -> bool:
+    """Return whether its process is on this host: the same process, not a later one with its number."""
+    is_here = story.host == socket.gethostname()
+    return is_here and has_run_since(story.pid, datetime.fromisoformat(story.entries[0].time).timestamp())
+
+
+_STEP = re.compile(r'"step": (\d+)')
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: str
+    step: int
+
+
+def last_good_checkpoint(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint that a run can resume from, and what is wrong with newer ones.
+
+    Reads them byte by byte, as a run would. Raises UserError if the folder cannot be read.
+    """
+    folder = run_dir / CHECKPOINTS
+    try:
+        newest, damaged = newest_whole(folder, _read)
+    except OSError as error:
+        raise UserError(f"{run_dir}: cannot read its checkpoints: {reason(error)}.") from error
+    return newest, [f"{folder / step_name(step)}: {error}" for step, error in damaged.items()]
+
+
+def _read(folder: Path) -> Checkpoint:
+    try:
+        return Checkpoint(str(folder), int(verify(folder)["step"]))
+    except UserError as error:  # Only a later version can read it.
+        raise Damaged(str(error).removeprefix(f"{folder}: ")) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"its manifest has no step: {error}") from error
+
+
+def last_step_in_metrics(run_dir: Path) -> int | None:
+    try:
+        steps = _STEP.findall((run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return max(map(int, steps), default=None)
+
+
+def resumes_by_itself(run_dir: Path) -> bool:
+    """Return whether the run, started again with its own config, resumes from its newest checkpoint."""
+    try:
+        config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        return bool(config["checkpoint"]["resume"] != "never")
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return True
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Return the JSON object; empty if there is no complete one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def find_running(run_dir: Path, watch_s: float) -> str | None:
+    """Return which run has the directory and how that shows, in words; None if no run has it.
+
+    A lease refreshed within watch_s is valid. A lease that looks older is watched for that long, because the clock that
+    stamps it may differ from ours.
+    """
+    try:
+        holder, first, runs_here = read_lease(run_dir)
+    except OSError:
+        return None
+    name = str(holder or UNNAMED)
+    if runs_here is not None:
+        return f"{name}, a process on this host" if runs_here else None
+    if 0 <= time.time() - first <= watch_s:
+        return f"{name}, whose lease was refreshed {time.time() - first:.0f} s ago"
+    to_stderr(f"{run_dir}: is held by {name}. Watching its lease for {watch_s:.0f} s …")
+    end = time.monotonic() + watch_s
+    while time.monotonic() < end:
+        time.sleep(POLL_S)
+        try:
+            holder, now, _ = read_lease(run_dir)
+        except OSError:
+            return None
+        if now != first:
+            return f"{name if holder is None else holder}, whose lease was refreshed just now"
+    return None
+
+
+class Place(NamedTuple):
+    """Where a rank failed, in words for a sentence: its run directory and its log."""
+
+    run_dir: str
+    log: str
+
+
+Advice = Callable[[Place], str]
+
+_BY_TEXT: tuple[tuple[str, Advice], ...] = (
+    (
+        r"No space left on device|Disk quota exceeded|File too large|the disk of .* has .* free",
+        lambda place: f"free space on the disk that is full (df {place.run_dir})",
+    ),
+    (
+        r"output_dir: .* is gone: removed, renamed",
+        lambda place: f"bring {place.run_dir} back, or choose another --output-dir",
+    ),
+    (r"another run has taken the directory", lambda place: "stop the other run, or choose another --output-dir"),
+    (
+        r"checkpoint could not be saved|saves? (in a row )?ha(s|ve) failed",
+        lambda place: f"see to the disk of {place.run_dir}, where saves fail",
+    ),
+    (
+        r"Model diverged at .* not once they are combined",
+        lambda place: "set horovod.compression to bf16 or none, or lower lr_schedule.base_lr",
+    ),
+    (
+        r"Model diverged",
+        lambda place: "lower lr_schedule.base_lr, or look for values in the data that are not finite (check-data)",
+    ),
+    (
+        r"ResourceExhausted|[Oo]ut of memory|OUT_OF_MEMORY|MemoryError|Unable to allocate|bad_alloc",
+        lambda place: "take a smaller data.global_batch_size, or more train.accumulate_steps, to need less memory",
+    ),
+)
+_USERS_LINE = re.compile(r"\(at (\S+:\d+)\)")
+"""What registry.raised_at adds to an error of the user's code."""
+
+
+def next_step(error: str, exit_code: int, place: Place) -> str:
+    """Return what to do about the error that ended a rank, as an imperative without a full stop."""
+    for pattern, advice in _BY_TEXT:
+        if re.search(pattern, error):
+            return advice(place)
+    if exit_code == RanksDisagree.exit_code:
+        return f"find what changes that variable on some ranks only; {place.log} has the traceback"
+    if exit_code == UserError.exit_code:
+        return "fix that"
+    if line := _USERS_LINE.search(error):
+        return f"fix {line[1]}; the traceback is in {place.log}"
+    return f"read the traceback in {place.log}"

@@ -1,0 +1,421 @@
+"""The command `watch`: a run while it trains, from the files in its directory, on any host that sees them.
+
+python -m horovod_train.main watch runs/digits_convnet
+
+In a terminal one screen that is drawn again, elsewhere a line for each thing that is new. Ends with the run. Exit code
+0 if the run has finished or still trains, 1 if it has ended otherwise, 2 for a folder that is no run directory.
+
+For `watch`: a look at a run as a screen, and what is new in it as lines.
+
+For `watch`: reads what a run's files have gained since the last look. Needs no TensorFlow, changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from horovod_train.commands.cli import open_screen, require_run
+from horovod_train.commands.explain import explain
+from horovod_train.errors import UserError
+from horovod_train.output.console import plain
+from horovod_train.output.files import lines_in
+from horovod_train.output.lease import STALE_S, read_lease
+from horovod_train.output.metrics import Row, metrics_in, objects_in
+from horovod_train.output.rank_log import (
+    FOLDER,
+    TROUBLE,
+    Entry,
+    Introduction,
+    name_ranks,
+    read_introduction,
+    read_line,
+    read_phase,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="the output_dir of a run")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="pause between looks; default: 2")
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not 0.1 <= arguments.every <= 3600:
+        raise UserError(f"--every: expected 0.1 to 3600 seconds; received {arguments.every:g}.")
+    follower, screen = Follower(Path(arguments.run_dir)), open_screen()
+    try:
+        if arguments.once:
+            screen.print(draw(follower.look()))
+        elif screen.is_terminal:
+            _redraw(follower, screen, arguments.every)
+        else:
+            _append(follower, screen, arguments.every)
+    except KeyboardInterrupt:  # how one stops looking
+        return 0
+    if not follower.last.is_over:
+        return 0
+    explanation = explain(Path(arguments.run_dir), watch_s=0.0)
+    screen.print(*explanation.lines(), sep="\n", markup=False)
+    return 0 if explanation.state == "finished" else 1
+
+
+def _redraw(follower: Follower, screen: Console, every_s: float) -> None:
+    with Live(console=screen, auto_refresh=False) as live:
+        while True:
+            live.update(draw(follower.look()), refresh=True)
+            if follower.last.is_over:
+                return
+            time.sleep(every_s)
+
+
+def _append(follower: Follower, screen: Console, every_s: float) -> None:
+    before = None
+    while True:
+        now = follower.look()
+        for line in news(before, now):
+            screen.print(line, markup=False)
+        if now.is_over:
+            return
+        before = now
+        time.sleep(every_s)
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CELLS = 24
+"""Width of a curve, in characters."""
+_HIDDEN = ("_share", "own_s_per_step_", "slowest_rank", "s_per_step", "examples_per_s_per_rank")
+"""Parts of names of values that the verdict sums up, or that say what another one says."""
+_FIRST_ROWS = 10
+"""How many lines of metrics a first look tells of."""
+_MOST_GROUPS = 12
+"""Lines about ranks: those in trouble come first."""
+
+
+def draw(look: Look) -> RenderableType:
+    """Return what a terminal shows."""
+    parts: list[RenderableType] = [Text(_title(look), style="bold"), *_progress(look)]
+    if look.rows:
+        parts.append(_metrics(look))
+    if look.verdicts:
+        parts.append(Text(look.verdicts[max(look.verdicts)]))
+    parts += [Text(line, style="red" if is_trouble else "") for line, is_trouble in _about_ranks(look)]
+    return Group(*parts)
+
+
+def _metrics(look: Look) -> Table:
+    """Return the last values of each split, and the whole course of each."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for split in dict.fromkeys(row.split for row in look.rows):
+        rows = [row for row in look.rows if row.split == split]
+        for name, value in _visible_values(rows[-1]).items():
+            course = [row.values.get(name) for row in rows]
+            cells = (split, name, _value(value), sparkline([each for each in course if each is not None]))
+            table.add_row(*map(plain, cells))
+    return table
+
+
+def news(before: Look | None, now: Look) -> Iterator[str]:
+    """Yield a line for each thing that has happened between two looks; before: None at the first."""
+    if before is None or (0 in before.ranks, before.is_over) != (0 in now.ranks, now.is_over):
+        yield _title(now)
+    yield from (_line(row, now) for row in _new_rows(before, now))
+    for rank, state in now.ranks.items():
+        old = before.ranks.get(rank) if before else None
+        if state.trouble and (old is None or old.trouble != state.trouble):
+            yield f"rank {rank} ({state.about.host}): {_first_line(state.trouble)}"
+        if state.ended and (old is None or not old.ended):
+            yield f"rank {rank} ({state.about.host}): {state.ended}"
+    if now.silent_s and not (before and before.silent_s):
+        yield f"no sign of life for {now.silent_s:.0f} s"
+
+
+def _new_rows(before: Look | None, now: Look) -> Sequence[Row]:
+    if before is None:
+        return now.rows[-_FIRST_ROWS:]
+    known = len(before.rows)
+    if before.rows == now.rows[:known]:
+        return now.rows[known:]
+    # A resume has removed rows.
+    return [row for row in now.rows if row not in before.rows]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return the whole course of values as one line of bars, from the smallest to the largest."""
+    if len(values) < 2:
+        return ""
+    cells = min(_CELLS, len(values))
+    means = [fmean(values[n * len(values) // cells : (n + 1) * len(values) // cells]) for n in range(cells)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _title(look: Look) -> str:
+    root = look.ranks.get(0)
+    if root is None:
+        return f"{look.run_dir}: no rank has written its log yet"
+    hosts = len({rank.about.host for rank in look.ranks.values()})
+    where = f"{root.about.size} rank(s) on {hosts} host(s), launcher {root.about.launcher}"
+    if look.is_over:
+        return f"{look.run_dir}: over; {where}"
+    return f"{look.run_dir}: {where}, for {_clock((_now() - root.began).total_seconds())}"
+
+
+def _progress(look: Look) -> Iterator[RenderableType]:
+    of = "" if look.last_step is None else f" of {look.last_step}"
+    epoch = f", epoch {look.rows[-1].epoch}" if look.rows else ""
+    left = look.seconds_left
+    remaining = f", {_clock(left)} left" if left is not None and not look.is_over else ""
+    text = f"step {look.step}{of}{epoch}{remaining}"
+    if look.last_step:
+        row = Table.grid(padding=(0, 2, 0, 0))
+        row.add_row(ProgressBar(total=look.last_step, completed=look.step, width=32), plain(text))
+        yield row
+    else:
+        yield Text(text)
+    if look.silent_s:
+        seconds = "" if look.silent_s == float("inf") else f" for {look.silent_s:.0f} s"
+        yield Text(f"no sign of life{seconds}", style="red")
+
+
+def _about_ranks(look: Look) -> Iterator[tuple[str, bool]]:
+    """Yield lines about ranks, those that do the same in one, and whether it is trouble."""
+    groups: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+    for rank, now in look.ranks.items():
+        trouble = "" if now.ended or now.trouble is None else _first_line(now.trouble)
+        groups[_does(now), trouble, bool(trouble)].append(rank)
+    in_trouble_first = sorted(groups.items(), key=lambda group: not group[0][2])
+    for (does, trouble, is_trouble), ranks in in_trouble_first[:_MOST_GROUPS]:
+        hosts = _hosts(look.ranks, ranks)
+        yield f"{name_ranks(ranks)} ({hosts}): {does}" + (f"; {trouble}" if trouble else ""), is_trouble
+    if len(groups) > _MOST_GROUPS:
+        yield f"… and {len(groups) - _MOST_GROUPS} more groups of ranks", False
+
+
+def _does(now: RankNow) -> str:
+    if now.ended:
+        return now.ended
+    return now.doing if now.step is None else f"{now.doing}, step {now.step} or later"
+
+
+def _hosts(all_ranks: Mapping[int, RankNow], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(all_ranks[rank].about.host for rank in ranks))
+    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} … {hosts[-1]}"
+
+
+def _line(row: Row, look: Look) -> str:
+    values = "  ".join(f"{name} {_value(value)}" for name, value in _visible_values(row).items())
+    verdict = look.verdicts.get(row.step, "") if row.split == "train" else ""
+    of = "" if look.last_step is None else f" of {look.last_step}"
+    return f"{row.split:<5} step {row.step}{of}  epoch {row.epoch}  {values}" + (f"  {verdict}" if verdict else "")
+
+
+def _visible_values(row: Row) -> dict[str, float | None]:
+    return {name: value for name, value in row.values.items() if not any(part in name for part in _HIDDEN)}
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=max(0, round(seconds))))
+
+
+def _now() -> datetime:
+    return datetime.now().astimezone()
+
+
+_LAST_STEP = re.compile(r"ends at step (\d+)$")
+_LOG = re.compile(r"rank-(\d+)\.log")
+GONE_AFTER_S = 10.0
+"""A run without a lease, whose logs do not say how it ended, is over if they are this old. A run that fails gives its
+lease up before its ranks write how they ended.
+"""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """What a rank's log says last. began: as the rank's host has it."""
+
+    about: Introduction
+    began: datetime
+    doing: str = "start"
+    step: int | None = None
+    """The last that its log names."""
+    trouble: str | None = None
+    ended: str | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """A run at one moment."""
+
+    run_dir: str
+    ranks: Mapping[int, RankNow]
+    """Of the last start, by rank."""
+    rows: Sequence[Row]
+    """All of metrics.jsonl."""
+    verdicts: Mapping[int, str]
+    """What limited training, by the step at which it was said."""
+    last_step: int | None
+    """Where the run ends."""
+    silent_s: float | None
+    """For how long a run on another host has shown no sign of life; None if it has lately, or its process is here."""
+    is_over: bool
+
+    @property
+    def step(self) -> int:
+        named = [self.ranks[0].step] if 0 in self.ranks else []
+        return max((step for step in [*named, *(row.step for row in self.rows[-1:])] if step is not None), default=0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the speed of the newest lines of metrics, without evaluations and saves."""
+        speeds = [row.values.get("s_per_step") for row in self.rows[-20:] if row.split == "train"]
+        known = [speed for speed in speeds if speed is not None]
+        if self.last_step is None or not known:
+            return None
+        return (self.last_step - self.step) * sum(known) / len(known)
+
+
+@dataclass
+class _Tail:
+    """Reads a file that grows, or that another may replace."""
+
+    path: Path
+    _read_to: int = 0
+    _inode: int | None = None
+
+    def new_lines(self) -> tuple[bool, list[str]]:
+        """Return whether the file was replaced since the last call, and its complete new lines."""
+        try:
+            with self.path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                is_replaced = about.st_ino != self._inode or about.st_size < self._read_to
+                if is_replaced:
+                    self._inode, self._read_to = about.st_ino, 0
+                file.seek(self._read_to)
+                lines, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            is_replaced, self._inode, self._read_to = self._inode is not None, None, 0
+            return is_replaced, []
+        self._read_to += len(lines) + len(newline)
+        return is_replaced, lines_in(lines + newline)
+
+
+@dataclass
+class Follower:
+    """Looks at a run directory again and again. Raises UserError if no run has written to it."""
+
+    run_dir: Path
+    last: Look = field(init=False)
+    """What the last `look` has found."""
+    _tails: dict[str, _Tail] = field(default_factory=dict)
+    _ranks: dict[int, RankNow] = field(default_factory=dict)
+    _rows: list[Row] = field(default_factory=list)
+    _verdicts: dict[int, str] = field(default_factory=dict)
+    _last_step: int | None = None
+    _refreshed: tuple[float, float] | None = None
+    """When the lease was refreshed, by the clock of its host; and when this process saw that, by its clock."""
+
+    def __post_init__(self) -> None:
+        require_run(self.run_dir)
+
+    def look(self) -> Look:
+        silent_s = self._silent_s()  # before the logs, which may say meanwhile that the run has ended
+        for path in self._logs():
+            self._read_log(path)
+        self._read_rows()
+        size = self._ranks[0].about.size if 0 in self._ranks else len(self._ranks)
+        ranks = {rank: now for rank, now in sorted(self._ranks.items()) if rank < size}
+        has_ended = 0 in ranks and ranks[0].ended is not None
+        self.last = Look(
+            run_dir=str(self.run_dir),
+            ranks=ranks,
+            rows=tuple(self._rows),
+            verdicts=dict(self._verdicts),
+            last_step=self._last_step,
+            silent_s=None if has_ended else silent_s,
+            is_over=has_ended or (silent_s is not None and silent_s > STALE_S),
+        )
+        return self.last
+
+    def _logs(self) -> list[Path]:
+        return sorted((self.run_dir / FOLDER).glob("rank-*.log"))
+
+    def _new(self, path: Path) -> tuple[bool, list[str]]:
+        return self._tails.setdefault(path.name, _Tail(path)).new_lines()
+
+    def _read_log(self, path: Path) -> None:
+        file_name = _LOG.fullmatch(path.name)
+        if file_name is None:
+            return
+        _, lines = self._new(path)
+        rank = int(file_name[1])
+        for line in lines:
+            entry = read_line(line)
+            if entry is None:
+                continue
+            now = self._ranks.get(rank)
+            if entry.kind == "start" and (about := read_introduction(entry.text)):
+                self._ranks[rank] = RankNow(about, datetime.fromisoformat(entry.time))
+            elif now and (last_step := _LAST_STEP.search(entry.text)) and entry.kind == "info":
+                self._last_step = int(last_step[1])
+            elif now:
+                self._ranks[rank] = _after(now, entry)
+
+    def _read_rows(self) -> None:
+        is_replaced, lines = self._new(self.run_dir / "metrics.jsonl")
+        if is_replaced:
+            self._rows.clear()
+        self._rows.extend(metrics_in(lines))
+        is_replaced, lines = self._new(self.run_dir / "times.jsonl")
+        if is_replaced:
+            self._verdicts.clear()
+        self._verdicts |= {
+            row["step"]: row["verdict"] for row in objects_in(lines) if {"step", "verdict"} <= row.keys()
+        }
+
+    def _silent_s(self) -> float | None:
+        """Return for how long the lease of the directory has not been refreshed; infinity if its process has ended."""
+        try:
+            _, refreshed, runs_here = read_lease(self.run_dir)
+        except OSError:
+            last_written = max((path.stat().st_mtime for path in self._logs()), default=0.0)
+            return float("inf") if time.time() - last_written > GONE_AFTER_S else None
+        if runs_here is not None:
+            return None if runs_here else float("inf")
+        if self._refreshed is None or self._refreshed[0] != refreshed:
+            self._refreshed = (refreshed, time.monotonic())
+        silent_s = time.monotonic() - self._refreshed[1]
+        return silent_s if silent_s > STALE_S / 2 else None
+
+
+def _after(now: RankNow, entry: Entry) -> RankNow:
+    """Return a rank as it is after an entry of its log."""
+    if entry.kind == "phase":
+        doing, step = read_phase(entry.text)
+        return replace(now, doing=doing, step=now.step if step is None else step)
+    if entry.kind in TROUBLE:
+        return replace(now, trouble=entry.text)
+    return replace(now, ended=entry.text) if entry.kind == "end" else now

@@ -1,1 +1,0 @@
-"""Turns serialized records into arrays, many in one call. Start with serialized."""

@@ -1,0 +1,256 @@
+"""Files by their path, on a local disk or in an object store. Only here are fsspec and its drivers known.
+
+Files by their path, on a local disk or in an object store: lists them, and reads pieces of them.
+
+Knows no format. Blocks of local files are read without this; see tfrecord.blocks.
+
+Opens file systems of fsspec, such as object stores, by URL. Does not know what they hold.
+
+Credentials, endpoints and time limits are the drivers' settings: their environment variables and files, or fsspec's.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from horovod_train.config.paths import is_remote
+from horovod_train.config.registry import import_extra
+from horovod_train.config.settings import DataConfig
+from horovod_train.data.retries import Retries, describe
+from horovod_train.errors import UserError
+
+_REMOTE_FILES = 32  # requested at the same time
+_PIECE = 1 << 20
+_REMOTE_PIECE = 4 << 20
+
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "mtime", "modified", "LastModified", "created")
+"""Keys of a driver's file information whose values change with the file, best first. All drivers have one of them."""
+
+T = TypeVar("T")
+
+ReadAt = Callable[[int, int], bytes]
+"""(length, offset) → bytes of a file, fewer at its end."""
+
+
+class Stamp(NamedTuple):
+    """Identifies one version of a file: a changed file has another stamp."""
+
+    size: int
+    mtime_ns: int
+    """Of a remote file a number that stands for its version instead, such as its ETag."""
+    inode: tuple[int, int] = (0, 0)
+    """Device and inode; zeros for a remote file."""
+
+    @classmethod
+    def of(cls, stat: os.stat_result) -> Stamp:
+        return cls(stat.st_size, stat.st_mtime_ns, (stat.st_dev, stat.st_ino))
+
+
+Stamps = Mapping[str, Stamp]
+"""By a file's path, in the order of the files."""
+
+
+def parent(folder: str) -> str | None:
+    """Return the folder that a folder is in; None for a bucket."""
+    if not is_remote(folder):
+        return os.path.dirname(os.path.abspath(folder))
+    above, _, name = folder.rstrip("/").rpartition("/")
+    return above if name and not above.endswith("/") else None
+
+
+def normalized(path: str) -> str:
+    """Return the same text for two spellings of a path; symbolic links are not followed."""
+    scheme, _, location = path.partition("://")
+    return f"{scheme}://{os.path.normpath(location)}" if is_remote(path) else os.path.normpath(path)
+
+
+def resolved(path: str) -> str:
+    """Return the same text for all local paths to a file; for a remote one as normalized does."""
+    return normalized(path) if is_remote(path) else os.path.realpath(path)
+
+
+def check_unchanged(path: str, size: int, mtime_ns: int, now: Stamp) -> None:
+    """Raise UserError if a file has another stamp than before."""
+    if (now.size, now.mtime_ns) != (size, mtime_ns):
+        raise UserError(
+            f"{path}: was changed while in use: {size} bytes before, {now.size} now, "
+            "or a newer date. Put it back as it was, or start again on the new file."
+        )
+
+
+def map_paths(function: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    """Return the results for all paths, in order; remote paths are requested at the same time."""
+    if not any(map(is_remote, paths)):
+        return list(map(function, paths))
+    with ThreadPoolExecutor(_REMOTE_FILES) as threads:
+        return list(threads.map(function, paths))
+
+
+class Storage:
+    """Several threads may use it. Methods raise OSError with a text, and UserError if a driver is missing.
+
+    A request to a server is repeated if it fails; see retries.
+    """
+
+    def __init__(self, retry_s: float = DataConfig.retry_s) -> None:
+        """retry_s: how long a request to a remote file system that fails is repeated."""
+        self._retries = Retries(retry_s)
+        self._names: dict[str, list[str]] = {}
+
+    def stamp(self, path: str) -> Stamp:
+        if not is_remote(path):
+            return Stamp.of(os.stat(path))
+        info = self._request(path, lambda system, place: system.info(place))
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        return Stamp(int(info["size"]), int.from_bytes(hashlib.sha256(version.encode()).digest()[:8], "little") >> 1)
+
+    def is_folder(self, path: str) -> bool:
+        if is_remote(path):
+            return bool(self._request(path, lambda system, place: system.isdir(place)))
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        if is_remote(path):
+            return bool(self._request(path, lambda system, place: system.exists(place)))
+        return os.path.exists(path)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of what is in a folder, sorted; of a remote one as they were when this was first called."""
+        if not is_remote(folder):
+            return sorted(os.listdir(folder))
+        if folder not in self._names:
+            paths = self._request(folder, lambda system, place: system.ls(place, detail=False))
+            folder_path = open_file_system(folder).path.rstrip("/")
+            # Some stores list an object for the folder.
+            entries = {str(path).rstrip("/") for path in paths} - {folder_path}
+            self._names[folder] = sorted(path.rpartition("/")[2] for path in entries)
+        return self._names[folder]
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the paths that fit a pattern, sorted."""
+        if not is_remote(pattern):
+            return sorted(glob.glob(pattern, recursive=True))
+        prefix = open_file_system(pattern).prefix
+        return sorted(f"{prefix}{path}" for path in self._request(pattern, lambda system, place: system.glob(place)))
+
+    def read_all(self, path: str) -> bytes:
+        if is_remote(path):
+            return bytes(self._request(path, lambda system, place: system.cat_file(place)))
+        with open(path, "rb") as file:
+            return file.read()
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file, fewer at its end."""
+        if is_remote(path):
+            if not length:
+                return b""
+            return bytes(
+                self._request(path, lambda system, place: system.cat_file(place, start=offset, end=offset + length))
+            )
+        # Opened again each time, because there may be more files than a process may have open.
+        with open(path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), length, offset)
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[tuple[Stamp, ReadAt]]:
+        """Open a file to read it mostly from start to end."""
+        if is_remote(path):
+            stamp = self.stamp(path)
+            with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as thread:
+                yield stamp, _ReadAhead(self, path, stamp.size, thread)
+        else:
+            with open(path, "rb", buffering=0) as file:
+                fd = file.fileno()
+                yield Stamp.of(os.fstat(fd)), lambda length, offset: os.pread(fd, length, offset)
+
+    def read_pieces(self, path: str) -> Iterator[bytes]:
+        """Yield the content of a file from its start to its end."""
+        with self.opened(path) as (_, read):
+            offset = 0
+            while piece := read(_PIECE, offset):
+                yield piece
+                offset += len(piece)
+
+    def _request(self, url: str, request: Callable[[Any, str], Any]) -> Any:
+        """Return the answer of a remote file system: (file system, path in it) → answer."""
+        system = open_file_system(url)
+        return self._retries.call(url, lambda: request(system.system, system.path))
+
+
+DEFAULT = Storage()
+
+
+class _ReadAhead:
+    """Reads a remote file piece by piece, and loads the next piece while one is used."""
+
+    def __init__(self, storage: Storage, url: str, size: int, thread: ThreadPoolExecutor) -> None:
+        self._storage, self._url, self._size, self._thread = storage, url, size, thread
+        self._pieces: dict[int, Future[bytes]] = {}
+
+    def __call__(self, length: int, offset: int) -> bytes:
+        end = min(offset + length, self._size)
+        if end <= offset:
+            return b""
+        first, last = offset // _REMOTE_PIECE, (end - 1) // _REMOTE_PIECE
+        self._pieces = {number: piece for number, piece in self._pieces.items() if first - 1 <= number <= last + 1}
+        for number in range(first, last + 2):
+            if number not in self._pieces and number * _REMOTE_PIECE < self._size:
+                self._pieces[number] = self._thread.submit(
+                    self._storage.read, self._url, number * _REMOTE_PIECE, _REMOTE_PIECE
+                )
+        joined = b"".join(self._pieces[number].result() for number in range(first, last + 1))
+        return joined[offset - first * _REMOTE_PIECE : end - first * _REMOTE_PIECE]
+
+
+_DRIVERS: dict[str, Callable[[str], object]] = {
+    "s3": lambda where: import_extra("s3fs", "s3", where),
+    "gs": lambda where: import_extra("gcsfs", "gs", where),
+    "hdfs": lambda where: import_extra("pyarrow", "hdfs", where),
+    "memory": lambda where: import_extra("fsspec", "s3", where),
+}
+"""Scheme of a URL → what imports its driver, or says how to install it."""
+
+_BOTOCORE_OPTIONS = {
+    "max_pool_connections": 64,  # for all threads that read, not ten
+    # The module retries repeats requests; pauses of botocore would delay the end of a process.
+    "retries": {"total_max_attempts": 1},
+}
+
+
+class FileSystem(NamedTuple):
+    """The file system of a URL."""
+
+    system: Any
+    """The object of fsspec."""
+    path: str
+    """The URL's path in it."""
+    prefix: str
+    """What comes before the path."""
+
+
+def open_file_system(url: str) -> FileSystem:
+    """Find the file system of a URL. fsspec keeps one for each server and process, so this is quick."""
+    scheme = url.partition("://")[0]
+    _DRIVERS[scheme](url)
+    fsspec = import_extra("fsspec", "s3", url)
+    try:
+        # A cached listing would hide that files have changed.
+        options = _s3_options(fsspec) if scheme == "s3" else {}
+        system, path = fsspec.core.url_to_fs(url.rstrip("/"), use_listings_cache=False, **options)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # a driver may raise anything, such as for a profile that does not exist
+        raise UserError(f"{url}: {scheme}:// cannot be opened: {describe(error)}.") from error
+    return FileSystem(system, path, url.rstrip("/").removesuffix(path))
+
+
+def _s3_options(fsspec: Any) -> dict[str, Any]:
+    """Return the options to open s3fs with. The user's settings take precedence."""
+    user_options = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
+    return {"config_kwargs": _BOTOCORE_OPTIONS | user_options}

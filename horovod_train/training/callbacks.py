@@ -1,0 +1,256 @@
+"""Keras callbacks that a config names: loads them, says which are of no use here, and keeps their state.
+
+Does not call them; see hooks.call_callbacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from horovod_train.config.registry import call, choose_keras
+from horovod_train.config.settings import Spec
+from horovod_train.distributed.consistency import digest
+from horovod_train.errors import RunError, UserError
+from horovod_train.training.averages import Averages
+from horovod_train.training.stopping import StopReason
+
+_INSTEAD = {
+    "ModelCheckpoint": "the settings under checkpoint, with best",
+    "OrbaxCheckpoint": "the settings under checkpoint",
+    "BackupAndRestore": "checkpoint.resume: auto, which is the default",
+    "TensorBoard": "log.tensorboard",
+    "CSVLogger": "metrics.jsonl of the run, or log.writers",
+    "RemoteMonitor": "log.writers",
+    "ProgbarLogger": "log.progress",
+    "History": "metrics.jsonl of the run",
+    "TerminateOnNaN": "train.non_finite: stop, which is the default",
+}
+"""Callbacks of Keras that would write on each rank, or do what the trainer does: what to use instead."""
+_STATE_NAMES: tuple[tuple[type[keras.callbacks.Callback], tuple[str, ...]], ...] = (
+    (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter")),
+    (keras.callbacks.EarlyStopping, ("best", "wait", "best_epoch", "stopped_epoch")),
+)
+"""Attributes of Keras' callbacks that are their state; others have it by get_state and set_state, or none."""
+_BATCH = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+_NEVER_CALLED = (
+    *("on_test_batch_begin", "on_test_batch_end"),
+    *("on_predict_begin", "on_predict_end", "on_predict_batch_begin", "on_predict_batch_end"),
+)
+_MONITORS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+"""In mode auto they look into the compiled metrics for what is better, but the trainer computes the metrics."""
+_SWAPS = keras.callbacks.SwapEMAWeights
+_SET_THE_RATE = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A callback and the name in the config, numbered if it comes twice."""
+
+    name: str
+    callback: keras.callbacks.Callback
+
+    def overrides(self, methods: Sequence[str]) -> list[str]:
+        """Return those of some methods that its class has of its own."""
+        kind = type(self.callback)
+        return [method for method in methods if getattr(kind, method) is not getattr(keras.callbacks.Callback, method)]
+
+    def state(self) -> Any:
+        """Return what it must have again after a resume, of values that JSON can hold; None: nothing.
+
+        Raises RunError.
+        """
+        if hasattr(self.callback, "get_state"):
+            try:
+                return json.loads(json.dumps(self.callback.get_state(), default=_plain))
+            except (TypeError, ValueError) as error:
+                raise RunError(f"callbacks: {self.name}: get_state() must give what JSON can hold: {error}.") from error
+        state = {name: getattr(self.callback, name) for name in self._state_names()}
+        return json.loads(json.dumps(state, default=_plain)) if state else None
+
+    def restore(self, state: Any) -> None:
+        """Give it a state that `state` returned."""
+        if hasattr(self.callback, "set_state"):
+            self.callback.set_state(state)
+        else:
+            for name in self._state_names():
+                setattr(self.callback, name, state[name])
+
+    def _state_names(self) -> tuple[str, ...]:
+        return next((names for kind, names in _STATE_NAMES if isinstance(self.callback, kind)), ())
+
+
+class SwapAverages(keras.callbacks.Callback):
+    """Does what Keras' SwapEMAWeights does: evaluations, and with swap_on_epoch the ends of epochs, see the averages.
+
+    Keras swaps by adding and subtracting, which rounds the weights each time; a run that resumes before an evaluation
+    which has been interrupted would not continue bit for bit.
+    """
+
+    def __init__(self, swap_on_epoch: bool) -> None:
+        super().__init__()
+        self.swap_on_epoch = swap_on_epoch
+        self.averages: Averages
+        """Set before training begins."""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.averages.put_in()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        self.averages.put_back()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.averages.put_back()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.swap_on_epoch:
+            self.averages.put_in()
+
+
+class Callbacks:
+    """The callbacks of a run on this rank, in the order of the config.
+
+    epoch_ended_at: the step after which on_epoch_end was called last; train_ended_at: on_train_end. epoch_begun: the
+    epoch for which on_epoch_begin was called last. have_stopped: whether one has ended the run.
+    """
+
+    def __init__(self, named: Sequence[Named]) -> None:
+        self.named = list(named)
+        self.epoch_ended_at, self.train_ended_at, self.epoch_begun, self.have_stopped = 0, -1, -1, False
+
+    def __bool__(self) -> bool:
+        return bool(self.named)
+
+    @property
+    def see_batches(self) -> bool:
+        """Whether one of them wants to be called at every step."""
+        return any(named.overrides(_BATCH) for named in self.named)
+
+    def attach(
+        self, model: keras.Model, optimizer: Any, averages: Averages, *, epochs: int, steps_per_epoch: int
+    ) -> None:
+        """Give them the model as `fit` does, with its optimizer. Raises UserError for one that cannot work with it."""
+        if self and isinstance(optimizer, keras.optimizers.Optimizer):
+            model.optimizer = optimizer  # a compiled model has the one that it was compiled with
+        for named in self.named:
+            if isinstance(named.callback, _SET_THE_RATE):
+                _check_rate_is_free(named.name, model, optimizer)
+            if isinstance(named.callback, SwapAverages):
+                _check_there_are_averages(named.name, averages)
+                named.callback.averages = averages
+            named.callback.set_params({"verbose": 0, "epochs": epochs, "steps": steps_per_epoch})
+            named.callback.set_model(model)
+
+    @property
+    def evaluate_averages(self) -> bool:
+        """Whether one of them has evaluations see the averages of the optimizer."""
+        return any(isinstance(named.callback, SwapAverages) for named in self.named)
+
+    def check_monitors(self, names: Sequence[str]) -> None:
+        """Raise UserError for a callback that monitors something that is not there. names: of what they get."""
+        for named in self.named:
+            monitor = getattr(named.callback, "monitor", None)
+            if isinstance(monitor, str) and monitor not in names:
+                raise UserError(f"callbacks: {named.name} monitors {monitor!r}; there are {', '.join(names)}.")
+            is_auto = getattr(named.callback, "mode", None) == "auto" and isinstance(named.callback, _MONITORS)
+            if is_auto and monitor not in ("loss", "val_loss"):
+                raise UserError(f"callbacks: {named.name} monitors {monitor!r}: give its option mode, max or min.")
+
+    def state(self) -> dict[str, Any]:
+        """Return for a checkpoint what the callbacks must have again; empty if there are none. Raises RunError."""
+        states = {named.name: state for named in self.named if (state := named.state()) is not None}
+        progress = {
+            "told": self.epoch_ended_at,
+            "ended_at": self.train_ended_at,
+            "begun": self.epoch_begun,
+            "have_stopped": self.have_stopped,
+        }
+        return {**progress, "states": states} if self else {}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Take what `state` returned at the checkpoint of a step; {}: it is of a run without callbacks."""
+        self.epoch_ended_at, self.train_ended_at = state.get("told", step), state.get("ended_at", -1)
+        self.epoch_begun, self.have_stopped = state.get("begun", -1), state.get("have_stopped", False)
+        for named in self.named:
+            if named.name in state.get("states", {}):
+                named.restore(state["states"][named.name])
+
+    def digests(self) -> dict[str, str]:
+        """Return what must be equal on all ranks: a digest of each state, by name. Raises RunError."""
+        states = self.state().get("states", {})
+        digests = {
+            f"the state of callback {name}": digest(json.dumps(state).encode()) for name, state in states.items()
+        }
+        return digests | {"whether a callback has ended the run": str(self.have_stopped)}
+
+    def ended(self) -> StopReason | None:
+        """Return why the run ends if a callback has ended it, in this start or before."""
+        return StopReason("a callback has set model.stop_training") if self.have_stopped else None
+
+
+def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
+    """Build the callbacks that a config names: Keras' by name, or package.module:Class. Raises UserError."""
+    named: list[Named] = []
+    for number, spec in enumerate(specs):
+        where = f"callbacks[{number}]"
+        factory = choose_keras(keras.callbacks, keras.callbacks.Callback, spec.name, where)
+        _check_is_of_use(factory, spec, where)
+        callback = call(factory, spec, where)
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
+        _check_is_of_use(type(callback), spec, where)
+        if isinstance(callback, _SWAPS):
+            callback = _swapping(callback, spec, where)
+        before = sum(earlier.name.split("#")[0] == spec.name for earlier in named)
+        named.append(Named(f"{spec.name}#{before + 1}" if before else spec.name, callback))
+        if methods := named[-1].overrides(_NEVER_CALLED):
+            raise UserError(f"{where}: {spec.name} has {', '.join(methods)}, which a training run never calls.")
+        if hasattr(callback, "get_state") != hasattr(callback, "set_state"):
+            raise UserError(f"{where}: {spec.name} needs both get_state() and set_state(state), or neither.")
+    return Callbacks(named)
+
+
+def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:
+    for base in kind.__mro__ if isinstance(kind, type) else ():
+        if base.__name__ in _INSTEAD and base is getattr(keras.callbacks, base.__name__, None):
+            raise UserError(f"{where}: {spec.name} has no use here; use {_INSTEAD[base.__name__]}.")
+    if spec.options.get("restore_best_weights"):
+        raise UserError(f"{where}.options.restore_best_weights: a resume would lose them; use checkpoint.best.")
+
+
+def _swapping(callback: keras.callbacks.SwapEMAWeights, spec: Spec, where: str) -> SwapAverages:
+    if type(callback) is not _SWAPS:
+        raise UserError(f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one.")
+    return SwapAverages(callback.swap_on_epoch)
+
+
+def _check_there_are_averages(name: str, averages: Averages) -> None:
+    if averages.are_of_optimizer:
+        return
+    instead = "Those of train.ema_decay are evaluated without it. " if averages.variables else ""
+    raise UserError(
+        f"callbacks: {name} needs an optimizer that keeps averages: optimizer.options.use_ema: true. {instead}"
+        "Give that, or leave the callback out."
+    )
+
+
+def _check_rate_is_free(name: str, model: keras.Model, optimizer: Any) -> None:
+    models_optimizer: Any = getattr(model, "optimizer", None)
+    if models_optimizer is not optimizer and models_optimizer not in optimizer.by_path.values():
+        raise UserError(f"callbacks: {name} sets the rate of model.optimizer, which the model's step does not apply.")
+    try:
+        models_optimizer.learning_rate = float(models_optimizer.learning_rate)
+    except TypeError as error:
+        raise UserError(
+            f"callbacks: {name} sets the learning rate, which follows a schedule here. Leave out lr_schedule.decay and "
+            "warmup_epochs, or the callback."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else float(value)

@@ -1,0 +1,336 @@
+"""Compiles the model that a run trains: by its own `compile`, and by what the config names, which wins.
+
+After that the model is what `fit` would train. Also says what a step is given of a batch, as `fit` hands it over.
+
+Metrics that a config names: Keras', or a user's. They become arguments of `compile`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.registry import call, choose_keras
+from horovod_train.config.rules import lookup
+from horovod_train.config.settings import AUTO, Config, LrScheduleConfig, MetricSpec, Spec
+from horovod_train.data.pipeline.batch_source import Batch
+from horovod_train.data.schema import Schema
+from horovod_train.errors import UserError, one_line
+from horovod_train.keras_seams import class_axis, compile_arguments
+from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
+from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
+from horovod_train.optim.schedules import Horizon
+from horovod_train.training.averages import AverageSlots
+from horovod_train.training.fine_tuning import multiply_rates
+from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels
+from horovod_train.training.steps.optimizers import optimizers_in
+from horovod_train.training.steps.trial import Data
+
+_OF_THE_OPTIMIZER = (
+    *("optimizer", "lr_schedule", "train.clip_norm", "train.weight_decay_1d", "train.weight_decay_exclude"),
+)
+"""Settings of the optimizer that the trainer builds or changes."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What is known of a compiled model besides the model."""
+
+    config: Config
+    model: keras.Model
+    given: Mapping[str, Any]
+    """The arguments of the model's own compile(); none if Keras' was not called."""
+    loss: ChosenLoss
+    """That of the config; without a loss if the model's is taken."""
+    own: tuple[str, ...]
+    """The methods of a step that the model's class overrides: train_step, compute_loss, …"""
+    targets: Mapping[str, str]
+    """By output, the target that it is compared with; empty: targets are handed over as they are."""
+    has_own_optimizers: bool
+    """Whether the optimizers are the model's, so that settings of the config do not change them."""
+    slots: AverageSlots | None = None
+    """Of the averages of the optimizer, if it is not one of those."""
+
+    def data_of(self, outputs: Any, *, has_weights: bool, training: bool) -> Callable[[Batch], Data]:
+        """Return what gives a step its data: x, (x, y) or (x, y, sample_weight).
+
+        outputs: specs of the model's, in their structure. has_weights: whether the records have weights.
+        """
+
+        def data(batch: Batch) -> Data:
+            has_targets = not isinstance(batch.targets, dict) or bool(batch.targets)
+            if not has_targets:
+                return batch.inputs
+            y = _arranged(batch.targets, self.targets, outputs)
+            by_class = self.loss.class_weights if training else {}
+            if not has_weights and not by_class:
+                return batch.inputs, y
+            return batch.inputs, y, self._weights(batch, outputs, by_class, has_weights=has_weights)
+
+        return data
+
+    def _weights(self, batch: Batch, outputs: Any, by_class: Mapping[Any, Any], *, has_weights: bool) -> Any:
+        """Return the weight of each record: [rows], or with one more axis for each axis of an output's values.
+
+        Keras multiplies weights [rows] with values [rows, …] of a loss as NumPy would: by the last axis.
+        """
+        weights = batch.weights if has_weights else batch.real
+        if "train_step" in self.own:
+            return weights * by_class[None](batch.targets) if None in by_class else weights
+
+        def of(name: Any, output: Any) -> tf.Tensor:
+            counted = by_class.get(name, by_class.get(None))
+            of_output = weights if counted is None else weights * counted(batch.targets)
+            return tf.reshape(of_output, [-1, *[1] * max(0, output.shape.rank - 2)])
+
+        if isinstance(outputs, Mapping):
+            return {name: of(name, output) for name, output in outputs.items()}
+        if isinstance(outputs, list | tuple):
+            names = getattr(self.model, "output_names", range(len(outputs)))
+            return type(outputs)([of(name, output) for name, output in zip(names, outputs, strict=True)])
+        return of(next(iter(by_class), None), outputs)
+
+    def check_classes(self, schema: Schema) -> None:
+        """Raise UserError for a weight of a class that the schema excludes, and for classes without an output."""
+        self.loss.check_classes(schema)
+        for target, outputs in self.label_counts(schema.targets).items():
+            classes = schema.features[target].classes if target in schema.features else None
+            if classes and classes > outputs:
+                raise UserError(
+                    f"loss: {target} has classes from 0 to {classes - 1}, as {schema.where} says; the model's output "
+                    f"has {outputs} values, for classes from 0 to {outputs - 1}. Build the model with {classes} "
+                    f"outputs, or correct classes of {target}."
+                )
+
+    def label_counts(self, targets: Sequence[str]) -> dict[str, int]:
+        """Return for how many labels the model has outputs, by target: of those that are compared as labels.
+
+        targets: the names of all. Empty where a model's own step computes the loss, or its outputs are not declared.
+        """
+        if not getattr(self.model, "outputs", None) or {"train_step", "compute_loss"} & {*self.own}:
+            return {}
+        outputs = self.model.outputs[0] if isinstance(self.model, keras.Sequential) else self.model.output
+        loss = compile_arguments(self.model).get("loss")
+        if isinstance(outputs, Mapping):
+            losses = {name: loss.get(name) if isinstance(loss, Mapping) else loss for name in outputs}
+            by_target = {self.targets.get(name, name): (losses[name], outputs[name]) for name in outputs}
+        elif isinstance(outputs, list | tuple) or len(targets) != 1 or isinstance(loss, list | tuple):
+            return {}
+        else:
+            only = next(iter(loss.values()), None) if isinstance(loss, Mapping) else loss
+            by_target = {targets[0]: (only, outputs)}
+        return {
+            target: int(output.shape[class_axis(each)])
+            for target, (each, output) in by_target.items()
+            if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
+        }
+
+    @property
+    def takes(self) -> dict[str, bool]:
+        """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
+        return _takes(self.given, self.config)
+
+    def origins(self) -> Iterator[str]:
+        """Yield for the log where each part comes from, if the model was compiled before."""
+        for part, is_compiled in self.takes.items():
+            if is_compiled:
+                yield f"{part}: as the model was compiled"
+            elif self.given.get(part):
+                yield f"{part}: of the config, not as the model was compiled"
+
+
+def _takes(given: Mapping[str, Any], config: Config) -> dict[str, bool]:
+    in_config = {
+        "loss": config.loss.name != AUTO,
+        "metrics": bool(config.metrics),
+        "weighted_metrics": bool(config.weighted_metrics),
+        "optimizer": config.optimizer.name != AUTO,
+    }
+    return {part: bool(given.get(part)) and not in_config[part] for part in in_config}
+
+
+def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:
+    """Compile the model with what the config names, if that is needed. Raises UserError.
+
+    horizon: None: it will only be evaluated, so that it needs no optimizer.
+    """
+    own = tuple(overridden(model, sorted({*OWN_TRAINING, *OWN_EVALUATION})))
+    compiles_itself = bool(overridden(model, ["compile"]))
+    holds = optimizers_in(model)
+    has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
+    given = {} if compiles_itself else compile_arguments(model)
+    arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
+    arguments, chosen = _with_config(config, model, arguments, own)
+    optimizer, slots = model.optimizer if model.compiled else None, None
+    if has_own_optimizers:
+        _refuse_settings(config, holds)
+    elif horizon is not None:
+        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=_takes(given, config)["optimizer"])
+    changes = any(arguments[name] is not given.get(name) for name in arguments)
+    if changes or not model.compiled:
+        keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
+    if not has_own_optimizers and optimizer is not None:
+        model.optimizer = optimizer
+    targets = _targets(config, chosen)
+    return Compiled(config, model, given, chosen, own, targets, has_own_optimizers, slots)
+
+
+def _with_config(
+    config: Config, model: keras.Model, arguments: dict[str, Any], own: Sequence[str]
+) -> tuple[dict[str, Any], ChosenLoss]:
+    """Return the arguments of `compile` with what the config names, and what it says of the loss."""
+    chosen = ChosenLoss(None)
+    is_loss_known = arguments["loss"] is not None or model.compiled or "train_step" in own
+    if config.loss.name != AUTO or not is_loss_known:
+        refuse_probabilities(config)
+        chosen = build_loss(config.loss)
+        arguments |= {"loss": chosen.loss, "loss_weights": chosen.factors}
+    elif config.loss.options:
+        raise UserError("loss.options: the model is compiled with a loss; give loss.name too.")
+    elif config.loss.class_weight:
+        if isinstance(arguments["loss"], Mapping | list | tuple) and len(arguments["loss"]) > 1:
+            raise UserError("loss.class_weight: is for one loss; the model is compiled with one for each output.")
+        chosen = build_loss(config.loss)._replace(loss=None)
+    for part in ("metrics", "weighted_metrics"):
+        if specs := getattr(config, part):
+            arguments[part] = build_metrics(specs)
+    return arguments, chosen
+
+
+def _targets(config: Config, chosen: ChosenLoss) -> Mapping[str, str]:
+    """Return the target of each output that the config names. Raises UserError."""
+    targets = dict(chosen.targets)
+    for output, target in targets_of([*config.metrics, *config.weighted_metrics]).items():
+        if targets.setdefault(output, target) != target:
+            raise UserError(
+                f"metrics: {output} is compared with {target}, but in the loss with {targets[output]}; the model's "
+                "outputs have one target each."
+            )
+    return targets
+
+
+def _arranged(targets: Any, by_output: Mapping[str, str], outputs: Any) -> Any:
+    """Return the targets as `fit` would get them: as they are, or in the structure of outputs that the config names."""
+    if not by_output:
+        return targets
+    if isinstance(outputs, Mapping):
+        names = list(outputs)
+    elif isinstance(outputs, list | tuple):
+        return targets
+    else:
+        return pick(targets, next(iter(by_output.values())))
+    missing = [output for output in by_output if output not in names]
+    if missing:
+        raise ValueError(f"there is no output {missing[0]!r}; there are {', '.join(names)}")
+    any_target = next(iter(by_output.values()))
+    return {name: pick(targets, by_output.get(name, any_target)) for name in names}
+
+
+def _prepare_optimizer(
+    config: Config, model: keras.Model, horizon: Horizon, *, is_compiled: bool
+) -> tuple[keras.optimizers.Optimizer, AverageSlots]:
+    """Return the optimizer as it is before its slots, with its rates and weight decay. Raises UserError."""
+    optimizer = _change_optimizer(config, model, horizon) if is_compiled else build_optimizer(config, horizon)
+    multiply_rates(optimizer, model.trainable_variables, config.optimizer.lr_multipliers)
+    slots = AverageSlots(optimizer)
+    limit_weight_decay(optimizer, model.trainable_variables, config, is_compiled=is_compiled)
+    return optimizer, slots
+
+
+def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> keras.optimizers.Optimizer:
+    """Return the compiled model's optimizer with what the config changes of it.
+
+    It keeps its learning rate or schedule unless the config has lr_schedule; without base_lr that begins at the
+    compiled rate. Raises UserError.
+    """
+    if config.optimizer.options:
+        raise UserError("optimizer.options: the model is compiled with an optimizer; give optimizer.name too.")
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    try:
+        if config.lr_schedule != LrScheduleConfig():
+            inner.learning_rate = build_schedule(_with_base_rate(config.lr_schedule, inner), horizon)
+        if config.train.clip_norm is not None:
+            inner.global_clipnorm = config.train.clip_norm
+            _check_clips_once(inner)
+    except (AttributeError, ValueError) as error:
+        raise UserError(f"optimizer: the compiled one cannot be used: {one_line(error)}") from error
+    return add_loss_scale(optimizer, config)
+
+
+def _check_clips_once(optimizer: keras.optimizers.Optimizer) -> None:
+    if optimizer.clipnorm is not None or optimizer.clipvalue is not None:
+        raise ValueError("train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two.")
+
+
+def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Optimizer) -> LrScheduleConfig:
+    if schedule.base_lr is not None:
+        return schedule
+    rate = optimizer.get_config()["learning_rate"]
+    if not isinstance(rate, int | float):
+        raise UserError(
+            "lr_schedule.base_lr: is required with other settings of lr_schedule, because the model's optimizer is "
+            "compiled with a schedule."
+        )
+    return dataclasses.replace(schedule, base_lr=float(rate))
+
+
+def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
+    """Raise UserError for settings of an optimizer where the model keeps its own."""
+    for key in _OF_THE_OPTIMIZER:
+        if lookup(config, key) != lookup(Config(), key):
+            raise UserError(
+                f"{key}: has no effect, because the model trains by its own train_step, with optimizers that it keeps "
+                f"itself: {', '.join(holds) or 'none'}. Leave it out."
+            )
+
+
+def exchange_options(config: Config) -> dict[str, Any]:
+    """Return the fields of a GradientExchange that the config sets."""
+    names = ("op", "compression", "sparse_as_dense", "predivide")
+    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}
+
+
+SHORT = ("accuracy", "acc", "crossentropy", "ce")
+"""Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
+
+
+def build_metrics(specs: Sequence[Spec]) -> Any:
+    """Return metrics as `compile` takes them: a list, or a dict of lists by output. Raises UserError."""
+    metrics = [(spec.output if isinstance(spec, MetricSpec) else None, _build(spec)) for spec in specs]
+    if all(output is None for output, _ in metrics):
+        return [metric for _, metric in metrics]
+    by_output: dict[str, list[Any]] = {}
+    for output, metric in metrics:
+        if output is None:
+            raise UserError("metrics: give each metric its output, or none of them.")
+        by_output.setdefault(output, []).append(metric)
+    return by_output
+
+
+def targets_of(specs: Sequence[Spec]) -> Mapping[str, str]:
+    """Return the targets that metrics are compared with, by output. Raises UserError."""
+    targets: dict[str, str] = {}
+    for spec in specs:
+        if not isinstance(spec, MetricSpec) or (spec.output is None and spec.target is None):
+            continue
+        if spec.output is None:
+            raise UserError(f"metrics: {spec.name}: target {spec.target!r} needs an output to be compared with.")
+        target = spec.target or spec.output
+        if targets.setdefault(spec.output, target) != target:
+            raise UserError(f"metrics: {spec.output} has two targets, {targets[spec.output]} and {target}.")
+    return targets
+
+
+def _build(spec: Spec) -> Any:
+    if spec.name in SHORT and not spec.options:
+        return spec.name
+    metric = call(choose_keras(keras.metrics, keras.metrics.Metric, spec.name, "metrics"), spec, "metrics")
+    if not isinstance(metric, keras.metrics.Metric):
+        raise UserError(f"metrics: {spec.name} must make a keras.metrics.Metric; it made {type(metric).__name__}.")
+    return metric

@@ -1,0 +1,251 @@
+"""Losses that a config names: Keras', ours, a user's function, or one for each output; weights of records by class.
+
+They become arguments of `compile`. Computes no loss of a step; Keras does.
+
+Refuses losses and metrics that certainly take the logits of a model for probabilities, or the reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from horovod_train.config.loader import build
+from horovod_train.config.registry import call, choose_keras, fold, keras_classes
+from horovod_train.config.rules import PER_OUTPUT, class_weight_problem
+from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, Spec
+from horovod_train.data.schema import Schema
+from horovod_train.errors import UserError
+from horovod_train.models import MODELS
+
+
+def smoothed_sparse_categorical_crossentropy(
+    targets: tf.Tensor, outputs: tf.Tensor, label_smoothing: float = 0.1
+) -> tf.Tensor:
+    """Return the cross-entropy of logits [..., classes] with labels [...], with smoothing spread over all classes.
+
+    (1 − ε) · CE(label) + ε · mean over classes k of CE(k), ε = label_smoothing. Szegedy et al. 2016 (arXiv:1512.00567),
+    section 7, also the source of ε = 0.1. Returns float32 [...].
+    """
+    refuse_logits(outputs, "smoothed_sparse_categorical_crossentropy")
+    log_probabilities = tf.nn.log_softmax(tf.cast(outputs, tf.float32))
+    one_hot = tf.one_hot(tf.cast(targets, tf.int32), outputs.shape[-1])
+    of_label = tf.reduce_sum(one_hot * log_probabilities, axis=-1)
+    return -(1 - label_smoothing) * of_label - label_smoothing * tf.reduce_mean(log_probabilities, axis=-1)
+
+
+OUR_LOSSES: dict[str, Callable[..., tf.Tensor]] = {
+    "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
+}
+"""Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
+
+
+class ClassWeights(NamedTuple):
+    """The weights of records by the class of their target."""
+
+    by_class: Mapping[int, float]
+    """1 for the classes that are not there."""
+    target: str | None
+    """Of several targets, the one with the classes."""
+    where: str
+    """The key of the config, for messages."""
+
+    def __call__(self, targets: Any) -> tf.Tensor:
+        """Return the weight of each record's class, float32 [batch]. Raises ValueError.
+
+        A target [batch, classes] stands for its largest entry, as in Keras' `fit`.
+        """
+        target = targets if self.target is None else pick(targets, self.target)
+        if isinstance(target, Mapping):
+            raise ValueError(f"{self.where} needs one target; there are {', '.join(target) or 'none'}")
+        largest = max(self.by_class)
+        table = tf.constant([self.by_class.get(number, 1.0) for number in range(largest + 2)])  # the last: any other
+        return tf.gather(table, tf.clip_by_value(_classes(target, largest, self.where), 0, largest + 1))
+
+    def check(self, schema: Schema) -> None:
+        """Raise UserError for a class that the schema's `classes` exclude."""
+        # A single target is used for every output.
+        target = schema.targets[0] if len(schema.targets) == 1 else self.target
+        feature = schema.features.get(target) if target else None
+        if feature and feature.classes and max(self.by_class) >= feature.classes:
+            raise UserError(
+                f"{self.where}: there is no class {max(self.by_class)}; {schema.where} says that {target} has "
+                f"{feature.classes}, from 0."
+            )
+
+
+class ChosenLoss(NamedTuple):
+    """What a config says of the loss, as `compile` and a step take it."""
+
+    loss: Any
+    """A loss of Keras, or a dict of them by output."""
+    factors: dict[str, float] | None = None
+    """`loss_weights` of compile."""
+    targets: Mapping[str, str] = {}
+    """By output, the target that it is compared with; empty: targets are handed over as they are."""
+    class_weights: Mapping[str | None, ClassWeights] = {}
+    """By output; None: of the only one."""
+
+    def check_classes(self, schema: Schema) -> None:
+        """Raise UserError for a weight of a class that the schema excludes."""
+        for weights in self.class_weights.values():
+            weights.check(schema)
+
+
+class LossOfFunction(keras.losses.Loss):
+    """Calls a function (targets, outputs, **options) as `fit` calls one.
+
+    A last axis of length 1 that only one of the two has is added to, or taken from, the other, as in Keras.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._function, self._options = function, dict(options)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        if not any(map(keras.tree.is_nested, (y_true, y_pred))):
+            y_true, y_pred = _to_same_rank(y_true, y_pred)
+        return self._function(y_true, y_pred, **self._options)
+
+
+def _to_same_rank(first: Any, second: Any) -> tuple[Any, Any]:
+    ranks = len(first.shape), len(second.shape)
+    if ranks[0] + 1 == ranks[1] and second.shape[-1] == 1:
+        return (keras.ops.expand_dims(first, -1), second) if ranks[0] == 1 else (first, keras.ops.squeeze(second, -1))
+    if ranks[1] + 1 == ranks[0] and first.shape[-1] == 1:
+        return (first, keras.ops.expand_dims(second, -1)) if ranks[1] == 1 else (keras.ops.squeeze(first, -1), second)
+    return first, second
+
+
+def takes_labels(loss: Any) -> bool:
+    """Return whether a loss, as `compile` takes it, compares outputs with a label for each, and leaves none out."""
+    if isinstance(loss, keras.losses.SparseCategoricalCrossentropy):
+        return loss.ignore_class is None
+    if isinstance(loss, LossOfFunction):
+        loss = loss._function
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", "")
+    return fold(name).endswith(fold("sparse_categorical_crossentropy"))
+
+
+def build_loss(spec: Spec) -> ChosenLoss:
+    """Build a loss: Keras' or ours by name, a user's function by package.module:function, or one for each output.
+
+    For one per output, the name is per_output, whose options map outputs to such losses. Raises UserError.
+    """
+    if spec.name == AUTO:
+        spec = dataclasses.replace(spec, name="sparse_categorical_crossentropy")
+    if spec.name == PER_OUTPUT:
+        return _build_terms(spec.options)
+    class_weight = spec.class_weight if isinstance(spec, LossSpec) else {}
+    weights = build_class_weights(class_weight, None, "loss")
+    return ChosenLoss(_build_one(spec, "loss"), class_weights={None: weights} if weights else {})
+
+
+def _build_one(spec: Spec, where: str) -> keras.losses.Loss:
+    factory = OUR_LOSSES.get(spec.name) or choose_keras(keras.losses, keras.losses.Loss, spec.name, f"{where}.name")
+    if isinstance(factory, type) and issubclass(factory, keras.losses.Loss):
+        return call(factory, spec, where)
+    try:
+        inspect.signature(factory).bind(None, None, **spec.options)
+    except TypeError as error:
+        takes = ", ".join(list(inspect.signature(factory).parameters)[2:]) or "no options"
+        raise UserError(f"{where}.options: {spec.name}(targets, outputs, …): {error}; it takes: {takes}.") from error
+    return LossOfFunction(factory, spec.name.rpartition(":")[2], spec.options)
+
+
+def _build_terms(options: Mapping[str, Any]) -> ChosenLoss:
+    if not options:
+        raise UserError("loss.options: per_output needs a loss for each output, like {digit: {name: …, weight: 1.0}}.")
+    terms = {output: build(LossTerm, value, f"loss.options.{output}") for output, value in options.items()}
+    targets = {output: term.target or output for output, term in terms.items()}
+    weights = {
+        output: build_class_weights(term.class_weight, targets[output], f"loss.options.{output}")
+        for output, term in terms.items()
+    }
+    return ChosenLoss(
+        {output: _build_one(term, f"loss.options.{output}") for output, term in terms.items()},
+        {output: term.weight for output, term in terms.items()},
+        targets,
+        {output: each for output, each in weights.items() if each is not None},
+    )
+
+
+def build_class_weights(by_class: Mapping[str, Any], target: str | None, where: str) -> ClassWeights | None:
+    """Return the weights of classes; None if there are none. Raises UserError."""
+    if problem := class_weight_problem(by_class):
+        raise UserError(f"{where}.class_weight: {problem}")
+    if not by_class:
+        return None
+    return ClassWeights(
+        {int(name): float(weight) for name, weight in by_class.items()}, target, f"{where}.class_weight"
+    )
+
+
+def _classes(targets: Any, largest: int, where: str) -> tf.Tensor:
+    """Return the class of each record, int64 [batch]. largest: the largest class with a weight."""
+    shape = targets.shape
+    if shape.rank == 1 or (shape.rank == 2 and shape[1] == 1):
+        return tf.cast(tf.round(tf.reshape(targets, [-1])), tf.int64)
+    if shape.rank != 2:
+        raise ValueError(f"{where} needs a class for each record; the target has shape {shape[1:]}")
+    if shape[1] is not None and shape[1] <= largest:
+        raise ValueError(f"{where}: there is no class {largest}; the target has {shape[1]} entries")
+    return tf.argmax(targets, axis=1)
+
+
+def pick(targets: Any, name: str) -> Any:
+    """Return the target with this name; a single one stands for each. Raises ValueError."""
+    if not isinstance(targets, Mapping):
+        return targets
+    if name not in targets:
+        raise ValueError(f"there is no target {name!r}; there are {', '.join(targets)}")
+    return targets[name]
+
+
+_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
+"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
+
+
+def refuse_probabilities(config: Config) -> None:
+    """Raise UserError for a loss or metric of probabilities with a built-in model, as all of those return logits."""
+    if config.model.name not in MODELS:
+        return
+    losses = keras_classes(keras.losses, keras.losses.Loss)
+    metrics = keras_classes(keras.metrics, keras.metrics.Metric)
+    of_metrics = [(part, metrics, spec) for part in ("metrics", "weighted_metrics") for spec in getattr(config, part)]
+    for part, classes, spec in [("loss", losses, config.loss), *of_metrics]:
+        name = "sparse_categorical_crossentropy" if spec.name == AUTO else spec.name
+        kind = classes.get(name) or classes.get(fold(name))
+        option = _option_for_logits(kind, spec.options) if kind else None
+        if option is not None:
+            hint = f"; write {{name: {name}, options: {{{option}}}}}" if option else ""
+            raise UserError(
+                f"{part}: {name} takes probabilities, but the model {config.model.name} returns logits{hint}."
+            )
+
+
+def _option_for_logits(kind: type, options: Mapping[str, Any]) -> str | None:
+    """Return the option that has a class of Keras take logits; None: with these options it does; "": there is none."""
+    takes = inspect.signature(kind).parameters
+    if "from_logits" in takes:
+        return None if options.get("from_logits") else "from_logits: true"
+    if "threshold" in takes and takes["threshold"].default == 0.5:
+        return None if "threshold" in options else "threshold: 0.0"
+    if "thresholds" in takes:
+        return None if {"thresholds", "top_k"} & {*options} else "thresholds: 0.0"
+    return "" if kind in _OF_PROBABILITIES or "num_thresholds" in takes else None
+
+
+def refuse_logits(outputs: Any, name: str) -> None:
+    """In a compiled step: raise ValueError if the outputs for a loss of logits come from a softmax or a sigmoid."""
+    made_by = outputs.op.type if isinstance(outputs, tf.Tensor) and tf.is_symbolic_tensor(outputs) else ""
+    if made_by in ("Softmax", "Sigmoid"):
+        raise ValueError(
+            f"loss {name} takes logits, but the model ends in a {made_by.lower()}, which makes probabilities of them; "
+            "leave one of the two out"
+        )

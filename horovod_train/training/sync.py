@@ -1,0 +1,336 @@
+"""When ranks exchange, and what: gradients at every step, gradients one step late, or weights every few steps.
+
+Each strategy is a class with the methods of SyncStrategy; STRATEGIES names them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.config.settings import TrainConfig
+from horovod_train.distributed.allreduce import add_up_rows
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.errors import UserError
+from horovod_train.models.model_parallel import variable_beside
+
+CombineList = Callable[[Sequence[Any]], list[Any]]
+"""(gradients) → gradients combined over the ranks."""
+
+
+class Exchanged(NamedTuple):
+    """Gradients of a step. Each list has one entry for each trainable variable, or None."""
+
+    gradients: list[Any]
+    """Combined gradients, to apply now."""
+    local: Sequence[Any]
+    """This rank's part of them."""
+
+
+class Moves(NamedTuple):
+    """How far one parameter moved on each rank between two averages. Each list has one entry per rank."""
+
+    changed: list[float]
+    """Change of the mean of its elements; 0.0 if unchanged."""
+    apart: list[float]
+    """Root mean square, over its elements, of value − mean over ranks."""
+
+
+class Drift(NamedTuple):
+    """How far ranks had moved apart at their last average."""
+
+    ranks_apart: float
+    """The root mean square over ranks of ‖value − mean‖."""
+    moves: Mapping[str, Moves]
+    """By the path of each parameter; only on root, and empty before the first average."""
+
+
+class SyncStrategy(Protocol):
+    """When ranks exchange, and what. Keeps its state in variables, so that a run can resume.
+
+    Does not compute or apply gradients; see step.
+    """
+
+    delay: int
+    """Steps between computing and applying a gradient: 0 or 1."""
+
+    @property
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
+
+    @property
+    def must_be_finite(self) -> Sequence[tf.Variable]:
+        """Those of `variables` that hold numbers not applied yet."""
+
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
+
+        combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
+        are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
+        """
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
+
+        failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
+        """
+
+    def settle(self, step: int) -> bool:
+        """Collective, between steps: make checkpointed variables equal on all ranks; return whether it had to.
+
+        Call it only through TrainState.settle, which checks first whether a rank has failed.
+        """
+
+    def next_sync_step(self, step: int) -> int:
+        """Return the first step ≥ `step` at which the run can stop and resume with identical results."""
+
+    def drift(self) -> Drift | None:
+        """Collective: return how far ranks move apart between exchanges; None if they do not."""
+
+
+@dataclass(frozen=True)
+class SyncParts:
+    """What a strategy is built from."""
+
+    config: TrainConfig
+    group: WorkerGroup
+    model: keras.Model
+    combine: CombineList
+    """Combines gradients over the ranks, outside of a step."""
+    slots: Sequence[Any] = ()
+    """The variables of the optimizers."""
+    rates: Sequence[Any] = ()
+    """Those of them that are learning rates."""
+    forward_state: Sequence[tf.Variable] = ()
+    """Weights that are not trained and that the forward pass assigns, as BatchNormalization does."""
+    averages: Sequence[tf.Variable] = ()
+    """Moving averages of the weights, if any."""
+    sparse_as_dense: bool = True
+    """Whether sparse gradients may become dense tables; only those can wait a step."""
+
+
+def settled_step() -> tf.Variable:
+    """Create the variable for the step at which ranks were last made equal; the broadcast does it before step 1."""
+    return tf.Variable(0, dtype=tf.int64, trainable=False, name="settled_step")
+
+
+def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Variable]:
+    """Append #2, #3, … to repeated names: paths can repeat if a model has two layers of one name."""
+    counts: Counter[str] = Counter()
+    unique = {}
+    for name, variable in named:
+        counts[name] += 1
+        unique[name if counts[name] == 1 else f"{name}#{counts[name]}"] = variable
+    return unique
+
+
+class EveryStep:
+    """Gradients are combined before they are applied: ranks have the same weights after every step."""
+
+    delay = 0
+
+    def __init__(self) -> None:
+        self.variables: dict[str, tf.Variable] = {}
+        self.must_be_finite: list[tf.Variable] = []
+
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        return Exchanged(combine(local_gradients), local_gradients)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return failed  # comes from combined gradients, so ranks agree
+
+    def settle(self, step: int) -> bool:
+        return False
+
+    def next_sync_step(self, step: int) -> int:
+        return step
+
+    def drift(self) -> None:
+        return None
+
+
+class Local:
+    """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
+
+    Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged. Where
+    ranks must be equal in between, such as for an evaluation, they are averaged there too.
+    """
+
+    delay = 0
+
+    def __init__(self, parts: SyncParts) -> None:
+        assert parts.config.average_every_steps is not None
+        self.group, self.every = parts.group, parts.config.average_every_steps
+        model = parts.model
+        rates = {id(rate) for rate in parts.rates}
+        slots = [variable for variable in parts.slots if id(variable) not in rates]
+        more = (*slots, *parts.averages, *parts.forward_state)
+        variables = [as_tf_variable(variable) for variable in (*model.trainable_variables, *more)]
+        self.weights = {weight.path: as_tf_variable(weight) for weight in model.trainable_variables}
+        self.averaged = [variable for variable in variables if variable.dtype.is_floating]
+        self.settled = settled_step()
+        self.squared_distance = tf.Variable(0.0, trainable=False)
+        """float32: squared distance of this rank's variables from the mean, at the last average."""
+        zeros = tf.zeros([len(self.weights)], tf.float64)
+        self.sums_at_start, self.changes, self.squared_distances = (
+            tf.Variable(zeros, trainable=False) for _ in range(3)
+        )
+        """float64 [weights]: sums when ranks were last equal; their change and squared distance at the last average."""
+        self.has_averaged = tf.Variable(False, trainable=False)
+        self.variables = {"settled_step": self.settled}
+        self.must_be_finite: list[tf.Variable] = []
+        self._average_now = tf.function(self._average, autograph=False)
+
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        # Ranks diverge from here on.
+        tf.cond(tf.equal(self.settled, step), self._note_start, lambda: None)
+        rows_once = [add_up_rows(part) if isinstance(part, tf.IndexedSlices) else part for part in local_gradients]
+        return Exchanged(rows_once, local_gradients)
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        # Other ranks learn about a failed rank at the next average.
+        def meet() -> tf.Tensor:
+            self._average()
+            self.settled.assign(step)
+            return self.group.sum_in_step(tf.cast(failed, tf.float32), "local.failed") > 0
+
+        return tf.cond(tf.equal(step % self.every, 0), meet, lambda: tf.constant(False))
+
+    def settle(self, step: int) -> bool:
+        if int(self.settled) == step:
+            return False
+        self._average_now()
+        self.settled.assign(step)
+        return True
+
+    def next_sync_step(self, step: int) -> int:
+        return -(-step // self.every) * self.every
+
+    def drift(self) -> Drift:
+        (mean,) = self.group.average([self.squared_distance.numpy()])
+        moves = self._moves() if bool(self.has_averaged) else {}
+        return Drift(math.sqrt(float(mean)), moves)
+
+    def _moves(self) -> dict[str, Moves]:
+        moves = np.stack([self.changes.numpy(), self.squared_distances.numpy()])
+        by_rank = self.group.to_root(moves[np.newaxis])
+        counts = [max(1, math.prod(weight.shape)) for weight in self.weights.values()]
+        return {
+            path: Moves((by_rank[:, 0, index] / count).tolist(), np.sqrt(by_rank[:, 1, index] / count).tolist())
+            for index, (path, count) in enumerate(zip(self.weights, counts, strict=True))
+            if len(by_rank)
+        }
+
+    def _note_start(self) -> None:
+        self.sums_at_start.assign(self._sums())
+
+    def _sums(self) -> tf.Tensor:
+        return tf.stack([tf.reduce_sum(tf.cast(weight, tf.float64)) for weight in self.weights.values()])
+
+    def _average(self) -> None:
+        self.changes.assign(self._sums() - self.sums_at_start)
+        squares = []
+        for index, variable in enumerate(self.averaged):
+            mean = self.group.average_in_step(variable, f"local.{index}")
+            squares.append(tf.cast(tf.reduce_sum(tf.square(variable - mean)), tf.float32))
+            variable.assign(mean)
+        self.squared_distance.assign(tf.add_n(squares))
+        self.has_averaged.assign(True)
+        self.squared_distances.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))
+
+
+class Stale:
+    """The gradients of a step are combined while the next step computes, and applied one step late.
+
+    The exchange costs no time if it is shorter than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619). Step 1
+    applies zeros; the last gradients of a run are never applied.
+    """
+
+    delay = 1
+
+    def __init__(self, parts: SyncParts) -> None:
+        self._combine, self._sparse_as_dense = parts.combine, parts.sparse_as_dense
+        trained = parts.model.trainable_variables
+        self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
+        self.pending = [variable_beside(weight, tf.zeros(weight.shape, weight.dtype)) for weight in trained]
+        self.settled = settled_step()
+        self._paths = paths = [weight.path for weight in trained]
+        self.variables = by_unique_name(
+            (f"pending/{path}", variable) for path, variable in zip(paths, self.pending, strict=True)
+        )
+        self.variables["settled_step"] = self.settled
+        # With non_finite: skip, non-finite gradients are skipped when they are due to be applied.
+        self.must_be_finite = [] if parts.config.non_finite == "skip" else self.pending
+
+    def exchange(
+        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
+    ) -> Exchanged:
+        given = self._paths if variables is None else variables
+        pairs = [
+            (number, place)
+            for number, (gradient, place) in enumerate(zip(local_gradients, map(self._place, given), strict=True))
+            if gradient is not None
+        ]
+        for number, place in pairs:
+            if isinstance(local_gradients[number], tf.IndexedSlices) and not self._sparse_as_dense:
+                raise UserError(
+                    "horovod.sparse_as_dense: must be true with train.synchronization: stale: the gradient of "
+                    f"{self._paths[place]} waits for a step, and is then exchanged, as a whole table."
+                )
+        # Nothing here waits for `local_gradients`, so that they are computed during the exchange.
+        previous = [tf.convert_to_tensor(self.pending[place]) for _, place in pairs]
+        exchanged = tf.cond(tf.equal(self.settled, step), lambda: previous, lambda: combine(previous))
+        combined: list[Any] = [None] * len(local_gradients)
+        for (number, place), gradient in zip(pairs, exchanged, strict=True):
+            self.pending[place].assign(tf.convert_to_tensor(local_gradients[number]))
+            combined[number] = gradient
+        return Exchanged(combined, previous)
+
+    def _place(self, variable: Any) -> int:
+        """Return the index of a weight, or of its path, among the pending gradients."""
+        if isinstance(variable, str):
+            return self._paths.index(variable)
+        return self._index[id(as_tf_variable(variable))]
+
+    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return failed  # comes from combined gradients, so ranks agree
+
+    def settle(self, step: int) -> bool:
+        if int(self.settled) == step:
+            return False
+        gradients = [tf.convert_to_tensor(variable) for variable in self.pending]
+        for variable, mean in zip(self.pending, self._combine(gradients), strict=True):
+            variable.assign(mean)
+        self.settled.assign(step)
+        return True
+
+    def next_sync_step(self, step: int) -> int:
+        return step
+
+    def drift(self) -> None:
+        return None
+
+
+STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {
+    "every_step": lambda _: EveryStep(),
+    "stale": Stale,
+    "local": Local,
+}
+"""The values of train.synchronization."""
+
+
+def build_strategy(parts: SyncParts) -> SyncStrategy:
+    return STRATEGIES[parts.config.synchronization](parts)
