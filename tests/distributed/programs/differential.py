@@ -150,6 +150,9 @@ def by_fit(case: Case, config: Config) -> tuple[list[Any], dict[str, float]]:
     keras.mixed_precision.set_dtype_policy(config.precision)
     model = case.build()
     model.jit_compile = False  # by default `fit` compiles by XLA what it can, which rounds otherwise
+    if model.built and getattr(model, "optimizer", None) is not None:
+        # Inside the compiled step, slots that are copies of weights (ScheduleFreeAdamW) would begin as 0.
+        model.optimizer.build(model.trainable_variables)
     features, inputs, targets = DATA[case.data]
     x = features[inputs[0]] if len(inputs) == 1 else {name: features[name] for name in inputs}
     y = features[targets[0]] if len(targets) == 1 else {name: features[name] for name in targets} or None

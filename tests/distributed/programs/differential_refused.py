@@ -103,7 +103,12 @@ BY_ROW: dict[str, Any] = {"alone_within": 5e-6, "weights_within": 5e-6}
 COMBINED: dict[str, Case] = {
     **{
         f"ignore_class, {name}, weights": Case(
-            sequence(crossentropy(ignore_class=-1, reduction=name)), "holes", True, alone_within=1e-5, long=True
+            sequence(crossentropy(ignore_class=-1, reduction=name)),
+            "holes",
+            True,
+            alone_within=1e-5,
+            weights_within=5e-6,
+            long=True,
         )
         for name in REDUCTIONS
     },
@@ -114,7 +119,7 @@ COMBINED: dict[str, Case] = {
         pair("list", loss=["mse", "mae"], loss_weights=[1.0, 0.5], metrics=[["mae"], ["mse"]]), "pair", long=True
     ),
     "sums of two outputs": Case(
-        pair(loss={"a": losses.MeanSquaredError(reduction="sum"), "b": "mse"}), "pair", long=True
+        pair(loss={"a": losses.MeanSquaredError(reduction="sum"), "b": "mse"}), "pair", weights_within=5e-6, long=True
     ),
     "Embedding": Case(embedding, "tags", **BY_ROW),
     "layer with an average of records": Case(dense(extra=(Recentred,))),
