@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from horovod_train.config.paths import remote_path_problems
-from horovod_train.config.settings import Config, DataConfig, ModelSpec, Spec
+from horovod_train.config.settings import Config, DataConfig, Spec
 from horovod_train.errors import UserError
 
 _EVALUATED = "data.eval or data.dataset"
@@ -311,11 +311,6 @@ def weights_of_outputs(loss: Spec) -> dict[str, Mapping[str, Any]]:
     return {output: weights for output, weights in by_output.items() if isinstance(weights, Mapping) and weights}
 
 
-def unfrozen_by_epoch(model: ModelSpec) -> list[tuple[int, tuple[str, ...]]]:
-    """Return `model.unfreeze` in the order of its epochs: (complete epochs, patterns)."""
-    return sorted((int(epoch), _patterns(entry)) for epoch, entry in model.unfreeze.items())
-
-
 def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is wrong: (key, problem)."""
     model, epochs = config.model, config.train.epochs
@@ -326,7 +321,7 @@ def fine_tuning_problems(config: Config) -> Iterator[tuple[str, str]]:
             yield "model.unfreeze", f"expected complete epochs, 1 or more; received {epoch!r}."
         elif epochs is not None and int(epoch) >= epochs:
             yield f"model.unfreeze.{epoch}", f"has no effect: the run ends after train.epochs, {epochs}."
-        if not _patterns(entry) or not all(isinstance(pattern, str) for pattern in _patterns(entry)):
+        if not patterns_in(entry) or not all(isinstance(pattern, str) for pattern in patterns_in(entry)):
             yield f"model.unfreeze.{epoch}", f"expected patterns of weights; received {entry!r}."
     for pattern, rank in model.lora.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -350,7 +345,7 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and int(text) > 0
 
 
-def _patterns(entry: Any) -> tuple[Any, ...]:
+def patterns_in(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, list | tuple) else (entry,)
 
 

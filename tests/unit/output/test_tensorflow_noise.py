@@ -10,8 +10,8 @@ from conftest import run_process
 def test_keras_is_loaded_without_libraries_that_can_be_imported_afterwards() -> None:
     script = """
 import sys
-from horovod_train.output import tensorflow_noise
-tensorflow_noise.load_tensorflow()
+from horovod_train.output import logs
+logs.load_tensorflow()
 assert "keras" in sys.modules
 print({"sklearn", "matplotlib"} & set(sys.modules))
 from sklearn.datasets import load_digits

@@ -215,7 +215,7 @@ def test_only_users_functions_are_rewritten_by_autograph() -> None:
                 rewritten.add(path.name)
         assert "@tf.function\n" not in text
     as_others_write = {"tensorflow_parts.py", "multi_worker.py"}
-    assert rewritten == {"serialized.py", "augment.py"} | as_others_write
+    assert rewritten == {"parsing.py", "augment.py"} | as_others_write
 
 
 @pytest.mark.parametrize(
