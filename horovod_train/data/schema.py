@@ -194,6 +194,7 @@ class Feature:
     scale: float | None = setting(None, "tensor = value * scale + offset, computed in `cast`, or in float32")
     offset: float | None = setting(None, "see scale")
     classes: int | None = setting(None, "values must be in [0, classes)", minimum=1)
+    class_names: tuple[str, ...] = setting((), "of the numbers from 0, one each; records may hold them as text")
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -228,6 +229,8 @@ def parse_feature(value: Any, where: str) -> Feature:
     problem = _contradiction(feature)
     if problem:
         raise UserError(f"{where}: {problem}")
+    if feature.class_names and not feature.classes:
+        return dataclasses.replace(feature, classes=len(feature.class_names))
     return feature
 
 
@@ -271,4 +274,16 @@ def _contradiction(feature: Feature) -> str | None:
         return "bytes that are not decoded have no cast, scale, offset, classes or padding."
     if feature.classes and not feature.stored_dtype.startswith(("int", "uint")):
         return f"classes is for integers; this one is {feature.stored_dtype}."
+    return _wrong_class_names(feature)
+
+
+def _wrong_class_names(feature: Feature) -> str | None:
+    names = feature.class_names
+    if names and feature.type != "int64":
+        return f"class_names is for type int64, also where records hold the names; this one is {feature.type}."
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        return f"class_names: {twice!r} is given twice."
+    if names and feature.classes not in (None, len(names)):
+        return f"class_names: has {len(names)} names, and classes is {feature.classes}."
     return None

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from horovod_train.output.removal import Artifact
 
+CLASS = "class"
+"""The column of a table of predictions that names the class with the largest output."""
+
 
 def _members(path: Path) -> set[str]:
     try:
@@ -27,12 +30,14 @@ def _begins(path: Path, *heads: bytes) -> bool:
 
 
 def _is_csv_of_outputs(path: Path) -> bool:
-    """Return whether a table has a column record, and in its first row nothing but numbers."""
+    """Return whether a table has a column record, and in its first row nothing but numbers, and the name of a class."""
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         rows = csv.reader(file)
         head, row = next(rows, []), next(rows, [])
     try:
-        return head[:1] == ["record"] and (not row or len([float(value) for value in row]) == len(head))
+        numbers = row[:-1] if head[-1:] == [CLASS] else row
+        all_are_numbers = len([float(value) for value in numbers]) == len(numbers)
+        return all_are_numbers and head[:1] == ["record"] and len(row) in (0, len(head))
     except ValueError:
         return False
 

@@ -9,7 +9,7 @@ import contextlib
 import csv
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, for_each_batch
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.errors import RunError, UserError, one_line
-from horovod_train.inference.artifacts import PREDICTIONS, PREDICTIONS_DRAFT
+from horovod_train.inference.artifacts import CLASS, PREDICTIONS, PREDICTIONS_DRAFT
 from horovod_train.output.removal import draft_of, remove, replace
 
 Specs = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -116,7 +116,9 @@ class NullPredictions:
 class PredictionsFile:
     """Collects rows in files next to the final one, so that memory does not grow with the number of records."""
 
-    def __init__(self, path: Path, specs: Specs, num_records: int) -> None:
+    def __init__(self, path: Path, specs: Specs, num_records: int, class_names: Sequence[str] = ()) -> None:
+        """class_names: of the last axis of the only output; () if it is not one score for each class."""
+        self._class_names = class_names
         self._path, self._records = path, num_records
         self._folder, self._arrays = draft_of(path), dict[str, np.ndarray]()
         try:
@@ -172,19 +174,28 @@ class PredictionsFile:
         record = np.flatnonzero(self._is_there)
         with draft.open("x", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(
-                ["record", *(column for name, array in self._arrays.items() for column in _columns(name, array))]
-            )
+            columns = [column for name, array in self._arrays.items() for column in _columns(name, array)]
+            writer.writerow(["record", *columns, *([CLASS] if self._class_names else [])])
             for first in range(0, len(record), _ROWS):
                 some = record[first : first + _ROWS]
                 flat = [array[some].reshape(len(some), -1) for array in self._arrays.values()]
                 for number, *rows in zip(some.tolist(), *flat, strict=True):
-                    writer.writerow([number, *(str(value) for row in rows for value in row)])
+                    named = [self._class_names[int(np.argmax(rows[0]))]] if self._class_names else []
+                    writer.writerow([number, *(str(value) for row in rows for value in row), *named])
 
 
-def open_predictions(out: str, specs: Specs, num_records: int, *, is_root: bool) -> Predictions:
-    """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written."""
-    return PredictionsFile(Path(out), specs, num_records) if is_root else NullPredictions()
+def open_predictions(
+    out: str, specs: Specs, num_records: int, class_names: Sequence[str] = (), *, is_root: bool
+) -> Predictions:
+    """Open the file on root; do nothing elsewhere. Raises UserError if it cannot be written.
+
+    class_names: of the target that the model has learned. A table names the class with the largest output, if the model
+    has one output, with one score for each class.
+    """
+    are_scores = [shape for shape, _ in specs.values()] == [(len(class_names),)]
+    if not is_root:
+        return NullPredictions()
+    return PredictionsFile(Path(out), specs, num_records, class_names if are_scores else ())
 
 
 def _named(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:

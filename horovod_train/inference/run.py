@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -86,7 +86,9 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
         with group.raise_together():
             pipeline = build_split(_with_batch(unlabelled, group.size), group, records, training=False)
             outputs = Outputs(model, pipeline, "data.eval")
-            file = open_predictions(out, outputs.specs, pipeline.num_records, is_root=group.is_root)
+            file = open_predictions(
+                out, outputs.specs, pipeline.num_records, _class_names(config), is_root=group.is_root
+            )
 
         def collect(batches: Batches, steps: int, _: StepSize) -> None:
             ids, rows = outputs.compute(batches, steps)
@@ -97,6 +99,12 @@ def predict(config: Config, checkpoint: str, weights: Weights, paths: Sequence[s
             with group.raise_together():
                 written = file.finish()
         return group.broadcast_object(written)
+
+
+def _class_names(config: Config) -> tuple[str, ...]:
+    """Return the names that the config gives the classes of its only target."""
+    settings = config.data.features.get(config.data.targets[0]) if len(config.data.targets) == 1 else None
+    return tuple(settings.get("class_names", ())) if isinstance(settings, Mapping) else ()
 
 
 @contextmanager

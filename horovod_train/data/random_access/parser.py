@@ -39,7 +39,10 @@ class ArraysParser:
             values = stack([record[name]])
             array = _convert(feature, values)
             if array is None:
-                return f"feature {name}: expected {_expected_form(feature)}; the record holds {_actual_form(values)}"
+                actual = _actual_form(values)
+                if feature.class_names and (texts := _as_bytes(values)) is not None:
+                    actual = ", ".join(repr(text.decode(errors="replace")) for text in texts.ravel()[:3].tolist())
+                return f"feature {name}: expected {_expected_form(feature)}; the record holds {actual}"
             if problem := feature.value_problem(array):
                 return f"feature {name}: {problem}"
         return None
@@ -60,11 +63,22 @@ def _convert(feature: Feature, values: np.ndarray) -> np.ndarray | None:
         shape = () if feature.decode == "image" else feature.shape
         texts = _as_bytes(values)
         return texts if texts is not None and texts.shape[1:] == shape else None
+    if feature.class_names and (texts := _as_bytes(values)) is not None:
+        return _numbers_of(texts, feature)
     if values.dtype == object:
         values = _stack_lists(values, feature.shape)
     if values.shape[1:] != feature.shape or not _fits_dtype(values.dtype, feature.stored_dtype):
         return None
     return values.astype(feature.stored_dtype, copy=False)
+
+
+def _numbers_of(texts: np.ndarray, feature: Feature) -> np.ndarray | None:
+    """Return the numbers of classes that are given by name; None if a text is the name of none."""
+    numbers = {name.encode(): number for number, name in enumerate(feature.class_names)}
+    found = [numbers.get(text.strip()) for text in texts.ravel()]
+    if texts.shape[1:] != feature.shape or None in found:
+        return None
+    return np.array(found, np.int64).reshape(texts.shape)
 
 
 def _pad(feature: Feature, values: np.ndarray) -> np.ndarray | None:
@@ -119,6 +133,9 @@ def _fits_dtype(dtype: np.dtype, stored: str) -> bool:
 def _expected_form(feature: Feature) -> str:
     if feature.decode == "image":
         return "the bytes of an image's file"
+    if feature.class_names:
+        shown = ", ".join(feature.class_names[:6]) + (", …" if len(feature.class_names) > 6 else "")
+        return f"one of {shown}, or its number"
     if feature.max_length:
         items = f"values of {feature.stored_dtype}" if not feature.shape else f"items of {_stored_form(feature)}"
         return f"at most {feature.max_length} {items}"

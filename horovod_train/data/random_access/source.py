@@ -195,6 +195,11 @@ def _build_feature(name: str, values: np.ndarray, defaults: Mapping[str, Any], s
         settings = {"type": settings}
     if not isinstance(settings, Mapping) or "type" in settings:
         return parse_feature(settings, where)
+    found, named = defaults.get("class_names"), settings.get("class_names")
+    if found and isinstance(named, list | tuple) and list(named) != list(found):
+        raise UserError(
+            f"{where}: class_names: {', '.join(map(str, named))}; the records have {', '.join(found)}, in this order."
+        )
     settings = {**defaults, **settings}
     if settings.get("decode") == "image":
         return parse_feature({"type": "bytes", **settings}, where)
@@ -217,7 +222,7 @@ def _stored_form(where: str, values: np.ndarray, settings: Mapping[str, Any]) ->
     elif values.dtype == object or values.dtype.kind in "SU":
         if values.dtype == object and not isinstance(value, bytes | str):
             raise UserError(f"{where}: expected numbers or text; the first record holds {value!r:.80}.")
-        return {"type": "bytes", "shape": shape}
+        return {"type": "int64" if settings.get("class_names") else "bytes", "shape": shape}
     dtype = _STORED_AS.get(values.dtype.name, values.dtype.name)
     if dtype in ("int64", "float32"):
         return {"type": "int64" if dtype == "int64" else "float", "shape": shape}

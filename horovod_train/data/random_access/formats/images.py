@@ -26,7 +26,7 @@ class ImageFolder(FileStore):
         self._labels = np.array([labels[file.parent.name] for file in files])
         self._names = request.choose(["image", "label"], path)
         super().__init__(path, self._files)
-        self.defaults = {"image": {"decode": "image"}, "label": {"classes": len(classes)}}
+        self.defaults = {"image": {"decode": "image"}, "label": {"class_names": classes}}
         sizes = np.array([stamp.size for stamp in self._stamps.stamps.values()])
         self.blocks = single_blocks(len(files), sizes)
 

@@ -1,0 +1,312 @@
+"""The command `init`: looks at data and writes a config for it, with a model where one is due. No TensorFlow.
+
+python -m horovod_train.main init images photos
+python -m horovod_train.main init table flats.csv --target price
+
+What it writes is to be read and changed. Reads no more than it says, and replaces no file. templates holds the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from horovod_train.commands import init_models
+from horovod_train.data.files import has_records
+from horovod_train.data.prepare.csv_table import load_table
+from horovod_train.data.prepare.images import list_images
+from horovod_train.data.schema import DATASET_NAME, Schema, load_schema
+from horovod_train.errors import UserError
+from horovod_train.output.console import to_stdout
+
+FOLDS = 5
+"""One record in so many is held out to evaluate on."""
+MOST_CLASSES = 20
+"""Whole numbers of more values than this are numbers to predict, not classes."""
+MOST_TEXTS = 1000
+"""The most different texts that a column may have to be looked up in a vocabulary."""
+MOST_WORDS = 10_000
+_PUNCTUATION = re.compile(r"""[!"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']""")
+"""What keras.layers.TextVectorization removes by default."""
+
+
+class Draft(NamedTuple):
+    """What `init` writes: the config as (comment, section) pairs, and other files by name."""
+
+    found: str
+    """What the data holds, in a sentence."""
+    sections: Sequence[tuple[str, Mapping[str, Any]]]
+    files: Mapping[str, str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name, (_, path, text) in KINDS.items():
+        kind = kinds.add_parser(name, help=text, description=text)
+        if path:
+            kind.add_argument("path", metavar=path)
+        if name in ("table", "text"):
+            kind.add_argument("--target", metavar="COLUMN", help="what to predict; default: the last column")
+        if name == "text":
+            kind.add_argument("--text", metavar="COLUMN", help="default: the column with the longest texts")
+        if name == "images":
+            kind.add_argument("--size", type=int, default=96, help="height and width; default %(default)s")
+        kind.add_argument("--out", default="config.yaml", metavar="FILE", help="default %(default)s, in this folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out)
+    if out.parent != Path() or out.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"--out {out}: expected a name that ends in .yaml, in this folder, where the config's modules are found."
+        )
+    describe, _, _ = KINDS[arguments.kind]
+    draft = describe(arguments)
+    texts = {out.name: _config_text(draft, out.name), **draft.files}
+    for name in texts:
+        if Path(name).exists():
+            raise UserError(f"init: {name} exists already, and stays as it is. Work in another folder, or rename it.")
+    for name, text in texts.items():
+        try:
+            with open(name, "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(f"init: {name}: cannot be written: {error.strerror}.") from error
+    to_stdout(draft.found)
+    to_stdout(f"wrote {', '.join(texts)}")
+    to_stdout(f"next: python -m horovod_train.main plan --config {out.name}")
+    to_stdout(f"then: horovodrun -np 2 python -m horovod_train.main --config {out.name}")
+    return 0
+
+
+def _images(arguments: argparse.Namespace) -> Draft:
+    path, size = arguments.path.rstrip("/"), arguments.size
+    if size < 32:
+        raise UserError(f"--size must be at least 32; received {size}.")
+    classes, files, note = list_images(path)
+    counts = Counter(file.parent.name for file in files)
+    few = [name for name in classes if not counts[name]]
+    if len(classes) < 2 or few:
+        problem = f"{few[0]} has no image" if few else f"it has one, {classes[0]}"
+        raise UserError(f"{path}: expected a folder with images for each of at least two classes; {problem}.")
+    shown = ", ".join(classes[:6]) + (", …" if len(classes) > 6 else "")
+    features = {
+        "image": {"decode": "image", "shape": [size, size, 3], "resize": "crop", "cast": "float32"},
+        "label": {"class_names": classes},
+    }
+    sections = [
+        _data(path, features, ["label"], 32, augment=[{"name": "flip"}]),
+        _model({"classes": len(classes), "image_size": size}),
+        *_classification(epochs=20),
+    ]
+    found = f"{len(files)} images in {len(classes)} classes: {shown}; {_split(len(files))}"
+    return Draft(f"{found}{f'; note: {note}' if note else ''}", sections, {"model.py": init_models.IMAGES})
+
+
+def _table(arguments: argparse.Namespace) -> Draft:
+    table, target = _read_table(arguments)
+    inputs = {name: column for name, column in table.items() if name != target}
+    if not inputs:
+        raise UserError(f"{arguments.path}: nothing is left to predict {target} from; expected two columns or more.")
+    layers = []
+    for name, column in inputs.items():
+        if column.dtype.kind == "U":
+            texts = sorted(set(column.tolist()))
+            if len(texts) > MOST_TEXTS:
+                raise UserError(
+                    f"{arguments.path}: column {name} has {len(texts)} different texts, more than can be looked up "
+                    f"({MOST_TEXTS}). Leave it out of the file, or see: init text."
+                )
+            layers.append(f"    {name!r}: {texts!r},")
+        else:
+            mean, variance = float(column.mean(dtype=np.float64)), float(column.var(dtype=np.float64))
+            layers.append(f"    {name!r}: ({mean:.6g}, {variance or 1.0:.6g}),")
+    names = _classes_of(table[target])
+    features: dict[str, Any] = {}
+    if names and table[target].dtype.kind == "U":
+        features = {target: {"class_names": names}}
+    elif names:
+        features = {target: {"classes": len(names)}}
+    else:
+        features = {target: {"cast": "float32"}}
+    ends = _classification(epochs=30) if names else _regression()
+    model = init_models.TABLE.replace("COLUMNS\n", "\n".join(layers) + "\n")
+    sections = [
+        _data(arguments.path, features, [target], 32, inputs=list(inputs)),
+        _model({"outputs": len(names) or 1}),
+        *ends,
+    ]
+    kinds = [f"{name} ({'text' if column.dtype.kind == 'U' else 'numbers'})" for name, column in inputs.items()]
+    what = f"{len(names)} classes" if names else "a number"
+    records = len(table[target])
+    found = f"{records} records; {', '.join(kinds)} → {target}, {what}; {_split(records)}"
+    return Draft(found, sections, {"model.py": model})
+
+
+def _text(arguments: argparse.Namespace) -> Draft:
+    table, target = _read_table(arguments)
+    lengths = {
+        name: sum(map(len, column.tolist())) / len(column)
+        for name, column in table.items()
+        if column.dtype.kind == "U" and name != target
+    }
+    text = arguments.text or max(lengths, key=lambda name: lengths[name], default=None)
+    if text not in lengths:
+        raise UserError(f"{arguments.path}: expected a column of text; it has {', '.join(lengths) or 'none'}.")
+    names = _classes_of(table[target])
+    if not names:
+        raise UserError(
+            f"{arguments.path}: expected classes in column {target}: texts, or at most {MOST_CLASSES} numbers from 0. "
+            f"Give another with --target, of {', '.join(table)}."
+        )
+    sentences = [_PUNCTUATION.sub("", sentence.lower()).split() for sentence in table[text].tolist()]
+    words = Counter(word for sentence in sentences for word in sentence)
+    length = 2 ** math.ceil(math.log2(max(8, np.percentile([len(sentence) for sentence in sentences], 95))))
+    named = table[target].dtype.kind == "U"
+    features = {target: {"class_names": names} if named else {"classes": len(names)}}
+    vocabulary = "".join(f"{word}\n" for word, _ in words.most_common(MOST_WORDS))
+    records = len(table[target])
+    found = (
+        f"{records} texts in {text}, {len(words)} different words, in {len(names)} classes of {target}: "
+        f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}; {_split(records)}"
+    )
+    sections = [
+        _data(arguments.path, features, [target], 32, inputs=[text]),
+        _model({"classes": len(names), "length": length}),
+        *_classification(epochs=10),
+    ]
+    return Draft(found, sections, {"model.py": init_models.TEXT, "vocabulary.txt": vocabulary})
+
+
+def _tfrecords(arguments: argparse.Namespace) -> Draft:
+    path = Path(arguments.path)
+    if not path.is_dir():
+        raise UserError(f"{path}: expected a folder of TFRecord files, or of train and eval; there is none.")
+    splits = {split: str(path / split) for split in ("train", "eval") if (path / split).is_dir()} or {
+        "train": str(path)
+    }
+    if "train" not in splits or not has_records(splits["train"], ["*.tfrecord*"]):
+        raise UserError(f"{path}: expected *.tfrecord* files in it, or in its folder train.")
+    described = [place for place in (Path(splits["train"]), path) if (place / DATASET_NAME).is_file()]
+    if not described:
+        raise UserError(
+            f"{path}: has no {DATASET_NAME}, so nothing says what a record holds. Write data.features yourself: "
+            "docs/data.md has each type; `check-data` then tries them on every record."
+        )
+    schema = load_schema(str(described[0] / DATASET_NAME))
+    data: dict[str, Any] = {**splits, "global_batch_size": 64}
+    if "eval" not in splits:
+        data |= {"eval": splits["train"], "fold": f"1/{FOLDS}"}
+    outputs = _outputs_of(schema)
+    sections = [
+        ("", {"data": data}),
+        _model({"outputs": outputs or 1}),
+        *(_classification(epochs=10) if outputs else _regression()),
+    ]
+    shapes = ", ".join(f"{name} {f.tensor_dtype}{list(f.tensor_shape)}" for name, f in schema.features.items())
+    layers = "".join(
+        f"    {name!r}: {(schema.features[name].tensor_shape, schema.features[name].tensor_dtype)!r},\n"
+        for name in schema.inputs
+    )
+    model = init_models.RECORDS.replace("INPUTS\n", layers)
+    return Draft(f"records of {shapes}; inputs {', '.join(schema.inputs)}", sections, {"model.py": model})
+
+
+def _mine(arguments: argparse.Namespace) -> Draft:
+    data = {"source": "records:Records", "train": "train", "eval": "eval", "targets": "label", "global_batch_size": 32}
+    sections = [("records.py gives the records, by number", {"data": data}), _model({}), *_classification(epochs=10)]
+    files = {"records.py": init_models.SOURCE, "model.py": init_models.MINE}
+    return Draft("a source, a model and a config to fill in; they run as they are", sections, files)
+
+
+KINDS: dict[str, tuple[Callable[[argparse.Namespace], Draft], str, str]] = {
+    "images": (_images, "FOLDER", "JPEG and PNG files in a folder for each class"),
+    "table": (_table, "FILE.csv", "a csv file with a header: numbers and texts → a class or a number"),
+    "text": (_text, "FILE.csv", "a csv file with a column of texts and one of classes"),
+    "tfrecords": (_tfrecords, "FOLDER", "TFRecord files with a dataset.json"),
+    "mine": (_mine, "", "a source of records and a model of your own, to fill in"),
+}
+"""name → (what writes a Draft of its data, what it takes, one line of help)."""
+
+
+def _read_table(arguments: argparse.Namespace) -> tuple[dict[str, np.ndarray], str]:
+    table = dict(load_table(arguments.path))
+    target = arguments.target or list(table)[-1]
+    if target not in table:
+        raise UserError(f"--target {target}: {arguments.path} has no such column; it has {', '.join(table)}.")
+    if len(table[target]) < 2 * FOLDS:
+        raise UserError(f"{arguments.path}: expected at least {2 * FOLDS} records; it has {len(table[target])}.")
+    return table, target
+
+
+def _classes_of(column: np.ndarray) -> list[str]:
+    """Return the names of the classes in a column of labels; none if its values are numbers to predict."""
+    values = np.unique(column)
+    if column.dtype.kind == "U":
+        return values.tolist() if 2 <= len(values) <= MOST_TEXTS else []
+    is_counted = column.dtype.kind == "i" and 2 <= len(values) <= MOST_CLASSES and values[0] >= 0
+    return [str(number) for number in range(int(values[-1]) + 1)] if is_counted and values[-1] < MOST_CLASSES else []
+
+
+def _outputs_of(schema: Schema) -> int | None:
+    """Return the number of classes of the only target, if it has classes."""
+    target = schema.features.get(schema.targets[0]) if len(schema.targets) == 1 else None
+    return target.classes if target else None
+
+
+def _split(records: int) -> str:
+    held_out = records // FOLDS
+    return f"{records - held_out} to train, {held_out} to evaluate"
+
+
+def _data(path: str, features: Mapping[str, Any], targets: list[str], batch: int, **more: Any) -> tuple[str, Any]:
+    data = {"train": path, "eval": path, "fold": f"1/{FOLDS}", "targets": targets, "features": dict(features)}
+    return f"one record in {FOLDS} is held out to evaluate on", {"data": {**data, **more, "global_batch_size": batch}}
+
+
+def _model(options: Mapping[str, Any]) -> tuple[str, Any]:
+    named = {"name": "model:build", **({"options": dict(options)} if options else {})}
+    return "the function build in model.py", {"model": named}
+
+
+def _classification(epochs: int) -> list[tuple[str, Any]]:
+    accuracy = {"name": "sparse_categorical_accuracy", "options": {"name": "accuracy"}}
+    loss = {"name": "sparse_categorical_crossentropy", "options": {"from_logits": True}}
+    return [("the model gives logits", {"loss": loss, "metrics": [accuracy]}), *_training(epochs, "accuracy", "max")]
+
+
+def _regression() -> list[tuple[str, Any]]:
+    metric = {"name": "mean_absolute_error", "options": {"name": "mae"}}
+    return [("", {"loss": {"name": "mean_squared_error"}, "metrics": [metric]}), *_training(30, "mae", "min")]
+
+
+def _training(epochs: int, metric: str, mode: str) -> list[tuple[str, Any]]:
+    return [
+        ("the rate on one rank; see lr_schedule.scaling for many", {"optimizer": {"name": "adam"}}),
+        ("", {"lr_schedule": {"base_lr": 0.001}, "train": {"epochs": epochs}, "eval": {"every_epochs": 1}}),
+        ("", {"checkpoint": {"every_epochs": 1, "best": {"metric": metric, "mode": mode}}}),
+    ]
+
+
+def _config_text(draft: Draft, name: str) -> str:
+    head = [
+        f"# {draft.found}",
+        "#",
+        f"#   horovodrun -np 2 python -m horovod_train.main --config {name}",
+        "#",
+        "# Every setting with its meaning: python -m horovod_train.main settings",
+        "",
+        f"output_dir: runs/{Path(name).stem}",
+    ]
+    for comment, section in draft.sections:
+        text = yaml.safe_dump(dict(section), sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+        head += [*([f"# {comment}"] if comment else []), text.rstrip()]
+    return "\n".join(head) + "\n"

@@ -1,0 +1,166 @@
+"""The first hour of someone with data: init → plan → train on two ranks → evaluate → predict → export → load."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Finished, rank_environment, run_process, summary_of
+
+MAIN = [sys.executable, "-m", "horovod_train.main"]
+SPECIES = ("adelie", "chinstrap", "gentoo")
+
+
+def make_images(folder: Path) -> None:
+    """Three classes of pictures: which channel has the bright square."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for channel, name in enumerate(("circle", "cross", "square")):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(24):
+            pixels = rng.integers(0, 60, (50, 60, 3)).astype(np.uint8)
+            pixels[10:40, 10:40, channel] = 220
+            Image.fromarray(pixels).save(folder / "photos" / name / f"{number}.jpg")
+
+
+def make_numbers(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [(f"{area:.1f}", rng.choice(["north", "south"])) for area in rng.uniform(20, 150, 120)]
+    lines = [f"{area},{district},{float(area) / 50 + (district == 'north'):.3f}" for area, district in rows]
+    (folder / "flats.csv").write_text("area,district,price\n" + "\n".join(lines) + "\n")
+
+
+def make_species(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [f"{rng.normal(3 * (row % 3)):.3f},{rng.normal():.3f},{SPECIES[row % 3]}" for row in range(150)]
+    (folder / "penguins.csv").write_text("length,width,species\n" + "\n".join(lines) + "\n")
+
+
+def make_texts(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    moods = rng.integers(0, 2, 120)
+    words = [["bad", "poor", "film", "the"], ["good", "great", "film", "the"]]
+    lines = [f'"{" ".join(rng.choice(words[mood], 9))}.",{["neg", "pos"][mood]}' for mood in moods]
+    (folder / "reviews.csv").write_text("review,mood\n" + "\n".join(lines) + "\n")
+
+
+def make_records(folder: Path) -> None:
+    words = ["prepare", "mlp-samples", "--records", "400", "--eval-records", "80", "--out", "samples"]
+    assert run_process([*MAIN, *words], cwd=folder).returncode == 0
+
+
+def nothing(folder: Path) -> None:
+    return None
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "images": (make_images, ["images", "photos"], "72 images in 3 classes: circle, cross, square; 58 to train"),
+    "numbers": (make_numbers, ["table", "flats.csv"], "area (numbers), district (text) → price, a number"),
+    "classes": (make_species, ["table", "penguins.csv"], "→ species, 3 classes; 120 to train, 30 to evaluate"),
+    "texts": (make_texts, ["text", "reviews.csv"], "in 2 classes of mood: neg, pos; 96 to train"),
+    "records": (make_records, ["tfrecords", "samples"], "inputs sample"),
+    "mine": (nothing, ["mine"], "they run as they are"),
+}
+
+
+def call(folder: Path, *words: str, ranks: int = 1) -> Finished:
+    launcher = ["horovodrun", "--gloo", "-np", str(ranks)] if ranks > 1 else []
+    environment = rank_environment()
+    environment["PYTHONPATH"] = environment["PYTHONPATH"].partition(":")[0]  # no module of the tests
+    finished = run_process([*launcher, *MAIN, *words], cwd=folder, environment=environment)
+    assert finished.returncode == 0, finished.text
+    return finished
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("images", "texts") else [pytest.mark.long]) for kind in KINDS]
+)
+def test_from_data_to_a_model_in_use(kind: str, tmp_path: Path) -> None:
+    make, words, found = KINDS[kind]
+    make(tmp_path)
+    said = call(tmp_path, "init", *words).stdout
+    assert found in said
+    assert "horovodrun -np 2 python -m horovod_train.main --config config.yaml" in said
+    call(tmp_path, "plan", "--config", "config.yaml")
+    call(tmp_path, "--config", "config.yaml", "train.epochs=4", ranks=2)
+    run = tmp_path / "runs" / "config"
+    assert summary_of(run)["epochs"] == 4
+    call(tmp_path, "evaluate", str(run), "--out", "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    if "accuracy" in figures:
+        assert figures["accuracy"] > 0.4  # of three classes; four short epochs
+    call(tmp_path, "predict", str(run), "--out", "new.csv", ranks=2)
+    with (tmp_path / "new.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == figures["records"]
+    names = {"images": {"circle", "cross", "square"}, "classes": set(SPECIES), "texts": {"neg", "pos"}}.get(kind)
+    assert {row.get("class") for row in rows} <= (names or {None})
+    call(tmp_path, "predict", str(run), "--out", "new.csv")  # a table of ours may be replaced
+    call(tmp_path, "export", str(run), "--out", "model.keras")
+    call(tmp_path, "export", str(run), "--out", "served")
+    assert _outputs_alone(tmp_path) == "equal"
+
+
+def _outputs_alone(folder: Path) -> str:
+    """Load both exports with TensorFlow alone, and compare their outputs for a made-up record."""
+    script = """
+import sys
+sys.modules["horovod"] = sys.modules["horovod_train"] = None
+import keras, numpy as np, tensorflow as tf
+model, served = keras.saving.load_model("model.keras", compile=False), tf.saved_model.load("served")
+def value(spec):
+    shape = [3, *spec.shape[1:]]
+    return tf.fill(shape, "the good film") if spec.dtype == "string" else tf.cast(np.full(shape, 2.0), spec.dtype)
+record = keras.tree.map_structure(value, model.input)
+print("equal" if np.allclose(model(record), served.serve(record), atol=1e-5) else "they differ")
+"""
+    environment = {name: value for name, value in rank_environment().items() if name != "PYTHONPATH"}
+    finished = run_process([sys.executable, "-c", script], cwd=folder, environment=environment)
+    assert finished.returncode == 0, finished.text
+    return finished.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["images", "nowhere"], "nowhere"),
+        (["images", "flat"], "flat"),
+        (["table", "flats.csv", "--target", "prize"], "--target prize: flats.csv has no such column"),
+        (["text", "flats.csv"], "expected classes in column price"),
+        (["tfrecords", "flat"], "expected *.tfrecord* files in it"),
+        (["mine", "--out", "configs/a.yaml"], "in this folder"),
+    ],
+)
+def test_what_it_cannot_use_is_one_line_and_leaves_nothing(words: list[str], line: str, tmp_path: Path) -> None:
+    make_numbers(tmp_path)
+    (tmp_path / "flat").mkdir()
+    finished = run_process([*MAIN, "init", *words], cwd=tmp_path)
+    assert finished.returncode == 2
+    assert line in finished.stderr
+    assert len(finished.stderr.splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flat", "flats.csv"]
+
+
+def test_no_file_of_the_user_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("mine = 1\n")
+    finished = run_process([*MAIN, "init", "mine"], cwd=tmp_path)
+    assert finished.returncode == 2
+    assert "model.py exists already" in finished.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+    assert (tmp_path / "model.py").read_text() == "mine = 1\n"
+
+
+def test_a_text_that_is_no_class_is_named(tmp_path: Path) -> None:
+    make_species(tmp_path)
+    call(tmp_path, "init", "table", "penguins.csv")
+    table = tmp_path / "penguins.csv"
+    table.write_text(table.read_text().replace("gentoo", "emu", 1))
+    finished = run_process([*MAIN, "check-data", "--config", "config.yaml"], cwd=tmp_path)
+    assert "'emu'" in finished.stdout + finished.stderr
+    assert "one of adelie, chinstrap, gentoo" in finished.stdout + finished.stderr
