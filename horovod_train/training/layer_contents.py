@@ -56,7 +56,7 @@ def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
     for name, value in vars(layer).items():
         arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
         # Tensors of graphs have no values.
-        arrays += [part.numpy() for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
+        arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
         if arrays:
             yield f"constant {name}", digest("".join(map(_digest_of_array, arrays)).encode())
         for table in (part for kind in _TABLES for part in parts_in(value, kind)):

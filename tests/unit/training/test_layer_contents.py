@@ -91,3 +91,16 @@ def test_tables_are_compared_by_what_they_hold(words: list[str]) -> None:
 
     assert list(held(words)) == ["table table of layer looking"]
     assert (held(words) == held(["a", "b"])) == (set(words) == {"a", "b"})
+
+
+def test_words_of_a_text_layer_are_compared() -> None:
+    """It keeps, besides its table, a constant that is a single text."""
+
+    def built(words: list[str]) -> dict[str, str]:
+        keras.utils.clear_session()
+        text = keras.Input((1,), dtype="string")
+        vectors = layers.TextVectorization(vocabulary=words, output_sequence_length=4)(text)
+        return layer_contents.contents(keras.Model(text, layers.Embedding(8, 2)(vectors)))
+
+    assert built(["good", "bad"]) == built(["good", "bad"])
+    assert built(["good", "bad"]) != built(["bad", "good"])
