@@ -116,7 +116,7 @@ def test_paths_and_schemas_are_checked_without_tensorflow(tmp_path: Path) -> Non
 import sys
 from horovod_train.config.settings import DataConfig
 from horovod_train.data import dataset, schema
-from horovod_train.data.order import sampler
+from horovod_train.data import sampler
 from horovod_train.data.tfrecord import index
 from horovod_train.errors import UserError
 try:
