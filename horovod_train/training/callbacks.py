@@ -1,6 +1,6 @@
 """Keras callbacks that a config names: loads them, says which are of no use here, and keeps their state.
 
-Does not call them; see hooks.call_callbacks.
+Does not call them; see hooks.evaluate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
-from horovod_train.training.averages import Averages
+from horovod_train.training.state import Averages
 from horovod_train.training.stopping import StopReason
 
 _INSTEAD = {

@@ -1,8 +1,6 @@
 """Compiles the model that a run trains: by its own `compile`, and by what the config names, which wins.
 
 After that the model is what `fit` would train. Also says what a step is given of a batch, as `fit` hands it over.
-
-Metrics that a config names: Keras', or a user's. They become arguments of `compile`.
 """
 
 from __future__ import annotations
@@ -25,16 +23,18 @@ from horovod_train.keras_seams import class_axis, compile_arguments
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.averages import AverageSlots
 from horovod_train.training.fine_tuning import multiply_rates
 from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels
+from horovod_train.training.state import AverageSlots
 from horovod_train.training.steps.optimizers import optimizers_in
-from horovod_train.training.steps.trial import Data
+from horovod_train.training.steps.shares import Data
 
 _OF_THE_OPTIMIZER = (
     *("optimizer", "lr_schedule", "train.clip_norm", "train.weight_decay_1d", "train.weight_decay_exclude"),
 )
 """Settings of the optimizer that the trainer builds or changes."""
+SHORT = ("accuracy", "acc", "crossentropy", "ce")
+"""Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
 
 
 @dataclass(frozen=True)
@@ -288,16 +288,6 @@ def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
                 f"{key}: has no effect, because the model trains by its own train_step, with optimizers that it keeps "
                 f"itself: {', '.join(holds) or 'none'}. Leave it out."
             )
-
-
-def exchange_options(config: Config) -> dict[str, Any]:
-    """Return the fields of a GradientExchange that the config sets."""
-    names = ("op", "compression", "sparse_as_dense", "predivide")
-    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}
-
-
-SHORT = ("accuracy", "acc", "crossentropy", "ce")
-"""Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
 
 
 def build_metrics(specs: Sequence[Spec]) -> Any:

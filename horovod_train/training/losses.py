@@ -1,8 +1,6 @@
 """Losses that a config names: Keras', ours, a user's function, or one for each output; weights of records by class.
 
-They become arguments of `compile`. Computes no loss of a step; Keras does.
-
-Refuses losses and metrics that certainly take the logits of a model for probabilities, or the reverse.
+They become arguments of `compile`. Refuses those that certainly take logits for probabilities, or the reverse.
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ OUR_LOSSES: dict[str, Callable[..., tf.Tensor]] = {
     "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
 }
 """Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
+_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
+"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 
 class ClassWeights(NamedTuple):
@@ -205,10 +205,6 @@ def pick(targets: Any, name: str) -> Any:
     if name not in targets:
         raise ValueError(f"there is no target {name!r}; there are {', '.join(targets)}")
     return targets[name]
-
-
-_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
-"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 
 def refuse_probabilities(config: Config) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
-from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
 from horovod_train.distributed import consistency
@@ -19,13 +18,18 @@ from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, 
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
-from horovod_train.training import layer_contents
-from horovod_train.training.hooks import callbacks
 from horovod_train.training.hooks.build import build_hooks
-from horovod_train.training.initial_weights import assign, match, slots_like_weights
+from horovod_train.training.hooks.evaluate import begin_callbacks
+from horovod_train.training.initial_state import (
+    contents,
+    finalize,
+    restore,
+    structure,
+    take_initial_weights,
+    users_code,
+)
 from horovod_train.training.loop import DONE, fit, position
 from horovod_train.training.open_run import open_run
-from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
 from horovod_train.training.steps.histograms import draw_step
 from horovod_train.training.stopping import STOP_FILE_REASON, StopReason
@@ -44,43 +48,22 @@ def run(config: Config) -> int:
     """
     with open_run(config) as run:
         loss_averages = restore(run)
-        _take_initial_weights(run)
-        facts = _users_code(run) | layer_contents.structure(run.state.model)
+        take_initial_weights(run)
+        facts = users_code(run) | structure(run.state.model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
         run.group.broadcast(list(run.state.variables().values()))
         run.state.restore_loss_average(run.group, loss_averages)
-        layer_contents.finalize(run.state.model)
-        consistency.check(run.group, layer_contents.contents(run.state.model), "at the start", RanksStartApart)
+        finalize(run.state.model)
+        consistency.check(run.group, contents(run.state.model), "at the start", RanksStartApart)
         run.parts.freezing.apply(int(run.state.epoch))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
-            callbacks.begin(run)
+            begin_callbacks(run)
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
-
-
-def _take_initial_weights(run: Run) -> None:
-    """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
-    with run.group.raise_together():
-        if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
-            matched = match(run.state.model, run.config.model)
-            copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
-            assign(run.state.model, matched.taken)
-            for slot, weight in copies:
-                slot.assign(weight)
-            run.state.averages.restart()
-            log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
-
-
-def _users_code(run: Run) -> dict[str, str]:
-    """Return what the user's own modules hold, which must be equal too; call after importing them."""
-    files = loaded_files(as_dict(run.config))
-    code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
-    steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
-    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
 
 
 def _describe_parts(run: Run) -> None:

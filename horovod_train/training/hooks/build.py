@@ -1,9 +1,4 @@
-"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here.
-
-Shows the run: the progress bar, and what TensorBoard shows besides scalars.
-
-Trains frozen weights after so many epochs, as model.unfreeze says.
-"""
+"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here."""
 
 from __future__ import annotations
 
@@ -12,14 +7,15 @@ import logging
 from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.training.fine_tuning import listed
-from horovod_train.training.hooks import Hook, at, callbacks, every
-from horovod_train.training.hooks.callbacks import build_callback_hooks
-from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
+from horovod_train.training.hooks import Hook, at, every
+from horovod_train.training.hooks.evaluate import build_callback_hooks, end_callbacks, evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.steps.histograms import Summaries
+
+log = logging.getLogger(__name__)
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
@@ -57,7 +53,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(config.checkpoint.every_steps, save),
         every(epochs(config.checkpoint.every_epochs), save),
         every(None, save.at_end, at_end="always"),
-        every(None, callbacks.end, at_end="stopped"),  # after the save: the run that resumes has not ended
+        every(None, end_callbacks, at_end="stopped"),  # after the save: the run that resumes has not ended
         at([epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs], unfreeze),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
@@ -90,9 +86,6 @@ def start_profile(run: Run, step: int) -> None:
 def stop_profile(run: Run, step: int) -> None:
     with run.outside_training("profile"):
         run.output.tensorboard.stop_profile(step)
-
-
-log = logging.getLogger(__name__)
 
 
 def unfreeze(run: Run, step: int) -> None:

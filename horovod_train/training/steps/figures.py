@@ -1,9 +1,8 @@
-"""The figures of one split over all ranks: results of Keras metrics, and numbers that a step returns. Runs no step.
+"""The figures of one split over all ranks, and the weights that the forward pass assigns: each rank computes its own.
 
-Weights that are not trained and that the forward pass assigns: averages, scales, codebooks, counters.
-
-Each rank computes them on its own records, so they are combined over the ranks in each step, by what they are; under
-local SGD at its exchanges, see sync.local.
+Figures are results of Keras metrics and numbers that a step returns, combined when they are read. Weights that are not
+trained, such as averages, scales and counters, are combined in each step; under local SGD at its exchanges, see
+sync.Local. Runs no step.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Figures:
     ) -> None:
         """metrics: all of the model's; they are reset with each `result`. sources: by the name that is shown.
 
-        updates: how the step changes their states, by the id of their handle; see traced.updates_in.
+        updates: how the step changes their states, by the id of their handle; see trial.updates_in.
         """
         self._sources, self._metrics = dict(sources), list(metrics)
         numbers = [name for name, source in sources.items() if source.metric is None]

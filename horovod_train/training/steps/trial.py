@@ -1,6 +1,6 @@
 """Traces a model's step on the shapes of a batch, before training: does it fit, and what does it use?
 
-Finds in a traced function what a resumed run and the other ranks would not have: draws, and variables it assigns.
+Finds what a resumed run and the other ranks would not have: random draws, and variables that the step assigns.
 """
 
 from __future__ import annotations
@@ -20,9 +20,16 @@ from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
+from horovod_train.training.steps.shares import Data
 
-Data = Any
-"""What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
+_RANDOM = (
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
+    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
+)
+"""TensorFlow's operations whose numbers a resumed run does not draw again."""
+_CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
+"""Operations whose first input is not handed to their functions."""
+_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class Tried:
     assigns: list[tf.Variable]
     """Those that it changes, without its optimizers."""
     updates: dict[int, str]
-    """How it changes them, by the id of their handle; see traced.updates_in."""
+    """How it changes them, by the id of their handle; see updates_in."""
     calls_compute_loss: bool
     calls_compute_metrics: bool
 
@@ -245,15 +252,6 @@ def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
 
 
-_RANDOM = (
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
-)
-"""TensorFlow's operations whose numbers a resumed run does not draw again."""
-_CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
-"""Operations whose first input is not handed to their functions."""
-
-
 def check_draws(function: Any, name: str, where: str) -> None:
     """Raise UserError if a concrete function, called `name` in the message, draws by TensorFlow's own generators."""
     graph = function.graph.as_graph_def()
@@ -333,9 +331,6 @@ def updates_in(function: Any) -> dict[int, str]:
             kind = _kind_of_value(operation.inputs[1].op, operation.inputs[0].op.name)
         kinds[handle] = kind if kinds.get(handle, kind) == kind else "other"
     return kinds
-
-
-_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
 
 
 def _kind_of_value(operation: Any, variable: str) -> str:

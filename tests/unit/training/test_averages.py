@@ -13,7 +13,7 @@ import tensorflow as tf
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
 from horovod_train.errors import UserError
-from horovod_train.training.averages import AverageSlots, MovingAverages
+from horovod_train.training.state import AverageSlots, MovingAverages
 
 
 def dense() -> keras.Model:

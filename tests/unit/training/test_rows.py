@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_train.data.pipeline.batch_source import Batch, StepSize
-from horovod_train.training.steps.passes import Part, parts_of
+from horovod_train.training.steps.shares import Part, parts_of
 
 ANY = StepSize(None, is_full=False)
 
