@@ -30,7 +30,7 @@ from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models import build_model
 from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
-from horovod_train.optim.schedules import Horizon, build_horizon
+from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.callbacks import Callbacks, load_callbacks
 from horovod_train.training.compiled import Compiled, compile_model
 from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
@@ -99,17 +99,16 @@ def build_components(
     """
     if model is None:
         model = build_first_model(config)
-    train = _build_batches(config, group, data, training=True)
-    eval_ = _build_batches(config, group, eval_data, training=False) if eval_data else None
+    train = build_split(config, group, data, training=True) if isinstance(data, Records) else data
+    eval_ = build_split(config, group, eval_data, training=False) if isinstance(eval_data, Records) else eval_data
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model = _prepare_model(model, config, group)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
     compiled = compile_model(config, model, horizon)
-    if isinstance(data, Records):
-        compiled.check_classes(data.schema)
-    if isinstance(eval_data, Records):
-        compiled.check_classes(eval_data.schema)
+    for records in (data, eval_data):
+        if isinstance(records, Records):
+            compiled.check_classes(records.schema)
     training = build_training(config, group, compiled, train)
     evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
     _check_watched(config, evaluation)
@@ -125,7 +124,10 @@ def build_components(
     state.failure.name_record = train.name_record
     freezing.apply(0)
     train_step = training.make_step(state)
-    _attach_callbacks(callbacks, state, train_step.figures.names, evaluation, horizon)
+    epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
+    callbacks.attach(model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
+    evaluated_names = [f"val_{name}" for name in evaluation.metrics.names] if evaluation else []
+    callbacks.check_monitors([*train_step.figures.names, *evaluated_names])
     return Components(
         train=train,
         eval=eval_,
@@ -207,10 +209,6 @@ def check_precision(model: keras.Model, precision: str) -> None:
         )
 
 
-def _build_batches(config: Config, group: WorkerGroup, data: Records | BatchSource, *, training: bool) -> BatchSource:
-    return build_split(config, group, data, training=training) if isinstance(data, Records) else data
-
-
 def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:
     """Build the pipeline of this rank's batches. Raises UserError."""
     data = config.data
@@ -227,16 +225,6 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
         training=training,
         global_batch_size=global_batch_size,
     )
-
-
-def _attach_callbacks(
-    callbacks: Callbacks, state: TrainState, trained: Sequence[str], evaluation: EvalStep | None, horizon: Horizon
-) -> None:
-    epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
-    steps = horizon.steps_per_epoch
-    callbacks.attach(state.model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=steps)
-    evaluated = evaluation.metrics.names if evaluation else []
-    callbacks.check_monitors([*trained, *(f"val_{name}" for name in evaluated)])
 
 
 def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: EvalStep | None) -> str:
@@ -322,7 +310,6 @@ def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train
         enter = phase_variable.enter
         update = Update(optimizers, exchange, state.synchronization, shares, state.step, enter, holds_back)
         optimizers.distribute(update)
-        state.failure.knows_loss = tried.calls_compute_loss
         return TrainStep(
             state,
             rows,

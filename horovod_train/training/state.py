@@ -77,7 +77,7 @@ class TrainState:
         The only variable that each rank computes for itself: all others are equal once settled.
         """
         self.seeds = find_seeds(model)
-        self.failure = Failure()
+        self.failure = Failure(knows_loss)
         # Variables that are non-finite now, such as a mask kept by a layer, are so by design.
         self._must_stay_finite = self._numbers().keys() - nonfinite_names(self._numbers())
 

@@ -7,7 +7,7 @@ import logging
 from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.training.fine_tuning import listed
-from horovod_train.training.hooks import Hook, at, every
+from horovod_train.training.hooks import Hook, HookFunction, at, every
 from horovod_train.training.hooks.evaluate import build_callback_hooks, end_callbacks, evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
@@ -39,7 +39,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(per_call, show_progress),
         every(config.log.every_steps, log_training, at_end="always"),
         every(epochs(1) if run.parts.callbacks else None, log_training),
-        *([every(config.log.histograms_every_steps, ShowHistograms(run))] if config.log.histograms_every_steps else []),
+        *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
@@ -64,18 +64,19 @@ def show_progress(run: Run, step: int) -> None:
     run.output.show_progress(step)
 
 
-class ShowHistograms:
-    def __init__(self, run: Run) -> None:
-        train, step = run.parts.train, run.parts.train_step
+def _histograms(run: Run) -> HookFunction:
+    train, step = run.parts.train, run.parts.train_step
 
-        def first_batch() -> Batch:
-            return train.scaled(next(train.batches(epoch=0, epochs=1)))
+    def first_batch() -> Batch:
+        return train.scaled(next(train.batches(epoch=0, epochs=1)))
 
-        self._summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
+    summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
 
-    def __call__(self, run: Run, step: int) -> None:
+    def show_histograms(run: Run, step: int) -> None:
         with run.outside_training("histograms"):
-            run.output.tensorboard.add_histograms(step, self._summaries.compute())
+            run.output.tensorboard.add_histograms(step, summaries.compute())
+
+    return show_histograms
 
 
 def start_profile(run: Run, step: int) -> None:

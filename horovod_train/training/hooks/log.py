@@ -33,7 +33,7 @@ class LogTraining:
         if step == self._last_step:
             return  # no new steps
         self._last_step = step
-        values = _losses_and_metrics(run) | _drift(run, step)
+        values = run.parts.train_step.figures.result(run.group) | run.state.average_loss(run.group) | _drift(run, step)
         values |= {name: float(rate) for name, rate in run.state.learning_rates.items()}
         steps, speed = self._speed(run)
         values |= speed
@@ -81,11 +81,6 @@ class LogTraining:
         figures |= {"own_s_per_step_min": busy.min(), "own_s_per_step_median": np.median(busy)}
         figures |= {"own_s_per_step_max": busy.max(), "slowest_rank": float(busy.argmax())}
         return Aside(figures, verdict)
-
-
-def _losses_and_metrics(run: Run) -> dict[str, float]:
-    values = run.parts.train_step.figures.result(run.group)
-    return values | run.state.average_loss(run.group)
 
 
 def _drift(run: Run, step: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.subclass import method_replaced
 from horovod_train.training.steps.shares import Shares
 
 RECORDS_IN_FLOAT32 = 1 << 20
@@ -207,9 +208,7 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
     """Inside the block: note what the metrics' `result` returns. Yields a function (value → its Source)."""
     noted: dict[int, tuple[Any, Source]] = {}
 
-    def noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
-        result = metric.result
-
+    def noting(metric: keras.metrics.Metric, result: Callable[[], Any]) -> Callable[[], Any]:
         def result_and_note() -> Any:
             value = result()
             for part, tensor in enumerate(keras.tree.flatten(value)):
@@ -218,13 +217,8 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
 
         return result_and_note
 
-    for metric in metrics:
-        metric.result = noting(metric)
-    try:
+    with method_replaced(metrics, "result", noting):
         yield lambda value: noted[id(value)][1] if id(value) in noted else Source(None, 0)
-    finally:
-        for metric in metrics:
-            del metric.result
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class Update:
         if self.collected is not None:
             self.collected[key] = gradients
             return
-        gradients = _add_lists(self.earlier.get(key), gradients)
+        gradients = add_lists(self.earlier.get(key), gradients)
         loss = None if self.loss is None else tf.cast(self.loss, tf.float32)
         if loss is not None and (self.holds_back or not self.is_alone):
             gradients, loss = poison_if_nonfinite(loss, gradients), None
@@ -285,7 +285,8 @@ def _identity(gradient: Any) -> Any:
     return None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
-def _add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:
+def add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:
+    """Return the sums of gradients, each of one variable. first: None: there are none."""
     if first is None:
         return list(second)
     return [add_gradients(*pair) for pair in zip(first, second, strict=True)]

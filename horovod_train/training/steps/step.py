@@ -26,7 +26,7 @@ from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
 from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
-from horovod_train.training.steps.optimizers import Update, add_gradients
+from horovod_train.training.steps.optimizers import Update, add_lists
 from horovod_train.training.steps.shares import Data, Part, Rows, Shares, parts_of
 from horovod_train.training.steps.trial import noting_loss
 
@@ -213,8 +213,7 @@ class TrainStep:
         for part in parts[:-1]:
             result = self._collect(_after(earlier, part), totals)
             for path, gradients in result.gradients.items():
-                sums = zip(earlier[path], gradients, strict=True) if path in earlier else ()
-                earlier[path] = [add_gradients(*pair) for pair in sums] or list(gradients)
+                earlier[path] = add_lists(earlier.get(path), gradients)
             self.figures.add(result.logs, part.count)
             loss = result.add_loss(loss)
         self.update.earlier = earlier
