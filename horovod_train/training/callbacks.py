@@ -205,7 +205,11 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
         if isinstance(callback, _SWAPS):
-            callback = _swapping(callback, spec, where)
+            if type(callback) is not _SWAPS:
+                raise UserError(
+                    f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one."
+                )
+            callback = SwapAverages(callback.swap_on_epoch)
         before = sum(earlier.name.split("#")[0] == spec.name for earlier in named)
         named.append(Named(f"{spec.name}#{before + 1}" if before else spec.name, callback))
         if methods := named[-1].overrides(_NEVER_CALLED):
@@ -221,12 +225,6 @@ def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:
             raise UserError(f"{where}: {spec.name} has no use here; use {_INSTEAD[base.__name__]}.")
     if spec.options.get("restore_best_weights"):
         raise UserError(f"{where}.options.restore_best_weights: a resume would lose them; use checkpoint.best.")
-
-
-def _swapping(callback: keras.callbacks.SwapEMAWeights, spec: Spec, where: str) -> SwapAverages:
-    if type(callback) is not _SWAPS:
-        raise UserError(f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one.")
-    return SwapAverages(callback.swap_on_epoch)
 
 
 def _check_there_are_averages(name: str, averages: Averages) -> None:

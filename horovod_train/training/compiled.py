@@ -41,10 +41,11 @@ SHORT = ("accuracy", "acc", "crossentropy", "ce")
 class Compiled:
     """What is known of a compiled model besides the model."""
 
-    config: Config
     model: keras.Model
     given: Mapping[str, Any]
     """The arguments of the model's own compile(); none if Keras' was not called."""
+    takes: Mapping[str, bool]
+    """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
     loss: ChosenLoss
     """That of the config; without a loss if the model's is taken."""
     own: tuple[str, ...]
@@ -97,7 +98,8 @@ class Compiled:
 
     def check_classes(self, schema: Schema) -> None:
         """Raise UserError for a weight of a class that the schema excludes, and for classes without an output."""
-        self.loss.check_classes(schema)
+        for weights in self.loss.class_weights.values():
+            weights.check(schema)
         for target, outputs in self.label_counts(schema.targets).items():
             classes = schema.features[target].classes if target in schema.features else None
             if classes and classes > outputs:
@@ -130,11 +132,6 @@ class Compiled:
             if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
         }
 
-    @property
-    def takes(self) -> dict[str, bool]:
-        """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
-        return _takes(self.given, self.config)
-
     def origins(self) -> Iterator[str]:
         """Yield for the log where each part comes from, if the model was compiled before."""
         for part, is_compiled in self.takes.items():
@@ -142,16 +139,6 @@ class Compiled:
                 yield f"{part}: as the model was compiled"
             elif self.given.get(part):
                 yield f"{part}: of the config, not as the model was compiled"
-
-
-def _takes(given: Mapping[str, Any], config: Config) -> dict[str, bool]:
-    in_config = {
-        "loss": config.loss.name != AUTO,
-        "metrics": bool(config.metrics),
-        "weighted_metrics": bool(config.weighted_metrics),
-        "optimizer": config.optimizer.name != AUTO,
-    }
-    return {part: bool(given.get(part)) and not in_config[part] for part in in_config}
 
 
 def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:
@@ -164,20 +151,26 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
     holds = optimizers_in(model)
     has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
     given = {} if compiles_itself else compile_arguments(model)
+    is_in_config = {
+        "loss": config.loss.name != AUTO,
+        "metrics": bool(config.metrics),
+        "weighted_metrics": bool(config.weighted_metrics),
+        "optimizer": config.optimizer.name != AUTO,
+    }
+    takes = {part: bool(given.get(part)) and not is_given for part, is_given in is_in_config.items()}
     arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
     arguments, chosen = _with_config(config, model, arguments, own)
     optimizer, slots = model.optimizer if model.compiled else None, None
     if has_own_optimizers:
         _refuse_settings(config, holds)
     elif horizon is not None:
-        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=_takes(given, config)["optimizer"])
+        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=takes["optimizer"])
     changes = any(arguments[name] is not given.get(name) for name in arguments)
     if changes or not model.compiled:
         keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
     if not has_own_optimizers and optimizer is not None:
         model.optimizer = optimizer
-    targets = _targets(config, chosen)
-    return Compiled(config, model, given, chosen, own, targets, has_own_optimizers, slots)
+    return Compiled(model, given, takes, chosen, own, _targets(config, chosen), has_own_optimizers, slots)
 
 
 def _with_config(
@@ -257,15 +250,13 @@ def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> k
             inner.learning_rate = build_schedule(_with_base_rate(config.lr_schedule, inner), horizon)
         if config.train.clip_norm is not None:
             inner.global_clipnorm = config.train.clip_norm
-            _check_clips_once(inner)
+            if inner.clipnorm is not None or inner.clipvalue is not None:
+                raise ValueError(
+                    "train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two."
+                )
     except (AttributeError, ValueError) as error:
         raise UserError(f"optimizer: the compiled one cannot be used: {one_line(error)}") from error
     return add_loss_scale(optimizer, config)
-
-
-def _check_clips_once(optimizer: keras.optimizers.Optimizer) -> None:
-    if optimizer.clipnorm is not None or optimizer.clipvalue is not None:
-        raise ValueError("train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two.")
 
 
 def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Optimizer) -> LrScheduleConfig:

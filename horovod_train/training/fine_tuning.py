@@ -174,34 +174,31 @@ def check_source(spec: ModelSpec) -> None:
 
 def match(model: keras.Model, spec: ModelSpec) -> Match:
     """Read the source and compare it with a built model, which is not changed. Raises UserError."""
-    assert spec.init_from is not None
-    with ExitStack() as files:
-        return _match(model, spec, spec.init_from, _open(spec.init_from, model, files))
-
-
-def _match(model: keras.Model, spec: ModelSpec, source: str, arrays: Mapping[str, Any]) -> Match:
-    """Compare names and shapes, and only then read values. arrays: NumPy's, or datasets of an open file, by path."""
+    source = spec.init_from
+    assert source is not None
     weights = {weight.path: weight for weight in model.weights}
-    excluded = {
-        path
-        for number, pattern in enumerate(spec.init_exclude)
-        for path in find(pattern, weights, f"model.init_exclude[{number}]")
-    }
-    common = [path for path in weights if path in arrays and path not in excluded]
-    if not common:
-        raise UserError(
-            f"{_WHERE}: {source}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
-            f"model has {listed([*weights])}."
-        )
-    for path in common:
-        there, shape = arrays[path].shape, tuple(weights[path].shape)
-        if there != shape:
+    with ExitStack() as files:
+        arrays = _open(source, model, files)
+        excluded = {
+            path
+            for number, pattern in enumerate(spec.init_exclude)
+            for path in find(pattern, weights, f"model.init_exclude[{number}]")
+        }
+        common = [path for path in weights if path in arrays and path not in excluded]
+        if not common:
             raise UserError(
-                f"{_WHERE}: {source}: {path} has shape {list(there or ())} there and {list(shape)} in the model. Give "
-                "the layer another name, or leave it as it is by model.init_exclude."
+                f"{_WHERE}: {source}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
+                f"model has {listed([*weights])}."
             )
-    left = [path for path in arrays if path not in common]
-    taken = {path: _values(arrays[path], path, source) for path in common}
+        for path in common:  # values are read only after all shapes have been compared
+            there, shape = arrays[path].shape, tuple(weights[path].shape)
+            if there != shape:
+                raise UserError(
+                    f"{_WHERE}: {source}: {path} has shape {list(there or ())} there and {list(shape)} in the model. "
+                    "Give the layer another name, or leave it as it is by model.init_exclude."
+                )
+        left = [path for path in arrays if path not in common]
+        taken = {path: _values(arrays[path], path, source) for path in common}
     return Match(taken, left, [path for path in weights if path not in common])
 
 

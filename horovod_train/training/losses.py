@@ -91,11 +91,6 @@ class ChosenLoss(NamedTuple):
     class_weights: Mapping[str | None, ClassWeights] = {}
     """By output; None: of the only one."""
 
-    def check_classes(self, schema: Schema) -> None:
-        """Raise UserError for a weight of a class that the schema excludes."""
-        for weights in self.class_weights.values():
-            weights.check(schema)
-
 
 class LossOfFunction(keras.losses.Loss):
     """Calls a function (targets, outputs, **options) as `fit` calls one.

@@ -272,9 +272,9 @@ class ForwardState:
         if self._group.size == 1 or not self.in_each_step:
             return
         by_dtype: dict[tf.DType, list[tuple[tf.Variable, tf.Tensor, str]]] = {}
-        for variable, old, kind in zip(self.variables, before, self._kinds(), strict=True):
+        for keras_variable, variable, old in zip(self._variables, self.variables, before, strict=True):
             sent = tf.int32 if variable.dtype == tf.bool else variable.dtype
-            by_dtype.setdefault(sent, []).append((variable, old, kind))
+            by_dtype.setdefault(sent, []).append((variable, old, _kind_of_update(keras_variable)))
         for dtype, entries in by_dtype.items():
             parts = [self._part(*entry, shares) for entry in entries]
             flat = tf.concat([tf.reshape(tf.cast(part, dtype), [-1]) for part in parts], axis=0)
@@ -287,9 +287,6 @@ class ForwardState:
                 elif kind == "sum":
                     value = old + value
                 variable.assign(tf.cast(value, variable.dtype))
-
-    def _kinds(self) -> list[str]:
-        return [_kind_of_update(variable) for variable in self._variables]
 
     def _part(self, variable: tf.Variable, old: tf.Tensor, kind: str, shares: Shares) -> tf.Tensor:
         """Return this rank's part of the sum that the exchange makes."""
