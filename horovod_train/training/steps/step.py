@@ -129,9 +129,7 @@ class TrainStep:
         rank, int64 [steps, rows].
         """
         if size not in self._runs:
-            # Not a partial, whose `size` tf.function would take for an argument.
-            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
-            self._runs[size] = tf.function(run_steps, autograph=False)
+            self._runs[size] = _compiled(self._run_steps, size)
         continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
         self.figures.count(len(ids) * ids.shape[1])
         return len(ids), bool(continues), ids.numpy()
@@ -399,8 +397,7 @@ class EvalStep:
         if self.metrics.begin():
             self._begin()
         if size not in self._runs:
-            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
-            self._runs[size] = tf.function(run_steps, autograph=False)
+            self._runs[size] = _compiled(self._run_steps, size)
         batches.call(self._runs[size], tf.constant(steps, tf.int32))
         self.metrics.count(steps * self._rows_per_batch)
 
@@ -417,6 +414,11 @@ class EvalStep:
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
+
+
+def _compiled(run_steps: Callable[[Cursor, tf.Tensor, StepSize], Any], size: StepSize) -> Any:
+    # Not a partial, whose `size` tf.function would take for an argument.
+    return tf.function(lambda cursor, steps: run_steps(cursor, steps, size), autograph=False)
 
 
 def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
