@@ -91,15 +91,15 @@ def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks:
     if size.rows is not None:
         real = tf.ensure_shape(real, [size.rows])
     parts = []
-    for number in range(passes if size.rows is None else max(1, min(passes, size.rows))):
+    passes_here = passes if size.rows is None else max(1, min(passes, size.rows))
+    for number in range(passes_here):
         if size.rows is None:
             count = tf.size(real)
             first, last = number * count // passes, (number + 1) * count // passes
             indices = tf.concat([real[first:last], [0]], axis=0)[: tf.maximum(last - first, 1)]
             records = tf.cast(last - first, tf.float32)
         else:
-            kept = max(1, min(passes, size.rows))
-            first, last = number * size.rows // kept, (number + 1) * size.rows // kept
+            first, last = number * size.rows // passes_here, (number + 1) * size.rows // passes_here
             indices = real[first:last] if last > first else tf.constant([0], tf.int64)
             records = tf.constant(float(last - first))
         is_whole = ranks == passes == 1 and bool(size.rows)
@@ -135,14 +135,8 @@ class Shares:
         """Whether all shares count as 1, for a test that shows what they are for."""
         self._in_step = False
         self._noted: list[tf.Tensor] | None = None
-        self._totals: list[tf.Tensor] | None = None
-        self._values: dict[int, Any] = {}
-        """What the losses gave before their reduction, by loss."""
-
-    @property
-    def totals(self) -> list[tf.Tensor] | None:
+        self.totals: list[tf.Tensor] | None = None
         """The divisors of all ranks that are left for the losses to come; None: they are not known."""
-        return self._totals
 
     @contextmanager
     def of_pass(self, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None = None) -> Iterator[None]:
@@ -150,13 +144,13 @@ class Shares:
 
         totals: in the order in which the losses are called; None: the losses exchange theirs.
         """
-        before = self.share, self._in_step, self._totals
+        before = self.share, self._in_step, self.totals
         self.share = None if self.are_equal else share
-        self._in_step, self._totals = True, None if totals is None else list(totals)
+        self._in_step, self.totals = True, None if totals is None else list(totals)
         try:
             yield
         finally:
-            self.share, self._in_step, self._totals = before
+            self.share, self._in_step, self.totals = before
 
     @contextmanager
     def noting_divisors(self) -> Iterator[list[tf.Tensor]]:
@@ -190,12 +184,11 @@ class Shares:
         shares: Shares = loss.__dict__["_shares"]
         return shares
 
-    def note_values(self, loss: keras.losses.Loss, values: Any) -> None:
-        self._values[id(loss)] = values
+    def of_all_ranks(self, loss: keras.losses.Loss, value: Any, values: Any, outputs: Any, weights: Any) -> Any:
+        """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows.
 
-    def of_all_ranks(self, loss: keras.losses.Loss, value: Any, outputs: Any, weights: Any) -> Any:
-        """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows."""
-        values = self._values.pop(id(loss), None)
+        values: what the loss gave before its reduction; None: its `call` was not called.
+        """
         if not self._in_step or values is None or loss.reduction in (None, "none") or not len(values.shape):
             return value
         if self.group.size == 1 and self.share is None and self._noted is None:
@@ -212,10 +205,10 @@ class Shares:
             self._noted.append(divisor)
             return tf.zeros_like(value)
         divisor *= tf.cast(share > 0, tf.float32)
-        if self._totals is None:
+        if self.totals is None:
             total = self.group.sum_in_step(divisor, exchange_name("loss.divisor"))
         else:
-            total = self._totals.pop(0)
+            total = self.totals.pop(0)
         factor = tf.math.divide_no_nan(self.group.size * divisor, total * share)
         return value * tf.cast(factor, value.dtype)
 
@@ -231,12 +224,13 @@ def _of_all_ranks(base: type) -> type:
                 refuse_logits(y_pred, self.name)
             values = super().call(y_true, y_pred)
             _check_is_of_rows(self.name, values, y_true, y_pred)
-            self._shares.note_values(self, values)
+            self.__dict__["_unreduced"] = values
             return values
 
         def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             value = super().__call__(y_true, y_pred, sample_weight=sample_weight)
-            return self._shares.of_all_ranks(self, value, y_pred, sample_weight)
+            values = self.__dict__.pop("_unreduced", None)
+            return self._shares.of_all_ranks(self, value, values, y_pred, sample_weight)
 
     return OfAllRanks
 
