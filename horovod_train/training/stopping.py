@@ -61,7 +61,7 @@ def seconds_between_votes(ranks: int, *, is_ring: bool) -> float:
 
 
 class PeriodicSync:
-    """Picks the calls after which ranks synchronise: the same on all ranks, about one a second; see above."""
+    """Picks the calls after which ranks synchronise, the same on all ranks: one every `seconds_between_votes`."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self.group, self._last = group, time.monotonic()

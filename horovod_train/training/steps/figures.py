@@ -40,7 +40,7 @@ class Figures:
     """The figures of one split since the last `result`.
 
     The states of metrics are combined over the ranks, and then give their result: sums are added up, which is exact for
-    every metric of Keras; for other states see `_Kind`. Other numbers are averaged over records, in float64.
+    every metric of Keras; for other states see `_kind`. Other numbers are averaged over records, in float64.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def _part(result: Any, source: Source) -> float:
 
 
 class ForwardState:
-    """Makes them equal on all ranks after a pass.
+    """Makes the weights that the forward pass assigns equal on all ranks after it.
 
     Floating-point ones become their mean by the ranks' shares; others are rank 0's. Keras' `aggregation` of a variable
     decides where it is set: "sum" adds up what the ranks have added, "only_first_replica" is rank 0's.

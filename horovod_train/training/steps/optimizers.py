@@ -52,7 +52,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optim
 class Optimizers:
     """The optimizers that a step applies: each combines its gradients over the ranks and applies them if finite.
 
-    It is what a TrainState asks for slots and rates. `passing` and `begin` are called by the step around each pass.
+    It is what a TrainState asks for slots and rates.
     """
 
     def __init__(
