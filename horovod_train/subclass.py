@@ -1,7 +1,9 @@
-"""Gives an object a subclass with its class's name, so that Keras saves and loads it as an object of that class."""
+"""Changes methods of single Keras objects: for good by a subclass, which is saved as their class, or inside a block."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -28,3 +30,18 @@ def _register_as(base: type, derived: type) -> None:
         register = keras.saving.register_keras_serializable(package, class_name)
         register(derived)
         register(original)
+
+
+@contextmanager
+def method_replaced(
+    objects: Iterable[Any], name: str, replacement: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside the block, each object has replacement(object, method) in place of its method of that name."""
+    unique = list({id(each): each for each in objects}.values())
+    for each in unique:
+        setattr(each, name, replacement(each, getattr(each, name)))
+    try:
+        yield
+    finally:
+        for each in unique:
+            delattr(each, name)

@@ -114,7 +114,7 @@ def damage_weights(folder: Path) -> Callable[[random.Random], str]:
 
     from horovod_train.config.settings import ModelSpec
     from horovod_train.errors import UserError
-    from horovod_train.training.initial_weights import match
+    from horovod_train.training.fine_tuning import match
 
     parts = [
         keras.Input((3,)),

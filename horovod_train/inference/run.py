@@ -29,13 +29,12 @@ from horovod_train.errors import UserError
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.models import build_model
 from horovod_train.output.rank_log import NullRankLog
-from horovod_train.training import layer_contents
-from horovod_train.training.build import build_split
+from horovod_train.training.build import build_evaluation, build_split
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.fine_tuning import Freezing, enable_lora
+from horovod_train.training.initial_state import finalize
 from horovod_train.training.open_run import open_on_all_ranks
 from horovod_train.training.state import weights_by_name
-from horovod_train.training.steps.build import build_evaluation
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def evaluate(config: Config, checkpoint: str, weights: Weights) -> dict[str, flo
         with group.raise_together():
             pipeline = build_split(_with_batch(config, group.size), group, records, training=False)
             compiled = compile_model(config, trained.model, None)
-            step = build_evaluation(config, group, compiled, pipeline).step
+            step = build_evaluation(config, group, compiled, pipeline)
         group.heartbeat.set_probe(step.counter)
         _for_all(group, pipeline, config.train.steps_per_call, step.run)
         values = step.metrics.result(group)
@@ -161,7 +160,7 @@ def load_weights(model: keras.Model, checkpoint: Checkpoint, weights: Weights) -
     checkpoint is of another model, or has no moving averages.
     """
     loaded = _load_weights(model, checkpoint, weights)
-    layer_contents.finalize(model)
+    finalize(model)
     return loaded
 
 

@@ -1,1 +1,1 @@
-"""Trains a model. run opens the parts, build makes them, loop runs steps and hooks, steps.step is one step."""
+"""Trains a model. run opens a run and loops over steps and hooks, build makes its parts, steps.step is one step."""

@@ -1,40 +1,52 @@
-"""Builds the parts that a run trains with, from its config. Does not communicate with other ranks; writes no files."""
+"""Builds the parts that a run trains with, from its config: data, model, state, and the steps of a compiled model.
+
+A step is tried on the shapes of a batch first, and what it uses is distributed. Compiles no model (see compiled), does
+not communicate with other ranks and writes no files.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import get_args, get_type_hints
+from typing import Any, Protocol, get_args, get_type_hints
 
 import keras
 import tensorflow as tf
 
+from horovod_train.config.rules import lookup
 from horovod_train.config.settings import Config, Watched
 from horovod_train.data.dataset import Records
-from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.data.pipeline.batch_source import Batch, BatchSource
 from horovod_train.data.pipeline.loader import Ranks
 from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
-from horovod_train.distributed.group import WorkerGroup, check_have_gradients, check_sendable
-from horovod_train.distributed.sync_batch_norm import layers_inside, synchronise_batch_norm
+from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
+from horovod_train.distributed.optimizer import GradientExchange
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, synchronise_batch_norm
+from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models import build_model
-from horovod_train.models.model_parallel import cut_into_stages, stage_lines
-from horovod_train.optim.schedules import Horizon, build_horizon
-from horovod_train.training.averages import Averages, MovingAverages
+from horovod_train.models.model_parallel import cut_into_stages, follow_inputs, stage_lines
+from horovod_train.optim.schedules import build_horizon
 from horovod_train.training.callbacks import Callbacks, load_callbacks
-from horovod_train.training.compiled import compile_model
-from horovod_train.training.early_stopping import BestTracker, EarlyStopping
-from horovod_train.training.fine_tuning import Freezing, enable_lora
-from horovod_train.training.hooks import Hook
-from horovod_train.training.hooks.users import load_hooks
-from horovod_train.training.initial_weights import check_source
-from horovod_train.training.state import TrainState
-from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
+from horovod_train.training.compiled import Compiled, compile_model
+from horovod_train.training.fine_tuning import Freezing, check_source, enable_lora
+from horovod_train.training.hooks import Hook, load_hooks
+from horovod_train.training.state import Averages, MovingAverages, OptimizerAverages, TrainState, find_seeds
+from horovod_train.training.steps.figures import Figures, ForwardState, metrics_in
 from horovod_train.training.steps.histograms import check_names, find_layers
-from horovod_train.training.steps.step import EvalStep, TrainStep
+from horovod_train.training.steps.optimizers import Optimizers, Update, optimizers_in
+from horovod_train.training.steps.shares import Rows, Shares
+from horovod_train.training.steps.step import EvalStep, Seeds, TrainStep
+from horovod_train.training.steps.trial import Tried, check_variables, try_outputs, try_step
+from horovod_train.training.stopping import BestTracker, EarlyStopping
 from horovod_train.training.sync import SyncParts, build_strategy
+
+_OVER_BATCHES = (keras.losses.Dice, keras.losses.Tversky, keras.losses.Circle)
+"""Losses of Keras that compare all records of a batch, so that they are no mean over records."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +99,16 @@ def build_components(
     """
     if model is None:
         model = build_first_model(config)
-    train = _build_batches(config, group, data, training=True)
-    eval_ = _build_batches(config, group, eval_data, training=False) if eval_data else None
+    train = build_split(config, group, data, training=True) if isinstance(data, Records) else data
+    eval_ = build_split(config, group, eval_data, training=False) if isinstance(eval_data, Records) else eval_data
     horizon = build_horizon(config.train, train.global_batch_size, train.steps_per_epoch)
     model = _prepare_model(model, config, group)
     freezing = Freezing(model, config.model)
     freezing.apply(math.inf)  # whatever is trained at some time has slots, averages and a place in checkpoints
     compiled = compile_model(config, model, horizon)
-    if isinstance(data, Records):
-        compiled.check_classes(data.schema)
-    if isinstance(eval_data, Records):
-        compiled.check_classes(eval_data.schema)
+    for records in (data, eval_data):
+        if isinstance(records, Records):
+            compiled.check_classes(records.schema)
     training = build_training(config, group, compiled, train)
     evaluation = build_evaluation(config, group, compiled, eval_) if eval_ else None
     _check_watched(config, evaluation)
@@ -113,13 +124,16 @@ def build_components(
     state.failure.name_record = train.name_record
     freezing.apply(0)
     train_step = training.make_step(state)
-    _attach_callbacks(callbacks, state, train_step.figures.names, evaluation, horizon)
+    epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
+    callbacks.attach(model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=horizon.steps_per_epoch)
+    evaluated_names = [f"val_{name}" for name in evaluation.metrics.names] if evaluation else []
+    callbacks.check_monitors([*train_step.figures.names, *evaluated_names])
     return Components(
         train=train,
         eval=eval_,
         state=state,
         train_step=train_step,
-        eval_step=evaluation.step if evaluation else None,
+        eval_step=evaluation,
         best=best,
         early_stopping=early_stopping,
         evaluated=evaluated,
@@ -195,10 +209,6 @@ def check_precision(model: keras.Model, precision: str) -> None:
         )
 
 
-def _build_batches(config: Config, group: WorkerGroup, data: Records | BatchSource, *, training: bool) -> BatchSource:
-    return build_split(config, group, data, training=training) if isinstance(data, Records) else data
-
-
 def build_split(config: Config, group: WorkerGroup, records: Records, *, training: bool) -> Pipeline:
     """Build the pipeline of this rank's batches. Raises UserError."""
     data = config.data
@@ -217,17 +227,7 @@ def build_split(config: Config, group: WorkerGroup, records: Records, *, trainin
     )
 
 
-def _attach_callbacks(
-    callbacks: Callbacks, state: TrainState, trained: Sequence[str], evaluation: Evaluation | None, horizon: Horizon
-) -> None:
-    epochs = -(-horizon.total_steps // horizon.steps_per_epoch)
-    steps = horizon.steps_per_epoch
-    callbacks.attach(state.model, state.optimizer, state.averages, epochs=epochs, steps_per_epoch=steps)
-    evaluated = evaluation.step.metrics.names if evaluation else []
-    callbacks.check_monitors([*trained, *(f"val_{name}" for name in evaluated)])
-
-
-def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: Evaluation | None) -> str:
+def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: EvalStep | None) -> str:
     """Return for the log what the averages of an optimizer are for."""
     if not averages.are_of_optimizer:
         return ""
@@ -239,12 +239,267 @@ def _use_of_averages(averages: Averages, callbacks: Callbacks, evaluation: Evalu
     return f"kept by the optimizer (use_ema); {evaluated}export, evaluate and predict take them, as fit ends with them"
 
 
-def _check_watched(config: Config, evaluation: Evaluation | None) -> None:
+def _check_watched(config: Config, evaluation: EvalStep | None) -> None:
     if evaluation is None:
         return
-    stops, names = config.early_stopping, evaluation.step.metrics.names
+    stops, names = config.early_stopping, evaluation.metrics.names
     is_asked = stops.patience is not None or stops.target is not None or stops.metric != Watched().metric
     watched = {"checkpoint.best": config.checkpoint.best, "early_stopping": stops if is_asked else None}
     for key, value in watched.items():
         if value is not None and value.metric not in names:
             raise UserError(f"{key}.metric: the evaluation has no {value.metric!r}; it has {', '.join(names)}.")
+
+
+class Batched(Protocol):
+    """What a step is built for: the batches of a BatchSource."""
+
+    @property
+    def scaled_spec(self) -> Batch: ...
+
+    @property
+    def has_weights(self) -> bool: ...
+
+    def scaled(self, batch: Batch) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a state is built with, and then a step with the state. The optimizers have their slots."""
+
+    optimizers: Optimizers
+    exchange: GradientExchange
+    forward_state: ForwardState
+    knows_loss: bool
+    """Whether the step calls `compute_loss`."""
+    make_step: Callable[[TrainState], TrainStep]
+    origins: tuple[str, ...]
+    warnings: tuple[str, ...]
+    averages: OptimizerAverages | None
+    """Those that the optimizer keeps, if it does."""
+
+
+def build_training(config: Config, group: WorkerGroup, compiled: Compiled, train: Batched) -> Training:
+    """Try the model's train_step, build slots, and distribute its optimizers. Raises UserError."""
+    model, where = compiled.model, _where(config, "train")
+    optimizers = Optimizers(optimizers_in(model), are_kept_by_the_model=compiled.has_own_optimizers)
+    rows = _rows(config, group, compiled, train, training=True)
+    # Before the trial, which shows what they refuse, and after it, because names are not losses before.
+    shares = _take_on_losses(model, Shares(group))
+    tried = try_step(model, "train_step", train.scaled_spec, rows.data_of, where, optimizers.only_noted)
+    _check_step(config, compiled, optimizers, tried)
+    shares, losses = _take_on_losses(model, shares), _losses(model)
+    _add_l2(model, config.train.l2)
+    changed = _changed_by_forward_pass(model, tried)
+    forward_state = ForwardState(group, changed, in_each_step=config.train.synchronization != "local")
+    needs_divisors = bool(losses) and (config.jit_compile or config.train.accumulate_steps > 1)
+
+    figures = Figures(tried.sources, metrics_in(model), tried.updates)
+    sent = config.horovod
+    exchange = GradientExchange(
+        op=sent.op,
+        compression=sent.compression,
+        sparse_as_dense=sent.sparse_as_dense,
+        predivide=sent.predivide,
+        deterministic=config.deterministic,
+    )
+
+    def make_step(state: TrainState) -> TrainStep:
+        phase_variable = PhaseVariable(state.step)
+        max_skips = config.train.max_skips_in_a_row if config.train.non_finite == "skip" else 0
+        holds_back = bool(max_skips) or optimizers.scales_loss or config.train.synchronization != "every_step"
+        enter = phase_variable.enter
+        update = Update(optimizers, exchange, state.synchronization, shares, state.step, enter, holds_back)
+        optimizers.distribute(update)
+        return TrainStep(
+            state,
+            rows,
+            update,
+            shares,
+            forward_state,
+            figures,
+            seed=config.seed,
+            phase_variable=phase_variable,
+            accumulate_steps=config.train.accumulate_steps,
+            counts_ahead=needs_divisors and "train_step" not in compiled.own,
+            jit_compile=config.jit_compile,
+            labels=compiled.label_counts(
+                [*train.scaled_spec.targets] if isinstance(train.scaled_spec.targets, dict) else [""]
+            ),
+            max_skips_in_a_row=max_skips,
+            placement=follow_inputs if config.device.per_rank > 1 else nullcontext,
+        )
+
+    origins = [*compiled.origins()]
+    if compiled.own:
+        applied = f"; it applies {', '.join(optimizers.by_path)}" if "train_step" in compiled.own else ""
+        origins.append(f"training step: the model's own {', '.join(compiled.own)}{applied}")
+    return Training(
+        optimizers,
+        exchange,
+        forward_state,
+        tried.calls_compute_loss,
+        make_step,
+        tuple(origins),
+        (*_warnings(config, group.size, losses, figures),),
+        compiled.slots.averages() if compiled.slots else None,
+    )
+
+
+def build_evaluation(config: Config, group: WorkerGroup, compiled: Compiled, pipeline: Batched) -> EvalStep:
+    """Try the model's test_step on the shapes of a batch. Raises UserError."""
+    model = compiled.model
+    if "train_step" in compiled.own and "test_step" not in compiled.own:
+        _check_loss_is_known(compiled)
+    rows = _rows(config, group, compiled, pipeline, training=False)
+    shares = _take_on_losses(model, Shares(group))
+    tried = try_step(model, "test_step", pipeline.scaled_spec, rows.data_of, _where(config, "eval"))
+    known = [*model.variables, *(variable for metric in metrics_in(model) for variable in metric.variables)]
+    check_variables(tried.assigns, known, "test_step changes", "model.name")
+    for key in ("metrics", "weighted_metrics"):
+        if not tried.calls_compute_metrics and lookup(config, key) != lookup(Config(), key):
+            raise UserError(
+                f"{key}: has no effect in evaluations, because the model's own test_step does not call "
+                "compute_metrics. Leave it out."
+            )
+    shares = _take_on_losses(model, shares)
+    figures = Figures(tried.sources, metrics_in(model), tried.updates)
+    return EvalStep(model, rows, shares, figures, Seeds(find_seeds(model), config.seed, group.rank))
+
+
+def _where(config: Config, split: str) -> str:
+    return "data.dataset" if config.data.dataset else f"data.{split}"
+
+
+def _rows(config: Config, group: WorkerGroup, compiled: Compiled, source: Batched, *, training: bool) -> Rows:
+    has_weights = source.has_weights
+    targets = source.scaled_spec.targets
+    if has_weights and isinstance(targets, Mapping) and not targets:
+        raise UserError(
+            f"{'data.dataset' if config.data.dataset else 'data.weight'}: weights of records have no effect without "
+            "targets: Keras hands over neither. Leave them out, or give data.targets."
+        )
+    needs_outputs = bool(compiled.targets) or has_weights or (training and bool(compiled.loss.class_weights))
+    outputs = None
+    if needs_outputs:
+        outputs = try_outputs(compiled.model, source.scaled_spec.inputs, _where(config, "train"))
+    return Rows(
+        group,
+        compiled.data_of(outputs, has_weights=has_weights, training=training),
+        source.scaled,
+        are_counted=config.data.on_bad_record == "skip" or config.data.dataset is not None,
+    )
+
+
+def _check_step(config: Config, compiled: Compiled, optimizers: Optimizers, tried: Tried) -> None:
+    """Raise UserError for a step that cannot be distributed, or with which a setting would have no effect."""
+    model, own_step = compiled.model, "train_step" in compiled.own
+    if not optimizers.by_path:
+        paths = ", ".join(optimizers.paths) or "none"
+        raise UserError(f"model.name: train_step applies none of the optimizers that the model holds ({paths}).")
+    metrics = [variable for metric in metrics_in(model) for variable in metric.variables]
+    known = [*model.variables, *metrics, *optimizers.all_variables]
+    check_variables(tried.reads if own_step else tried.assigns, known, "train_step uses", "model.name")
+    if own_step and config.jit_compile:
+        raise UserError(
+            "jit_compile: has no effect, because the model trains by its own train_step, in which the exchange of "
+            "gradients stands, and XLA cannot compile that. Leave it out."
+        )
+    if own_step and not tried.calls_compute_loss and not (config.data.eval or config.data.dataset):
+        for key in ("loss", "metrics", "weighted_metrics"):
+            if lookup(config, key) != lookup(Config(), key):
+                raise UserError(
+                    f"{key}: has no effect, because the model's own train_step does not call compute_loss, and there "
+                    "is no data.eval. Leave it out."
+                )
+    if optimizers.scales_loss and config.train.synchronization != "every_step":
+        raise UserError(
+            "train.synchronization: an optimizer scales the loss, which needs every_step; received "
+            f"{config.train.synchronization}."
+        )
+    if compiled.slots is None:
+        _check_averages_are_read(optimizers)
+
+
+def _check_averages_are_read(optimizers: Optimizers) -> None:
+    """Raise UserError for an optimizer of the model that keeps averages and never overwrites weights with them."""
+    averaging = [
+        path
+        for path, optimizer in optimizers.by_path.items()
+        if getattr(optimizer, "use_ema", False) and not optimizer.ema_overwrite_frequency
+    ]
+    if averaging:
+        raise UserError(
+            f"model.name: {', '.join(averaging)} has use_ema, whose averages nothing reads; give train.ema_decay."
+        )
+
+
+def _check_loss_is_known(compiled: Compiled) -> None:
+    """Raise UserError if a model with its own train_step is to be evaluated, and no loss is given anywhere."""
+    if not compiled_losses(compiled.model) and getattr(compiled.model, "loss", None) is None:
+        raise UserError(
+            "data.eval: the model has a train_step of its own and no test_step, so its loss is not known. Give it a "
+            "test_step; or give a loss, here or in compile, for the outputs of call(); or leave data.eval out."
+        )
+
+
+def _losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the losses that a model was compiled with and those that it and its layers hold."""
+    held = [
+        loss
+        for layer in layers_inside(model)
+        for name, value in vars(layer).items()
+        if not name.startswith("_")  # among those is Keras' own sum of losses
+        for loss in parts_in(value, keras.losses.Loss)
+    ]
+    given = parts_in(compile_arguments(model).get("loss"), keras.losses.Loss)
+    return list({id(loss): loss for loss in [*compiled_losses(model), *given, *held]}.values())
+
+
+def _take_on_losses(model: keras.Model, shares: Shares) -> Shares:
+    """Make the model's losses those of all ranks; return the shares that they follow."""
+    for loss in _losses(model):
+        shares = shares.take_on(loss)
+    return shares
+
+
+def _add_l2(model: keras.Model, l2: float) -> None:
+    """Add l2 · ½ Σ W² to the regularizer of each trained matrix; ½ Σ W² is tf.nn.l2_loss."""
+    for variable in model.trainable_variables if l2 else ():
+        if len(variable.shape) > 1:
+            variable.regularizer = _Sum(variable.regularizer, keras.regularizers.L2(l2 / 2))
+
+
+class _Sum(keras.regularizers.Regularizer):
+    """The sum of two regularizers, of which one may be missing."""
+
+    def __init__(self, first: Callable[[Any], Any] | None, second: Callable[[Any], Any]) -> None:
+        self._first, self._second = first, second
+
+    def __call__(self, x: Any) -> Any:
+        return self._second(x) if self._first is None else self._first(x) + self._second(x)
+
+
+def _changed_by_forward_pass(model: keras.Model, tried: Tried) -> list[Any]:
+    """Return the weights that are not trained and that the step assigns, in the model's order."""
+    changed = {variable.ref() for variable in tried.assigns}
+    trained = {as_tf_variable(variable).ref() for variable in model.trainable_weights}
+    return [
+        weight
+        for weight in model.weights
+        if as_tf_variable(weight).ref() in changed and as_tf_variable(weight).ref() not in trained
+    ]
+
+
+def _warnings(config: Config, size: int, losses: Sequence[keras.losses.Loss], figures: Figures) -> Iterator[str]:
+    for loss in losses:
+        if isinstance(loss, _OVER_BATCHES) and size > 1:
+            yield f"the loss {loss.name} compares the records of a batch; it is averaged over ranks."
+    for path in figures.averaged if size > 1 else ():
+        yield (
+            f"metrics: the state {path} is neither a sum nor a maximum or minimum, so it is averaged over ranks. Add "
+            "to it, or give add_variable its aggregation."
+        )
+    if config.train.synchronization == "local" and config.data.on_bad_record == "skip":
+        yield "data.on_bad_record: skip requires an exchange in every step, under synchronization: local too."
+    if config.train.synchronization == "local" and config.data.dataset:
+        yield "the lengths of streams differ, so there is an exchange in every step, under synchronization: local too."

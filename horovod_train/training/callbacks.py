@@ -1,6 +1,6 @@
 """Keras callbacks that a config names: loads them, says which are of no use here, and keeps their state.
 
-Does not call them; see hooks.call_callbacks.
+Does not call them; see hooks.evaluate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_train.config.registry import call, choose_keras
 from horovod_train.config.settings import Spec
 from horovod_train.distributed.consistency import digest
 from horovod_train.errors import RunError, UserError
-from horovod_train.training.averages import Averages
+from horovod_train.training.state import Averages
 from horovod_train.training.stopping import StopReason
 
 _INSTEAD = {
@@ -205,7 +205,11 @@ def load_callbacks(specs: Sequence[Spec]) -> Callbacks:
             raise UserError(f"{where}: {spec.name} must make a Keras callback; it made {type(callback).__name__}.")
         _check_is_of_use(type(callback), spec, where)
         if isinstance(callback, _SWAPS):
-            callback = _swapping(callback, spec, where)
+            if type(callback) is not _SWAPS:
+                raise UserError(
+                    f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one."
+                )
+            callback = SwapAverages(callback.swap_on_epoch)
         before = sum(earlier.name.split("#")[0] == spec.name for earlier in named)
         named.append(Named(f"{spec.name}#{before + 1}" if before else spec.name, callback))
         if methods := named[-1].overrides(_NEVER_CALLED):
@@ -221,12 +225,6 @@ def _check_is_of_use(kind: Any, spec: Spec, where: str) -> None:
             raise UserError(f"{where}: {spec.name} has no use here; use {_INSTEAD[base.__name__]}.")
     if spec.options.get("restore_best_weights"):
         raise UserError(f"{where}.options.restore_best_weights: a resume would lose them; use checkpoint.best.")
-
-
-def _swapping(callback: keras.callbacks.SwapEMAWeights, spec: Spec, where: str) -> SwapAverages:
-    if type(callback) is not _SWAPS:
-        raise UserError(f"{where}: {spec.name} is derived from SwapEMAWeights, which is replaced here; name that one.")
-    return SwapAverages(callback.swap_on_epoch)
 
 
 def _check_there_are_averages(name: str, averages: Averages) -> None:

@@ -1,8 +1,6 @@
 """Compiles the model that a run trains: by its own `compile`, and by what the config names, which wins.
 
 After that the model is what `fit` would train. Also says what a step is given of a batch, as `fit` hands it over.
-
-Metrics that a config names: Keras', or a user's. They become arguments of `compile`.
 """
 
 from __future__ import annotations
@@ -25,26 +23,29 @@ from horovod_train.keras_seams import class_axis, compile_arguments
 from horovod_train.models import OWN_EVALUATION, OWN_TRAINING, overridden
 from horovod_train.optim.optimizers import add_loss_scale, build_optimizer, build_schedule, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.averages import AverageSlots
 from horovod_train.training.fine_tuning import multiply_rates
 from horovod_train.training.losses import ChosenLoss, build_loss, pick, refuse_probabilities, takes_labels
+from horovod_train.training.state import AverageSlots
 from horovod_train.training.steps.optimizers import optimizers_in
-from horovod_train.training.steps.trial import Data
+from horovod_train.training.steps.shares import Data
 
 _OF_THE_OPTIMIZER = (
     *("optimizer", "lr_schedule", "train.clip_norm", "train.weight_decay_1d", "train.weight_decay_exclude"),
 )
 """Settings of the optimizer that the trainer builds or changes."""
+SHORT = ("accuracy", "acc", "crossentropy", "ce")
+"""Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
 
 
 @dataclass(frozen=True)
 class Compiled:
     """What is known of a compiled model besides the model."""
 
-    config: Config
     model: keras.Model
     given: Mapping[str, Any]
     """The arguments of the model's own compile(); none if Keras' was not called."""
+    takes: Mapping[str, bool]
+    """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
     loss: ChosenLoss
     """That of the config; without a loss if the model's is taken."""
     own: tuple[str, ...]
@@ -97,7 +98,8 @@ class Compiled:
 
     def check_classes(self, schema: Schema) -> None:
         """Raise UserError for a weight of a class that the schema excludes, and for classes without an output."""
-        self.loss.check_classes(schema)
+        for weights in self.loss.class_weights.values():
+            weights.check(schema)
         for target, outputs in self.label_counts(schema.targets).items():
             classes = schema.features[target].classes if target in schema.features else None
             if classes and classes > outputs:
@@ -130,11 +132,6 @@ class Compiled:
             if takes_labels(each) and len(output.shape) > 1 and output.shape[class_axis(each)]
         }
 
-    @property
-    def takes(self) -> dict[str, bool]:
-        """For each of loss, metrics, weighted_metrics and optimizer, whether it is what the model was compiled with."""
-        return _takes(self.given, self.config)
-
     def origins(self) -> Iterator[str]:
         """Yield for the log where each part comes from, if the model was compiled before."""
         for part, is_compiled in self.takes.items():
@@ -142,16 +139,6 @@ class Compiled:
                 yield f"{part}: as the model was compiled"
             elif self.given.get(part):
                 yield f"{part}: of the config, not as the model was compiled"
-
-
-def _takes(given: Mapping[str, Any], config: Config) -> dict[str, bool]:
-    in_config = {
-        "loss": config.loss.name != AUTO,
-        "metrics": bool(config.metrics),
-        "weighted_metrics": bool(config.weighted_metrics),
-        "optimizer": config.optimizer.name != AUTO,
-    }
-    return {part: bool(given.get(part)) and not in_config[part] for part in in_config}
 
 
 def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -> Compiled:
@@ -164,20 +151,26 @@ def compile_model(config: Config, model: keras.Model, horizon: Horizon | None) -
     holds = optimizers_in(model)
     has_own_optimizers = "train_step" in own and (compiles_itself or not set(holds) <= {"optimizer"})
     given = {} if compiles_itself else compile_arguments(model)
+    is_in_config = {
+        "loss": config.loss.name != AUTO,
+        "metrics": bool(config.metrics),
+        "weighted_metrics": bool(config.weighted_metrics),
+        "optimizer": config.optimizer.name != AUTO,
+    }
+    takes = {part: bool(given.get(part)) and not is_given for part, is_given in is_in_config.items()}
     arguments = {name: given.get(name) for name in ("loss", "loss_weights", "metrics", "weighted_metrics")}
     arguments, chosen = _with_config(config, model, arguments, own)
     optimizer, slots = model.optimizer if model.compiled else None, None
     if has_own_optimizers:
         _refuse_settings(config, holds)
     elif horizon is not None:
-        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=_takes(given, config)["optimizer"])
+        optimizer, slots = _prepare_optimizer(config, model, horizon, is_compiled=takes["optimizer"])
     changes = any(arguments[name] is not given.get(name) for name in arguments)
     if changes or not model.compiled:
         keras.Model.compile(model, optimizer=optimizer or "sgd", **arguments, auto_scale_loss=False)
     if not has_own_optimizers and optimizer is not None:
         model.optimizer = optimizer
-    targets = _targets(config, chosen)
-    return Compiled(config, model, given, chosen, own, targets, has_own_optimizers, slots)
+    return Compiled(model, given, takes, chosen, own, _targets(config, chosen), has_own_optimizers, slots)
 
 
 def _with_config(
@@ -257,15 +250,13 @@ def _change_optimizer(config: Config, model: keras.Model, horizon: Horizon) -> k
             inner.learning_rate = build_schedule(_with_base_rate(config.lr_schedule, inner), horizon)
         if config.train.clip_norm is not None:
             inner.global_clipnorm = config.train.clip_norm
-            _check_clips_once(inner)
+            if inner.clipnorm is not None or inner.clipvalue is not None:
+                raise ValueError(
+                    "train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two."
+                )
     except (AttributeError, ValueError) as error:
         raise UserError(f"optimizer: the compiled one cannot be used: {one_line(error)}") from error
     return add_loss_scale(optimizer, config)
-
-
-def _check_clips_once(optimizer: keras.optimizers.Optimizer) -> None:
-    if optimizer.clipnorm is not None or optimizer.clipvalue is not None:
-        raise ValueError("train.clip_norm: it clips gradients itself, by clipnorm or clipvalue; give one of the two.")
 
 
 def _with_base_rate(schedule: LrScheduleConfig, optimizer: keras.optimizers.Optimizer) -> LrScheduleConfig:
@@ -288,16 +279,6 @@ def _refuse_settings(config: Config, holds: Mapping[str, Any]) -> None:
                 f"{key}: has no effect, because the model trains by its own train_step, with optimizers that it keeps "
                 f"itself: {', '.join(holds) or 'none'}. Leave it out."
             )
-
-
-def exchange_options(config: Config) -> dict[str, Any]:
-    """Return the fields of a GradientExchange that the config sets."""
-    names = ("op", "compression", "sparse_as_dense", "predivide")
-    return {name: getattr(config.horovod, name) for name in names} | {"deterministic": config.deterministic}
-
-
-SHORT = ("accuracy", "acc", "crossentropy", "ce")
-"""Names that stand for another metric by the shapes of targets and outputs, as in `compile`."""
 
 
 def build_metrics(specs: Sequence[Spec]) -> Any:

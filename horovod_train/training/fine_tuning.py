@@ -1,28 +1,43 @@
-"""Which weights of a model are trained, at the start and after so many epochs: model.freeze, unfreeze and lora.
+"""What a fine-tuned model starts from and trains: model.init_from, freeze, unfreeze and lora, optimizer.lr_multipliers.
 
-Does not compile steps: hooks.unfreeze, which changes in a run what is trained, compiles the step again.
-
-Learning rates that differ between weights: optimizer.lr_multipliers. Does not know schedules.
+Initial weights are of a run, a function of the user, or a file of Keras 3: `.keras`, or the `.weights.h5` that
+`save_weights` writes. Broadcasts nothing and compiles no step; see hooks.build.unfreeze.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import h5py
 import keras
+import numpy as np
+import tensorflow as tf
 
-from horovod_train.config.registry import find
+from horovod_train.checkpoint.manager import open_checkpoint
+from horovod_train.checkpoint.manifest import Damaged
+from horovod_train.config.registry import find, load_function, raised_at
 from horovod_train.config.rules import patterns_in
 from horovod_train.config.settings import ModelSpec
+from horovod_train.data.hdf5_file import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
-from horovod_train.distributed.sync_batch_norm import layers_inside
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
 from horovod_train.subclass import take_class
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""
+_WHERE = "model.init_from"
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:\w+")
+_IN_KERAS_FILE = "model.weights.h5"
+_NOT_THE_MODEL = ("optimizer", "compile_metrics", "_loss_tracker", "loss_tracker")
+"""Groups of a file that hold the state of `compile` and `fit`."""
+
+Arrays = dict[str, np.ndarray]
 
 
 class Freezing:
@@ -129,3 +144,228 @@ def _with_own_rates(base: type, factors: Mapping[int, float]) -> type:
             super().update_step(gradient, variable, learning_rate if factor is None else learning_rate * factor)
 
     return WithOwnRates
+
+
+class Match(NamedTuple):
+    """What a source and a model have in common."""
+
+    taken: Arrays
+    """By the path of the model's weight."""
+    left: list[str]
+    """Weights of the source that the model does not have, or that init_exclude names."""
+    new: list[str]
+    """Weights of the model that keep their initial values."""
+
+    def line(self) -> str:
+        """Return a sentence for the log."""
+        parts = [f"{len(self.taken)} weights taken: {listed([*self.taken])}"]
+        parts += [f"{len(self.left)} left: {listed(self.left)}"] if self.left else []
+        parts += [f"{len(self.new)} new: {listed(self.new)}"] if self.new else []
+        return "; ".join(parts)
+
+
+def check_source(spec: ModelSpec) -> None:
+    """Raise UserError if init_from names a function that cannot be imported.
+
+    Every rank calls it, so that the ranks' code can be compared.
+    """
+    if spec.init_from and _FUNCTION.fullmatch(spec.init_from):
+        load_function(spec.init_from, _WHERE)
+
+
+def match(model: keras.Model, spec: ModelSpec) -> Match:
+    """Read the source and compare it with a built model, which is not changed. Raises UserError."""
+    source = spec.init_from
+    assert source is not None
+    weights = {weight.path: weight for weight in model.weights}
+    with ExitStack() as files:
+        arrays = _open(source, model, files)
+        excluded = {
+            path
+            for number, pattern in enumerate(spec.init_exclude)
+            for path in find(pattern, weights, f"model.init_exclude[{number}]")
+        }
+        common = [path for path in weights if path in arrays and path not in excluded]
+        if not common:
+            raise UserError(
+                f"{_WHERE}: {source}: no weight of it is one of the model's. It has {listed(sorted(arrays))}; the "
+                f"model has {listed([*weights])}."
+            )
+        for path in common:  # values are read only after all shapes have been compared
+            there, shape = arrays[path].shape, tuple(weights[path].shape)
+            if there != shape:
+                raise UserError(
+                    f"{_WHERE}: {source}: {path} has shape {list(there or ())} there and {list(shape)} in the model. "
+                    "Give the layer another name, or leave it as it is by model.init_exclude."
+                )
+        left = [path for path in arrays if path not in common]
+        taken = {path: _values(arrays[path], path, source) for path in common}
+    return Match(taken, left, [path for path in weights if path not in common])
+
+
+def assign(model: keras.Model, taken: Mapping[str, np.ndarray]) -> None:
+    """Set weights of the model to arrays by path."""
+    for weight in model.weights:
+        if weight.path in taken:
+            variable = as_tf_variable(weight)
+            variable.assign(tf.cast(taken[weight.path], variable.dtype))
+
+
+def slots_like_weights(slots: Sequence[Any], weights: Sequence[keras.Variable]) -> list[tuple[Any, keras.Variable]]:
+    """Return the slots of a new optimizer that begin as copies of their weights, as those of ScheduleFreeAdamW do.
+
+    Keras names a slot after its weight; a kind of slot copies if each of its slots does.
+    """
+    kinds: dict[str, list[tuple[Any, keras.Variable]]] = {}
+    by_name = {weight.path.replace("/", "_"): weight for weight in weights}
+    for slot in slots:
+        names = [name for name in by_name if slot.name.startswith(f"{name}_")]
+        if names:
+            name = max(names, key=len)
+            kind = slot.path.removesuffix(slot.name) + slot.name.removeprefix(name)
+            kinds.setdefault(kind, []).append((slot, by_name[name]))
+    copying = (pairs for pairs in kinds.values() if _are_copies(pairs))
+    return [pair for pairs in copying for pair in pairs]
+
+
+def _are_copies(pairs: Sequence[tuple[Any, keras.Variable]]) -> bool:
+    values = [(as_tf_variable(slot).numpy(), as_tf_variable(weight).numpy()) for slot, weight in pairs]
+    is_any = any(weight.any() for _, weight in values)  # slots of zeros are no copies of a bias that begins as zeros
+    return is_any and all(np.array_equal(slot, weight) for slot, weight in values)
+
+
+def _values(stored: Any, path: str, source: str) -> np.ndarray:
+    """Read what a source has for the weight at `path`."""
+    if isinstance(stored, np.ndarray):
+        return stored
+    with _readable(source):
+        # As Keras saves it, since HDF5 has no such type.
+        dtype = tf.bfloat16.as_numpy_dtype if stored.attrs.get("dtype") == "bfloat16" else stored.dtype
+        if np.dtype(dtype).kind in "biufc" or dtype is not stored.dtype:
+            return np.array(stored, dtype=dtype)
+    raise UserError(f"{_WHERE}: {source}: {path} is {stored.dtype} there; expected numbers.")
+
+
+def _open(source: str, model: keras.Model, files: ExitStack) -> Mapping[str, Any]:
+    """Return the arrays of a source by path; of a file, its datasets, open as long as `files`."""
+    if _FUNCTION.fullmatch(source):
+        return _from_function(source)
+    if source.endswith((".keras", ".h5")):
+        return _from_file(source, model, files)
+    return _from_run(source)
+
+
+def _from_run(path: str) -> Arrays:
+    """Return the weights of a checkpoint, or their moving averages if it holds any, as in evaluation."""
+    checkpoint = open_checkpoint(path, _WHERE)
+    try:
+        arrays = checkpoint.read()
+    except Damaged as error:
+        raise UserError(f"{_WHERE}: {checkpoint.folder}: {error}.") from error
+    weights: Arrays = {}
+    for kind in ("model/", "ema/"):
+        weights |= {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
+    return weights
+
+
+def _from_function(name: str) -> Arrays:
+    """Call a user's function: () → a keras.Model, or arrays by the paths of weights."""
+    function: Callable[[], Any] = load_function(name, _WHERE)
+    try:
+        result = function()
+    except Exception as error:  # a user's function may raise anything
+        text = one_line(error)
+        raise UserError(f"{_WHERE}: {name}: {type(error).__name__}: {text}{raised_at(error)}") from error
+    if isinstance(result, keras.Model):
+        return {weight.path: weight.numpy() for weight in result.weights}
+    if not isinstance(result, Mapping):
+        kind = type(result).__name__
+        raise UserError(f"{_WHERE}: {name} must return a keras.Model or arrays by path; it returned {kind}.")
+    return {str(path): np.asarray(value) for path, value in result.items()}
+
+
+def _from_file(path: str, model: keras.Model, files: ExitStack) -> dict[str, Any]:
+    """Return the datasets of a Keras file, by the paths of the weights of this model where it has the same layers.
+
+    A file knows its layers by name, and the weights of each by number. Others are named `layer/number`.
+    """
+    model_weights = dict(_weights_by_layer(model, (), set()))
+    arrays: dict[str, Any] = {}
+    for layer, values in _layers_in(path, files):
+        weights, names = model_weights.get(layer), [f"{layer}/{number}" for number in range(len(values))]
+        if weights is not None and len(weights) != len(values):
+            raise UserError(
+                f"{_WHERE}: {path}: layer {layer} has {len(values)} weights there and {len(weights)} in the model. "
+                "Give the layer another name."
+            )
+        if weights is not None:
+            names = [weight.path for weight in weights]
+        arrays |= dict(zip(names, values, strict=True))
+    return arrays
+
+
+def _weights_by_layer(
+    layer: keras.Layer, names: tuple[str, ...], visited: set[int]
+) -> Iterator[tuple[str, list[keras.Variable]]]:
+    """Yield each layer that has weights itself, without those of the layers in it: its names and its weights.
+
+    names: of `layer` and those around it, without the model. visited: ids of layers to leave out.
+    """
+    visited.add(id(layer))
+    children = [child for child in parts_in(vars(layer), keras.Layer) if id(child) not in visited]
+    of_children = {id(weight) for child in children for weight in child.weights}
+    weights = [weight for weight in layer.weights if id(weight) not in of_children and not is_lora(weight.path)]
+    if weights:
+        yield "/".join(names), weights
+    for child in children:
+        if id(child) not in visited:
+            yield from _weights_by_layer(child, (*names, child.name), visited)
+
+
+def _layers_in(path: str, files: ExitStack) -> list[tuple[str, list[Any]]]:
+    """Return the layers of a Keras file, as `_weights_by_layer` names them, and their datasets. Raises UserError."""
+    with _readable(path):
+        file: Any = files.enter_context(Path(path).open("rb"))  # noqa: SIM115
+        if path.endswith(".keras"):
+            archive = files.enter_context(zipfile.ZipFile(file))
+            file = files.enter_context(archive.open(_IN_KERAS_FILE))
+        opened, items = open_hdf5(file, f"{_WHERE}: {path}", "a file of Keras 3")
+        files.callback(opened.close)
+        layers = list(_stored_layers(items))
+    if not layers:
+        raise UserError(f"{_WHERE}: {path}: holds no weights as Keras 3 saves them.")
+    return layers
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Run a block that reads a Keras file. Raises UserError if it cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # zipfile and h5py raise whatever a damaged file leads to
+        reason = getattr(error, "strerror", None) or one_line(error) or type(error).__name__
+        raise UserError(f"{_WHERE}: {path}: cannot be read as a file of Keras 3: {reason}.") from error
+
+
+def _stored_layers(items: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each layer's names and its datasets. items: the groups and datasets of the file, by path."""
+    weights: dict[str, dict[str, Any]] = {}
+    for path, item in items.items():
+        layer, _, key = path.rpartition("/vars/") if "/vars/" in path else ("", "", path.removeprefix("vars/"))
+        is_in_vars = path == f"{layer}/vars/{key}".lstrip("/") and "/" not in key and "vars" not in layer.split("/")
+        if is_in_vars and isinstance(item, h5py.Dataset) and layer.partition("/")[0] not in _NOT_THE_MODEL:
+            weights.setdefault(layer, {})[key] = item
+    for layer, stored in weights.items():
+        groups = layer.split("/") if layer else []
+        paths = ["/".join(groups[: number + 1]) for number in range(len(groups))]
+        # A group without `vars` is a list of layers. Keras before 3.10 did not store names.
+        names = [_name(items[f"{group}/vars"], group) for group in paths if f"{group}/vars" in items]
+        # Numbers, which h5py sorts as strings.
+        yield "/".join(names), [stored[key] for key in sorted(stored, key=lambda key: (len(key), key))]
+
+
+def _name(weights: Any, group: str) -> str:
+    name = weights.attrs.get("name")
+    return name if isinstance(name, str) else group.rpartition("/")[2]

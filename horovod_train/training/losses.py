@@ -1,8 +1,6 @@
 """Losses that a config names: Keras', ours, a user's function, or one for each output; weights of records by class.
 
-They become arguments of `compile`. Computes no loss of a step; Keras does.
-
-Refuses losses and metrics that certainly take the logits of a model for probabilities, or the reverse.
+They become arguments of `compile`. Refuses those that certainly take logits for probabilities, or the reverse.
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ OUR_LOSSES: dict[str, Callable[..., tf.Tensor]] = {
     "smoothed_sparse_categorical_crossentropy": smoothed_sparse_categorical_crossentropy,
 }
 """Functions (targets, outputs, **options) → [batch, ...], with the signature of a user's function."""
+_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
+"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 
 class ClassWeights(NamedTuple):
@@ -90,11 +90,6 @@ class ChosenLoss(NamedTuple):
     """By output, the target that it is compared with; empty: targets are handed over as they are."""
     class_weights: Mapping[str | None, ClassWeights] = {}
     """By output; None: of the only one."""
-
-    def check_classes(self, schema: Schema) -> None:
-        """Raise UserError for a weight of a class that the schema excludes."""
-        for weights in self.class_weights.values():
-            weights.check(schema)
 
 
 class LossOfFunction(keras.losses.Loss):
@@ -205,10 +200,6 @@ def pick(targets: Any, name: str) -> Any:
     if name not in targets:
         raise ValueError(f"there is no target {name!r}; there are {', '.join(targets)}")
     return targets[name]
-
-
-_OF_PROBABILITIES = (keras.losses.KLDivergence, keras.losses.CategoricalGeneralizedCrossEntropy)
-"""Losses without an option for logits; a metric with thresholds from 0 to 1 has none either."""
 
 
 def refuse_probabilities(config: Config) -> None:

@@ -35,15 +35,15 @@ class Failure:
     something is wrong, and in_record: int32, what; see _IN_RECORD.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, knows_loss: bool = True) -> None:
+        """knows_loss: whether `loss` says anything; not where a model's own step computes it."""
+        self.knows_loss = knows_loss
         self.step, self.is_cause, self.loss, self.last_loss, self.skips = (
             tf.Variable(value, trainable=False) for value in (tf.constant(0, tf.int64), False, 0.0, 0.0, 0)
         )
         self.record, self.in_record = (tf.Variable(value, trainable=False) for value in (tf.constant(-1, tf.int64), 0))
         self.name_record: Callable[[int, str], str] = lambda record, problem: f"record {record}: {problem}."
         """(record, what is wrong with it) → the sentence that tells where it is."""
-        self.knows_loss = True
-        """Whether `loss` says anything; not where a model's own step computes it."""
         self._variable = ""
         """The name of the non-finite variable; "" for loss or gradients."""
 
@@ -108,7 +108,7 @@ class Failure:
                 int(self.step),
                 bool(self.is_cause),
                 math.isfinite(loss),
-                _readable(loss),
+                "NaN" if math.isnan(loss) else f"{loss:g}",
                 int(self.skips),
                 self._variable,
                 self._describe_record(),
@@ -242,7 +242,3 @@ def poison_if_nonfinite(loss: tf.Tensor, gradients: Sequence[Any]) -> list[Any]:
         else:
             poisoned[smallest] = gradient + tf.cast(0.0 * loss, gradient.dtype)
     return poisoned
-
-
-def _readable(loss: float) -> str:
-    return "NaN" if math.isnan(loss) else f"{loss:g}"

@@ -1,13 +1,7 @@
 """Opens what a run needs, in order, and closes it in reverse order. Does not train; see run.
 
-Opens the records of a run on all ranks and checks that all see the same. Does not read them; see data.pipeline.
-
-Ranks whose files differ (an incomplete node-local copy, a stale listing) would take different numbers of steps and wait
-for each other, or train on records that other ranks use too.
-
-Opens the user's stream of a run on all ranks, and decides how many steps its epochs have. Reads it to count it only.
-
-Ranks whose streams differ in length would take different numbers of steps and wait for each other.
+Opens its data too: records, of which all ranks must see the same, or the user's stream, whose epochs must have the same
+steps on all ranks. Otherwise ranks would wait for each other, or train on records that others use too.
 """
 
 from __future__ import annotations
@@ -45,11 +39,13 @@ from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
 from horovod_train.output.run_dir import Output, check_writable, open_output
 from horovod_train.training.build import build_components, build_first_model
-from horovod_train.training.phase_times import PhaseTimes
-from horovod_train.training.resume import batch_of, resolve_as_before
-from horovod_train.training.run_record import Run
+from horovod_train.training.initial_state import batch_of, resolve_as_before
+from horovod_train.training.run_record import PhaseTimes, Run
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.stopping import StopCoordinator, collected_signals
+
+_SHOWN, _SHOWN_STREAMS = 3, 8
+"""Differences and lengths that a message names."""
 
 log = logging.getLogger(__name__)
 
@@ -186,9 +182,6 @@ def _facts(config: Config) -> dict[str, str]:
     }
 
 
-_SHOWN = 3
-
-
 def open_on_all_ranks(
     config: DataConfig, splits: Sequence[Split], group: WorkerGroup, *, needs_labels: bool = True
 ) -> dict[Split, Records]:
@@ -260,9 +253,6 @@ def _warn(records: Records) -> None:
         log.warning(f"{problem} What comes after is left out, as data.on_bad_record says.")
     if len(problems) > _SHOWN:
         log.warning(f"{records.setting}: {len(problems) - _SHOWN} more files are damaged; check-data names them")
-
-
-_SHOWN_STREAMS = 8
 
 
 def open_streams(config: Config, group: WorkerGroup) -> dict[Split, StreamPipeline]:

@@ -1,37 +1,49 @@
-"""Run one training from start to end. Read it top to bottom; every rank runs every line."""
+"""Runs one training from start to end: opens, starts and trains it, then closes. Every rank runs every line.
+
+Read it top to bottom. All ranks leave the loop at the same step: each stop reason comes from reduced values or a vote.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from horovod_train.checkpoint.layout import count_saves, most_at_once
 from horovod_train.config.loader import as_dict, dump
-from horovod_train.config.registry import loaded_files
 from horovod_train.config.settings import Config
 from horovod_train.data.audit import Audit, AuditLog, NullAudit, Start
+from horovod_train.data.pipeline.batch_source import Batches, BatchSource
 from horovod_train.distributed import consistency
 from horovod_train.errors import DivergedError, RanksDisagree, RanksStartApart, RunError
 from horovod_train.models.model_parallel import stage_lines
 from horovod_train.output.files import STOP_FILE
 from horovod_train.output.run_dir import describe_commit
-from horovod_train.training import layer_contents
-from horovod_train.training.hooks import callbacks
+from horovod_train.training.hooks import Hook
 from horovod_train.training.hooks.build import build_hooks
-from horovod_train.training.initial_weights import assign, match, slots_like_weights
-from horovod_train.training.loop import DONE, fit, position
+from horovod_train.training.hooks.evaluate import begin_callbacks
+from horovod_train.training.initial_state import (
+    contents,
+    finalize,
+    restore,
+    structure,
+    take_initial_weights,
+    users_code,
+)
 from horovod_train.training.open_run import open_run
-from horovod_train.training.resume import restore
 from horovod_train.training.run_record import Run
+from horovod_train.training.state import TrainState
 from horovod_train.training.steps.histograms import draw_step
-from horovod_train.training.stopping import STOP_FILE_REASON, StopReason
+from horovod_train.training.stopping import LEASE_LOST, SAVES_FAILED, STOP_FILE_REASON, StopReason
 
 START_AGAIN = 75
 """Exit code of a run that was asked to stop and has saved: the scheduler may restart it (EX_TEMPFAIL)."""
+DONE = StopReason("done")
 
 log = logging.getLogger(__name__)
 
@@ -44,43 +56,22 @@ def run(config: Config) -> int:
     """
     with open_run(config) as run:
         loss_averages = restore(run)
-        _take_initial_weights(run)
-        facts = _users_code(run) | layer_contents.structure(run.state.model)
+        take_initial_weights(run)
+        facts = users_code(run) | structure(run.state.model)
         consistency.check(run.group, facts, "at the start", RanksStartApart)
         _describe_parts(run)
         # On a fresh start and on a resume alike: slots and counters exist by now.
         run.group.broadcast(list(run.state.variables().values()))
         run.state.restore_loss_average(run.group, loss_averages)
-        layer_contents.finalize(run.state.model)
-        consistency.check(run.group, layer_contents.contents(run.state.model), "at the start", RanksStartApart)
+        finalize(run.state.model)
+        consistency.check(run.group, contents(run.state.model), "at the start", RanksStartApart)
         run.parts.freezing.apply(int(run.state.epoch))
         consistency.check(run.group, run.state.settle(run.group).digests(), "after the broadcast")
         audit = _begin_files(run)
         with _last_save_finished(run), closing(audit), run.parts.train.explaining(), run.phase_times:
-            callbacks.begin(run)
+            begin_callbacks(run)
             reason = fit(run, build_hooks(run, audit), audit)
         return _finish(run, reason)
-
-
-def _take_initial_weights(run: Run) -> None:
-    """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
-    with run.group.raise_together():
-        if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
-            matched = match(run.state.model, run.config.model)
-            copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
-            assign(run.state.model, matched.taken)
-            for slot, weight in copies:
-                slot.assign(weight)
-            run.state.averages.restart()
-            log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
-
-
-def _users_code(run: Run) -> dict[str, str]:
-    """Return what the user's own modules hold, which must be equal too; call after importing them."""
-    files = loaded_files(as_dict(run.config))
-    code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
-    steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
-    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
 
 
 def _describe_parts(run: Run) -> None:
@@ -148,6 +139,105 @@ def _draw_graph(run: Run) -> None:
     spec, size = train.element_spec, train.size_of(0)
     with run.group.heartbeat.phase("compile"):
         run.output.tensorboard.add_graph(lambda: draw_step(run.parts.train_step, spec, size, rank=rank, names=names))
+
+
+def fit(run: Run, hooks: Sequence[Hook], audit: Audit) -> StopReason:
+    """Train until the last step or a stop reason; a compiled call never runs past a step at which a hook is due.
+
+    Raises DivergedError, on all ranks, where loss or gradients are no longer finite; RunError if root cannot save.
+    """
+    state, parts, stopping = run.state, run.parts, run.stopping
+    step, batches = int(state.step), _remaining_batches(run)
+    requested, ended = stopping.vote(), parts.early_stopping.ended() or parts.callbacks.ended()
+    run.group.heartbeat.phase("compile")
+    run.group.heartbeat.set_probe(parts.train_step.phase_variable)
+    if step and not requested:
+        # First finish hooks that the last stop interrupted, such as an evaluation.
+        reason = _call(run, step, [hook for hook in hooks if hook.is_due(step) and not hook.is_done(run, step)])
+        ended = ended or reason
+        requested = stopping.vote() if ended else None
+    while step < parts.last_step and not ended:
+        sync_step = state.synchronization.next_sync_step(step)
+        if requested and step == sync_step:
+            break
+        last_step = min(parts.last_step, sync_step if requested else parts.last_step)
+        hook_step = min((hook.next_step(step) for hook in hooks), default=last_step)
+        until = int(min(last_step, step + run.config.train.steps_per_call, hook_step))
+        step = _train_until(run, parts.train.same_size_until(position(state, parts.train), step, until), batches, audit)
+        ended = _call(run, step, [hook for hook in hooks if hook.is_due(step)])
+        # A hook that ends the run may be an evaluation interrupted by a stop request.
+        requested = requested or (stopping.vote() if ended else stopping.vote_periodically())
+    state.check_finite(run.group)
+    stop = requested or ended
+    if stop in (LEASE_LOST, SAVES_FAILED):
+        _raise_on_root(run)
+    at_end = ("stopped" if stop and stop.restartable else "done", "always")
+    reason = _call(run, step, [hook for hook in hooks if hook.at_end in at_end and not hook.is_due(step)])
+    if reason and not requested:  # may be an evaluation interrupted by a stop request
+        requested = stopping.vote()
+    return requested or ended or reason or DONE
+
+
+def _raise_on_root(run: Run) -> None:
+    """Collective: raise on the rank that knows why nothing more can be saved, and FailedElsewhere on the others."""
+    with run.group.raise_together():
+        if run.stopping.lease.lost:
+            raise RunError("output_dir: another run has taken the directory, so this one ends and saves nothing more.")
+        if run.store.given_up:
+            raise RunError(run.store.given_up)
+
+
+def position(state: TrainState, pipeline: BatchSource) -> int:
+    """Return the index, within the epoch, of the next step."""
+    return -(-int(state.records) // pipeline.global_batch_size)
+
+
+def _remaining_batches(run: Run) -> Batches:
+    pipeline, first_step = run.parts.train, position(run.state, run.parts.train)
+    epochs = -(-(first_step + run.parts.last_step - int(run.state.step)) // pipeline.steps_per_epoch)
+    return pipeline.batches(int(run.state.epoch), first_step, max(1, epochs))
+
+
+def _train_until(run: Run, step: int, batches: Batches, audit: Audit) -> int:
+    """Train in one compiled call until `step`; return the step reached. Raises DivergedError on all ranks."""
+    state, clock, stopping = run.state, run.clock, run.stopping
+    size = run.parts.train.size_of(position(state, run.parts.train))
+    done, continues, ids = run.parts.train_step.run(batches, step - int(state.step), size)
+    run.group.heartbeat.phase("train")
+    run.group.heartbeat.record_first_step()
+    if not clock.is_running:
+        stopping.pace.forget()  # the first call compiles; later ones are faster
+    clock.count(done, _move_on(state, run.parts.train, ids, audit))
+    if not continues:
+        raise state.divergence(run.group)
+    to_safe_step = state.synchronization.next_sync_step(step) - step + run.config.train.steps_per_call
+    stopping.note_time_to_safe_step(clock.s_per_step() * to_safe_step)
+    return step
+
+
+def _move_on(state: TrainState, pipeline: BatchSource, ids: np.ndarray, audit: Audit) -> int:
+    """Advance the state's place in the data by the steps of `ids`; return the records that all ranks used in them.
+
+    ids: of the records that this rank used, int64 [steps, rows].
+    """
+    epoch, first, records = int(state.epoch), position(state, pipeline), 0
+    while len(ids):
+        steps = min(len(ids), pipeline.steps_per_epoch - first)
+        audit.append(epoch, first, ids[:steps])
+        records += sum(pipeline.count(step) for step in range(first, first + steps))
+        ids, first = ids[steps:], first + steps
+        if first == pipeline.steps_per_epoch:
+            epoch, first = epoch + 1, 0
+    if epoch != int(state.epoch):
+        state.epoch.assign(epoch)
+    state.records.assign(min(first * pipeline.global_batch_size, pipeline.num_records))
+    return records
+
+
+def _call(run: Run, step: int, hooks: Sequence[Hook]) -> StopReason | None:
+    """Call all hooks; return the first stop reason, or None."""
+    reasons = [hook.function(run, step) for hook in hooks]
+    return next((reason for reason in reasons if reason), None)
 
 
 @contextmanager

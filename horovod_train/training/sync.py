@@ -1,6 +1,6 @@
 """When ranks exchange, and what: gradients at every step, gradients one step late, or weights every few steps.
 
-Each strategy is a class with the methods of SyncStrategy; STRATEGIES names them.
+Each strategy is a SyncStrategy; STRATEGIES names them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -52,51 +52,6 @@ class Drift(NamedTuple):
     """By the path of each parameter; only on root, and empty before the first average."""
 
 
-class SyncStrategy(Protocol):
-    """When ranks exchange, and what. Keeps its state in variables, so that a run can resume.
-
-    Does not compute or apply gradients; see step.
-    """
-
-    delay: int
-    """Steps between computing and applying a gradient: 0 or 1."""
-
-    @property
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
-
-    @property
-    def must_be_finite(self) -> Sequence[tf.Variable]:
-        """Those of `variables` that hold numbers not applied yet."""
-
-    def exchange(
-        self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
-    ) -> Exchanged:
-        """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
-
-        combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
-        are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
-        """
-
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
-
-        failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
-        """
-
-    def settle(self, step: int) -> bool:
-        """Collective, between steps: make checkpointed variables equal on all ranks; return whether it had to.
-
-        Call it only through TrainState.settle, which checks first whether a rank has failed.
-        """
-
-    def next_sync_step(self, step: int) -> int:
-        """Return the first step ≥ `step` at which the run can stop and resume with identical results."""
-
-    def drift(self) -> Drift | None:
-        """Collective: return how far ranks move apart between exchanges; None if they do not."""
-
-
 @dataclass(frozen=True)
 class SyncParts:
     """What a strategy is built from."""
@@ -133,43 +88,68 @@ def by_unique_name(named: Iterable[tuple[str, tf.Variable]]) -> dict[str, tf.Var
     return unique
 
 
-class EveryStep:
-    """Gradients are combined before they are applied: ranks have the same weights after every step."""
+class SyncStrategy:
+    """When ranks exchange, and what. Keeps its state in variables, so that a run can resume.
+
+    As it stands, gradients are combined before they are applied: ranks have the same weights after every step. Does not
+    compute or apply gradients; see steps.
+    """
 
     delay = 0
+    """Steps between computing and applying a gradient: 0 or 1."""
 
     def __init__(self) -> None:
         self.variables: dict[str, tf.Variable] = {}
+        """Variables that a checkpoint needs for this strategy, by name; equal on all ranks after `settle`."""
         self.must_be_finite: list[tf.Variable] = []
+        """Those of `variables` that hold numbers not applied yet."""
 
     def exchange(
         self, combine: CombineList, local_gradients: Sequence[Any], variables: Sequence[Any] | None, step: tf.Tensor
     ) -> Exchanged:
+        """Collective, in the compiled step: return the gradients to apply now, given those of this rank.
+
+        combine: the exchange. local_gradients: of one optimizer, one for each of `variables`, or None; the same ones
+        are None on every rank. variables: None: all that are trained, in their order. step: int64, steps done.
+        """
         return Exchanged(combine(local_gradients), local_gradients)
 
     def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Collective, in the compiled step, after applying gradients: return whether all ranks must stop.
+
+        failed: bool, whether this rank has failed, in this step or before. step: int64, this step included.
+        """
         return failed  # comes from combined gradients, so ranks agree
 
     def settle(self, step: int) -> bool:
+        """Collective, between steps: make checkpointed variables equal on all ranks; return whether it had to.
+
+        Call it only through TrainState.settle, which checks first whether a rank has failed.
+        """
         return False
 
     def next_sync_step(self, step: int) -> int:
+        """Return the first step ≥ `step` at which the run can stop and resume with identical results."""
         return step
 
-    def drift(self) -> None:
+    def drift(self) -> Drift | None:
+        """Collective: return how far ranks move apart between exchanges; None if they do not."""
         return None
 
 
-class Local:
+class EveryStep(SyncStrategy):
+    """Gradients are exchanged in every step."""
+
+
+class Local(SyncStrategy):
     """Each rank applies its own gradients; every `average_every_steps` steps the ranks average their variables.
 
     Local SGD (Stich 2019, arXiv:1805.09767). Weights, floating-point slots and moving averages are averaged. Where
     ranks must be equal in between, such as for an evaluation, they are averaged there too.
     """
 
-    delay = 0
-
     def __init__(self, parts: SyncParts) -> None:
+        super().__init__()
         assert parts.config.average_every_steps is not None
         self.group, self.every = parts.group, parts.config.average_every_steps
         model = parts.model
@@ -189,7 +169,6 @@ class Local:
         """float64 [weights]: sums when ranks were last equal; their change and squared distance at the last average."""
         self.has_averaged = tf.Variable(False, trainable=False)
         self.variables = {"settled_step": self.settled}
-        self.must_be_finite: list[tf.Variable] = []
         self._average_now = tf.function(self._average, autograph=False)
 
     def exchange(
@@ -252,7 +231,7 @@ class Local:
         self.squared_distances.assign(tf.cast(tf.stack(squares[: len(self.weights)]), tf.float64))
 
 
-class Stale:
+class Stale(SyncStrategy):
     """The gradients of a step are combined while the next step computes, and applied one step late.
 
     The exchange costs no time if it is shorter than a step (pipelined SGD: Li et al. 2018, arXiv:1811.03619). Step 1
@@ -262,6 +241,7 @@ class Stale:
     delay = 1
 
     def __init__(self, parts: SyncParts) -> None:
+        super().__init__()
         self._combine, self._sparse_as_dense = parts.combine, parts.sparse_as_dense
         trained = parts.model.trainable_variables
         self._index = {id(as_tf_variable(weight)): index for index, weight in enumerate(trained)}
@@ -305,9 +285,6 @@ class Stale:
             return self._paths.index(variable)
         return self._index[id(as_tf_variable(variable))]
 
-    def end_step(self, failed: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        return failed  # comes from combined gradients, so ranks agree
-
     def settle(self, step: int) -> bool:
         if int(self.settled) == step:
             return False
@@ -316,12 +293,6 @@ class Stale:
             variable.assign(mean)
         self.settled.assign(step)
         return True
-
-    def next_sync_step(self, step: int) -> int:
-        return step
-
-    def drift(self) -> None:
-        return None
 
 
 STRATEGIES: dict[str, Callable[[SyncParts], SyncStrategy]] = {

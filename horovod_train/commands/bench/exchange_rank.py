@@ -30,9 +30,9 @@ from horovod_train.distributed.group import WorkerGroup  # noqa: E402
 from horovod_train.distributed.start import start  # noqa: E402
 from horovod_train.models import build_model  # noqa: E402
 from horovod_train.optim.schedules import Horizon  # noqa: E402
+from horovod_train.training.build import build_training  # noqa: E402
 from horovod_train.training.compiled import compile_model  # noqa: E402
 from horovod_train.training.state import TrainState  # noqa: E402
-from horovod_train.training.steps.build import build_training  # noqa: E402
 from horovod_train.training.sync import (  # noqa: E402
     CombineList,
     EveryStep,

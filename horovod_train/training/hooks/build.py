@@ -1,9 +1,4 @@
-"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here.
-
-Shows the run: the progress bar, and what TensorBoard shows besides scalars.
-
-Trains frozen weights after so many epochs, as model.unfreeze says.
-"""
+"""The hooks of a run, in order. To add one: a function in a file of this folder, and a line here."""
 
 from __future__ import annotations
 
@@ -12,14 +7,15 @@ import logging
 from horovod_train.data.audit import Audit
 from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.training.fine_tuning import listed
-from horovod_train.training.hooks import Hook, at, callbacks, every
-from horovod_train.training.hooks.callbacks import build_callback_hooks
-from horovod_train.training.hooks.evaluate import evaluate, is_evaluated
+from horovod_train.training.hooks import Hook, HookFunction, at, every
+from horovod_train.training.hooks.evaluate import build_callback_hooks, end_callbacks, evaluate, is_evaluated
 from horovod_train.training.hooks.log import LogTraining
 from horovod_train.training.hooks.save import Save, SaveByTime, check_agreement
 from horovod_train.training.run_record import Run
 from horovod_train.training.state import Copies
 from horovod_train.training.steps.histograms import Summaries
+
+log = logging.getLogger(__name__)
 
 
 def build_hooks(run: Run, audit: Audit) -> list[Hook]:
@@ -43,7 +39,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(per_call, show_progress),
         every(config.log.every_steps, log_training, at_end="always"),
         every(epochs(1) if run.parts.callbacks else None, log_training),
-        *([every(config.log.histograms_every_steps, ShowHistograms(run))] if config.log.histograms_every_steps else []),
+        *([every(config.log.histograms_every_steps, _histograms(run))] if config.log.histograms_every_steps else []),
         *evaluations,
         *build_callback_hooks(run, evaluations),
         *run.parts.users_hooks,  # before saves, so that a checkpoint contains what they change
@@ -57,7 +53,7 @@ def build_hooks(run: Run, audit: Audit) -> list[Hook]:
         every(config.checkpoint.every_steps, save),
         every(epochs(config.checkpoint.every_epochs), save),
         every(None, save.at_end, at_end="always"),
-        every(None, callbacks.end, at_end="stopped"),  # after the save: the run that resumes has not ended
+        every(None, end_callbacks, at_end="stopped"),  # after the save: the run that resumes has not ended
         at([epoch * run.parts.train.steps_per_epoch for epoch in run.parts.freezing.epochs], unfreeze),
         # A run that resumes just before a profiled step must still start the profile.
         at([step - 1 for step in profiled], start_profile, is_done=lambda run, step: False),
@@ -68,18 +64,19 @@ def show_progress(run: Run, step: int) -> None:
     run.output.show_progress(step)
 
 
-class ShowHistograms:
-    def __init__(self, run: Run) -> None:
-        train, step = run.parts.train, run.parts.train_step
+def _histograms(run: Run) -> HookFunction:
+    train, step = run.parts.train, run.parts.train_step
 
-        def first_batch() -> Batch:
-            return train.scaled(next(train.batches(epoch=0, epochs=1)))
+    def first_batch() -> Batch:
+        return train.scaled(next(train.batches(epoch=0, epochs=1)))
 
-        self._summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
+    summaries = Summaries(run.group, step, first_batch, train.size_of(0), run.config.log.activations)
 
-    def __call__(self, run: Run, step: int) -> None:
+    def show_histograms(run: Run, step: int) -> None:
         with run.outside_training("histograms"):
-            run.output.tensorboard.add_histograms(step, self._summaries.compute())
+            run.output.tensorboard.add_histograms(step, summaries.compute())
+
+    return show_histograms
 
 
 def start_profile(run: Run, step: int) -> None:
@@ -90,9 +87,6 @@ def start_profile(run: Run, step: int) -> None:
 def stop_profile(run: Run, step: int) -> None:
     with run.outside_training("profile"):
         run.output.tensorboard.stop_profile(step)
-
-
-log = logging.getLogger(__name__)
 
 
 def unfreeze(run: Run, step: int) -> None:

@@ -1,17 +1,21 @@
-"""Computes loss and metrics over the whole evaluation set: each record once, at any number of ranks.
+"""Evaluates, and calls Keras callbacks, as `fit` does at the same points: on every rank, with equal values.
 
-Calls a method of all Keras callbacks of a run. Does not know when; see call_callbacks and evaluate.
+An evaluation uses each record of the set once, at any number of ranks. Does not know when it is due; see hooks.build.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from horovod_train.checkpoint.tensors import Checkpoint
+from horovod_train.config.loader import as_dict
+from horovod_train.config.settings import Config
 from horovod_train.data.pipeline.batch_source import BatchSource
 from horovod_train.distributed.watchdog.heartbeat import HOOK
-from horovod_train.training.hooks.users import raised_as
+from horovod_train.training.hooks import Hook, every, raised_as
 from horovod_train.training.run_record import Run
 from horovod_train.training.steps.step import EvalStep
 from horovod_train.training.stopping import StopReason
@@ -68,3 +72,100 @@ def tell(run: Run, step: int, method: str, *arguments: Any) -> None:
             failed = f"callbacks: {named.name} failed in {method} after step {step}"
             with raised_as(failed, has_stepped=run.group.heartbeat.has_stepped):
                 getattr(named.callback, method)(*copies)
+
+
+def begin_callbacks(run: Run) -> None:
+    """Collective: tell the callbacks before the first step that training begins, and give back their state."""
+    callbacks = run.parts.callbacks
+    if not callbacks:
+        return
+    step, epoch = int(run.state.step), int(run.state.epoch)
+    run.state.model.stop_training = False
+    rates = {rate.ref(): rate.numpy() for rate in run.state.rates.values()}
+    saved = run.group.broadcast_object(_saved_state(run.checkpoint, run.config) if run.checkpoint else {})
+    tell(run, step, "on_train_begin")
+    callbacks.restore(saved, step)
+    per_epoch = run.parts.train.steps_per_epoch
+    if step < run.parts.last_step and (
+        step % per_epoch or callbacks.epoch_ended_at == step
+    ):  # else the hook ends an epoch first
+        has_begun = callbacks.epoch_begun == epoch
+        tell(run, step, "on_epoch_begin", epoch)
+        callbacks.epoch_begun = epoch
+        tell(run, step, "on_train_batch_begin", step % per_epoch)
+        for rate, value in rates.items() if has_begun else ():
+            rate.deref().assign(value)  # has what on_epoch_begin made of the rate before it
+
+
+def _saved_state(checkpoint: Checkpoint, config: Config) -> dict[str, Any]:
+    """Return the state of the callbacks in a checkpoint. That they ended the run counts for the same callbacks only."""
+    now, then = as_dict(config)["callbacks"], checkpoint.facts.setting("callbacks")
+    is_same = json.dumps(now, default=str) == json.dumps(then, default=str)
+    return {name: value for name, value in checkpoint.facts.callbacks.items() if is_same or name != "have_stopped"}
+
+
+def build_callback_hooks(run: Run, evaluations: Sequence[Hook]) -> list[Hook]:
+    """Build the hooks that call the callbacks; none without callbacks. evaluations: hooks that come before them."""
+    callbacks, per_epoch = run.parts.callbacks, run.parts.train.steps_per_epoch
+    if not callbacks:
+        return []
+
+    def end_epoch(run: Run, step: int) -> StopReason | None:
+        # A stop request may have interrupted an evaluation; then a run that resumes ends the epoch after that.
+        is_over = all(hook.is_done(run, step) for hook in evaluations if hook.is_due(step))
+        return _end_epoch(run, step) if is_over else None
+
+    return [
+        *([every(1, _end_batch)] if callbacks.see_batches else []),
+        every(per_epoch, end_epoch, is_done=lambda run, step: run.parts.callbacks.epoch_ended_at == step),
+        every(None, end_callbacks, at_end="done"),
+    ]
+
+
+def _end_batch(run: Run, step: int) -> StopReason | None:
+    per_epoch = run.parts.train.steps_per_epoch
+    tell(run, step, "on_train_batch_end", (step - 1) % per_epoch)
+    if step % per_epoch and step < run.parts.last_step:
+        tell(run, step, "on_train_batch_begin", step % per_epoch)
+    return _stop(run)
+
+
+def _end_epoch(run: Run, step: int) -> StopReason | None:
+    epoch = step // run.parts.train.steps_per_epoch
+    logs = run.group.broadcast_object(_logs(run, step))
+    tell(run, step, "on_epoch_end", epoch - 1, logs)
+    run.parts.callbacks.epoch_ended_at = step
+    reason = _stop(run)
+    if reason is None and step < run.parts.last_step:
+        tell(run, step, "on_epoch_begin", epoch)
+        run.parts.callbacks.epoch_begun = epoch
+        tell(run, step, "on_train_batch_begin", 0)
+    run.state.averages.put_back()  # a run that ends here is saved with the weights that it resumes with
+    return reason
+
+
+def _logs(run: Run, step: int) -> dict[str, float]:
+    """Return on root the figures of the newest line of training, and of the evaluation at this step, as `val_…`."""
+    figures = {name: run.output.last_metrics("train").get(name) for name in run.parts.train_step.figures.names}
+    if run.parts.eval_step and is_evaluated(run, step):
+        values = run.output.last_metrics("eval")
+        figures |= {f"val_{name}": values.get(name) for name in run.parts.eval_step.metrics.names}
+    return {name: float(value) for name, value in figures.items() if value is not None}
+
+
+def end_callbacks(run: Run, step: int) -> None:
+    """Tell the callbacks that training ends, unless they were told so at this step in an earlier start."""
+    averages, callbacks = run.state.averages, run.parts.callbacks
+    if callbacks.train_ended_at == step:
+        return
+    # As `fit` does: with use_ema it ends with the averages in the model.
+    with averages.in_place() if averages.are_of_optimizer else nullcontext():
+        tell(run, step, "on_train_end")
+    callbacks.train_ended_at = step
+
+
+def _stop(run: Run) -> StopReason | None:
+    """Collective: return why to stop, on all ranks, if `stop_training` is set on any."""
+    (stops,) = run.group.sum([bool(run.state.model.stop_training)])
+    run.parts.callbacks.have_stopped |= bool(stops)
+    return run.parts.callbacks.ended()

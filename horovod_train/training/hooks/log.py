@@ -1,13 +1,24 @@
-"""Logs mean training loss and metrics since the last log, the learning rate, the speed, and what limits it."""
+"""Logs mean training loss and metrics since the last log, the learning rate, the speed, and what limits it.
+
+In a synchronous step every rank waits, in the exchange, for the rank that comes last. So a slow rank is known by the
+time it spends elsewhere, and the cost of the exchange itself by the rank that waits least.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from horovod_train.distributed.watchdog.heartbeat import HOOK
 from horovod_train.output.metrics import NO_ASIDE, Aside
-from horovod_train.training.phase_times import JUDGED_FROM_S, MEASURED_PHASES, judge
-from horovod_train.training.run_record import Run
+from horovod_train.training.run_record import LOOK_EVERY_S, MEASURED_PHASES, Run
+
+JUDGED_FROM_S = 0.5
+"""Seconds of steps that each rank must have seen before they are judged: five looks."""
+
+SLOW_FROM = 0.15
+"""A rank is a straggler if the others wait for it during so much of a step, beyond what chance explains."""
 
 
 class LogTraining:
@@ -22,7 +33,7 @@ class LogTraining:
         if step == self._last_step:
             return  # no new steps
         self._last_step = step
-        values = _losses_and_metrics(run) | _drift(run, step)
+        values = run.parts.train_step.figures.result(run.group) | run.state.average_loss(run.group) | _drift(run, step)
         values |= {name: float(rate) for name, rate in run.state.learning_rates.items()}
         steps, speed = self._speed(run)
         values |= speed
@@ -72,11 +83,6 @@ class LogTraining:
         return Aside(figures, verdict)
 
 
-def _losses_and_metrics(run: Run) -> dict[str, float]:
-    values = run.parts.train_step.figures.result(run.group)
-    return values | run.state.average_loss(run.group)
-
-
 def _drift(run: Run, step: int) -> dict[str, float]:
     """Return how far ranks move apart between exchanges, if they do; write it for each parameter."""
     drift = run.state.synchronization.drift()
@@ -87,3 +93,34 @@ def _drift(run: Run, step: int) -> dict[str, float]:
         values["unchanged_parameters"] = sum(not changed for each in drift.moves.values() for changed in each.changed)
         run.output.append_parameters(step, {path: each._asdict() for path, each in drift.moves.items()})
     return values
+
+
+def judge(seconds: np.ndarray, name: Callable[[int], str]) -> str:
+    """Say what limits the run: `compute-bound`, or `straggler rank 3 (node2): 38 % slower in compute`.
+
+    seconds: [ranks, MEASURED_PHASES], with a sum above 0. name: of a rank.
+    """
+    busy = seconds[:, :-1].sum(axis=1)
+    slowest = int(busy.argmax())
+    if len(seconds) > 1:
+        others = np.delete(seconds, slowest, axis=0)
+        lead = busy[slowest] - np.median(np.delete(busy, slowest))
+        elapsed = seconds.sum(axis=1).max()
+        if lead > (SLOW_FROM + _chance(elapsed / LOOK_EVERY_S)) * elapsed:
+            reason = _describe_slow(seconds[slowest], np.median(others, axis=0))
+            return f"straggler {name(slowest)}: {reason}"
+    costs = np.append(seconds[:, :-1].mean(axis=0), seconds[:, -1].min())
+    return f"{MEASURED_PHASES[int(costs.argmax())]}-bound"
+
+
+def _chance(looks: float) -> float:
+    """Return two standard deviations, at most, of the difference of two ranks' shares of time, each from `looks`."""
+    return float(2 * np.sqrt(2 * 0.25 / looks))
+
+
+def _describe_slow(seconds: np.ndarray, usual: np.ndarray) -> str:
+    """Say in which phase a rank is slower than others usually are, and by how much. Both: [MEASURED_PHASES]."""
+    phase = int((seconds - usual)[:-1].argmax())
+    if usual[phase] < seconds[phase] / 10:  # a percentage of next to nothing says nothing
+        return f"{seconds[phase] / seconds.sum():.0%} of its time in {MEASURED_PHASES[phase]}".replace("%", " %")
+    return f"{seconds[phase] / usual[phase] - 1:.0%} slower in {MEASURED_PHASES[phase]}".replace("%", " %")

@@ -1,9 +1,8 @@
-"""The figures of one split over all ranks: results of Keras metrics, and numbers that a step returns. Runs no step.
+"""The figures of one split over all ranks, and the weights that the forward pass assigns: each rank computes its own.
 
-Weights that are not trained and that the forward pass assigns: averages, scales, codebooks, counters.
-
-Each rank computes them on its own records, so they are combined over the ranks in each step, by what they are; under
-local SGD at its exchanges, see sync.local.
+Figures are results of Keras metrics and numbers that a step returns, combined when they are read. Weights that are not
+trained, such as averages, scales and counters, are combined in each step; under local SGD at its exchanges, see
+sync.Local. Runs no step.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.subclass import method_replaced
 from horovod_train.training.steps.shares import Shares
 
 RECORDS_IN_FLOAT32 = 1 << 20
@@ -40,7 +40,7 @@ class Figures:
     """The figures of one split since the last `result`.
 
     The states of metrics are combined over the ranks, and then give their result: sums are added up, which is exact for
-    every metric of Keras; for other states see `_Kind`. Other numbers are averaged over records, in float64.
+    every metric of Keras; for other states see `_kind`. Other numbers are averaged over records, in float64.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Figures:
     ) -> None:
         """metrics: all of the model's; they are reset with each `result`. sources: by the name that is shown.
 
-        updates: how the step changes their states, by the id of their handle; see traced.updates_in.
+        updates: how the step changes their states, by the id of their handle; see trial.updates_in.
         """
         self._sources, self._metrics = dict(sources), list(metrics)
         numbers = [name for name, source in sources.items() if source.metric is None]
@@ -208,9 +208,7 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
     """Inside the block: note what the metrics' `result` returns. Yields a function (value → its Source)."""
     noted: dict[int, tuple[Any, Source]] = {}
 
-    def noting(metric: keras.metrics.Metric) -> Callable[[], Any]:
-        result = metric.result
-
+    def noting(metric: keras.metrics.Metric, result: Callable[[], Any]) -> Callable[[], Any]:
         def result_and_note() -> Any:
             value = result()
             for part, tensor in enumerate(keras.tree.flatten(value)):
@@ -219,13 +217,8 @@ def noting_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Callable
 
         return result_and_note
 
-    for metric in metrics:
-        metric.result = noting(metric)
-    try:
+    with method_replaced(metrics, "result", noting):
         yield lambda value: noted[id(value)][1] if id(value) in noted else Source(None, 0)
-    finally:
-        for metric in metrics:
-            del metric.result
 
 
 def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +246,7 @@ def _part(result: Any, source: Source) -> float:
 
 
 class ForwardState:
-    """Makes them equal on all ranks after a pass.
+    """Makes the weights that the forward pass assigns equal on all ranks after it.
 
     Floating-point ones become their mean by the ranks' shares; others are rank 0's. Keras' `aggregation` of a variable
     decides where it is set: "sum" adds up what the ranks have added, "only_first_replica" is rank 0's.
@@ -279,9 +272,9 @@ class ForwardState:
         if self._group.size == 1 or not self.in_each_step:
             return
         by_dtype: dict[tf.DType, list[tuple[tf.Variable, tf.Tensor, str]]] = {}
-        for variable, old, kind in zip(self.variables, before, self._kinds(), strict=True):
+        for keras_variable, variable, old in zip(self._variables, self.variables, before, strict=True):
             sent = tf.int32 if variable.dtype == tf.bool else variable.dtype
-            by_dtype.setdefault(sent, []).append((variable, old, kind))
+            by_dtype.setdefault(sent, []).append((variable, old, _kind_of_update(keras_variable)))
         for dtype, entries in by_dtype.items():
             parts = [self._part(*entry, shares) for entry in entries]
             flat = tf.concat([tf.reshape(tf.cast(part, dtype), [-1]) for part in parts], axis=0)
@@ -294,9 +287,6 @@ class ForwardState:
                 elif kind == "sum":
                     value = old + value
                 variable.assign(tf.cast(value, variable.dtype))
-
-    def _kinds(self) -> list[str]:
-        return [_kind_of_update(variable) for variable in self._variables]
 
     def _part(self, variable: tf.Variable, old: tf.Tensor, kind: str, shares: Shares) -> tf.Tensor:
         """Return this rank's part of the sum that the exchange makes."""

@@ -1,11 +1,8 @@
-"""Computes what histograms show: weights, outputs of chosen layers, gradients averaged over ranks. Writes nothing.
+"""What TensorBoard shows of a step besides scalars: histograms, and the graph of a step. Writes nothing.
 
-A separate function computes them on separate records. So the compiled training step and the state of the run do not
-change: dropout seeds, BatchNorm statistics, metrics and the place in the data.
-
-Builds the graph of one training step, as TensorFlow compiles it, with the names of layers and parts of the step.
-
-Traces the step again and never runs it. Does not write it.
+Histograms of weights, outputs of chosen layers, and gradients averaged over ranks are computed by a separate function
+on separate records. So the compiled step and the state of the run do not change: dropout seeds, BatchNorm statistics,
+metrics, the place in the data. The graph is traced again and never run.
 """
 
 from __future__ import annotations

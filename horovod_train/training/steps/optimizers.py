@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.subclass import take_class
+from horovod_train.subclass import method_replaced, take_class
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import SyncStrategy
@@ -52,7 +52,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optim
 class Optimizers:
     """The optimizers that a step applies: each combines its gradients over the ranks and applies them if finite.
 
-    It is what a TrainState asks for slots and rates. `passing` and `begin` are called by the step around each pass.
+    It is what a TrainState asks for slots and rates.
     """
 
     def __init__(
@@ -98,12 +98,14 @@ class Optimizers:
             return {"learning_rate": next(iter(rates.values()))}
         return {f"{path}_learning_rate": rate for path, rate in rates.items()}
 
-    @contextmanager
-    def only_noted(self) -> Iterator[None]:
+    def only_noted(self) -> AbstractContextManager[None]:
         """Inside the block, `apply` only builds an optimizer and notes that it is applied. It may raise ValueError."""
+        paths = {id(optimizer): path for path, optimizer in self._by_attribute.items()}
         slots: dict[str, set[int]] = {}
 
-        def noting(path: str, optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
+        def noting(optimizer: keras.optimizers.Optimizer, _: Callable[..., Any]) -> Callable[..., None]:
+            path = paths[id(optimizer)]
+
             def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
                 if not gradient_values(grads):
                     raise ValueError(f"{path} is applied without any gradient")
@@ -112,33 +114,28 @@ class Optimizers:
                     if not variables:
                         raise ValueError(f"{path} is applied without variables before it is built")
                     slots[path] = {id(variable) for variable in variables}
-                    self._build(path, optimizer, variables)
+                    _build_with_inner(optimizer, variables)
                 if path in slots and not {id(variable) for variable in variables} <= slots[path]:
                     raise ValueError(f"{path} is applied to other variables than before; build it with all of them")
                 self.by_path[path] = optimizer
 
             return apply
 
-        for path, optimizer in self._by_attribute.items():
-            optimizer.apply = noting(path, optimizer)
-        try:
-            yield
-        finally:
-            for optimizer in self._by_attribute.values():
-                del optimizer.apply
-
-    def _build(self, path: str, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        with tf.init_scope():  # slots must exist before the broadcast
-            optimizer.build(variables)
-            for inner in _inside_optimizer(optimizer):
-                if not inner.built:
-                    inner.build(variables)
+        return method_replaced(self._by_attribute.values(), "apply", noting)
 
     def distribute(self, update: Update) -> None:
         """Make each do `update` in place of its own `apply`. Raises UserError."""
         for path, optimizer in self.by_path.items():
             distribute(optimizer, update.exchange.combining(f"{path}.gradient"))
             take_class(optimizer, _updating(type(optimizer), path, update))
+
+
+def _build_with_inner(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
+    with tf.init_scope():  # slots must exist before the broadcast
+        optimizer.build(variables)
+        for inner in _inside_optimizer(optimizer):
+            if not inner.built:
+                inner.build(variables)
 
 
 def _updating(base: type, path: str, update: Update) -> type:
@@ -206,7 +203,7 @@ class Update:
         if self.collected is not None:
             self.collected[key] = gradients
             return
-        gradients = _add_lists(self.earlier.get(key), gradients)
+        gradients = add_lists(self.earlier.get(key), gradients)
         loss = None if self.loss is None else tf.cast(self.loss, tf.float32)
         if loss is not None and (self.holds_back or not self.is_alone):
             gradients, loss = poison_if_nonfinite(loss, gradients), None
@@ -285,7 +282,8 @@ def _identity(gradient: Any) -> Any:
     return None if gradient is None else tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
 
 
-def _add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:
+def add_lists(first: Sequence[Any] | None, second: Sequence[Any]) -> list[Any]:
+    """Return the sums of gradients, each of one variable. first: None: there are none."""
     if first is None:
         return list(second)
     return [add_gradients(*pair) for pair in zip(first, second, strict=True)]

@@ -1,24 +1,125 @@
-"""How much of a step is this rank's: what makes the mean over ranks equal to the loss of all their records together.
+"""Which rows of a step are this rank's, and how much of the step they are: its share.
 
-Every gradient is multiplied by share = N · rows here / rows of all N ranks, and then averaged. That is the gradient of
-a mean over rows. A loss that is divided by something else (by what a mask keeps, by Σ weight, by nothing) is multiplied
-by N · divisor here / divisor of all / share first, which its gradient then has too.
+No row is computed that is not a record. Every gradient is multiplied by share = N · rows here / rows of all N ranks,
+and then averaged. That is the gradient of a mean over the rows of all. A loss that is divided by something else (by
+what a mask keeps, by Σ weight, by nothing) is multiplied by N · divisor here / divisor of all / share first, which its
+gradient then has too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from horovod_train.data.pipeline.batch_source import Batch, StepSize
 from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.keras_seams import mask_of
 from horovod_train.subclass import take_class
 from horovod_train.training.losses import refuse_logits
+from horovod_train.training.nonfinite import restored_if
+
+Data = Any
+"""What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
+
+
+@dataclass(eq=False, repr=False)
+class Rows:
+    """How a split's batches become what a step gets."""
+
+    group: WorkerGroup
+    data_of: Callable[[Batch], Data]
+    """x, (x, y) or (x, y, sample_weight), as `fit` hands them over."""
+    scaled: Callable[[Batch], Batch]
+    """Casts and scales a batch of the iterator; see Pipeline.scaled."""
+    are_counted: bool = False
+    """Whether only the ranks together know how many records a step has, because some are skipped or a stream ends."""
+
+    def total(self, batch: Batch, name: str) -> tf.Tensor:
+        """Collective, in a compiled step, if the rows are counted: return the records of all ranks, float32."""
+        if not self.are_counted:
+            return tf.cast(batch.count, tf.float32)
+        return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
+
+
+class Part(NamedTuple):
+    """What one pass of a step computes on."""
+
+    batch: Batch
+    """The records; one borrowed row if there are none."""
+    count: tf.Tensor
+    """float32 scalar: the number of records; 0 if the row is borrowed."""
+    share: tf.Tensor | None
+    """float32 scalar: N · count / records of all ranks in the step; None: 1."""
+    may_be_borrowed: bool
+
+    def identity(self) -> Part:
+        """Return the same, computed after the control dependencies at this point."""
+        identical = tf.nest.map_structure(tf.identity, (self.batch, self.count))
+        return self._replace(batch=identical[0], count=identical[1])
+
+    @contextmanager
+    def without_borrowed(self, variables: Sequence[tf.Variable]) -> Iterator[None]:
+        """In the compiled step: set variables back after the block if the row is borrowed."""
+        if not self.may_be_borrowed:
+            yield
+            return
+        with restored_if(tf.equal(self.count, 0.0), variables):
+            yield
+
+
+def parts_of(batch: Batch, total: tf.Tensor, size: StepSize, passes: int, ranks: int) -> list[Part]:
+    """Return what each pass computes on: the records in their order, in `passes` parts that differ by at most one.
+
+    total: the records of all ranks, float32 scalar.
+    """
+    rows_in_batch = batch.ids.shape[0]
+    if size.is_full:
+        assert rows_in_batch is not None
+        length = rows_in_batch // passes
+        share = None if passes == 1 else tf.constant(1.0 / passes)
+        return [
+            Part(_rows(batch, slice(first, first + length)), tf.constant(float(length)), share, may_be_borrowed=False)
+            for first in range(0, rows_in_batch, length)
+        ]
+    real = tf.where(batch.ids >= 0)[:, 0]
+    if size.rows is not None:
+        real = tf.ensure_shape(real, [size.rows])
+    parts = []
+    passes_here = passes if size.rows is None else max(1, min(passes, size.rows))
+    for number in range(passes_here):
+        if size.rows is None:
+            count = tf.size(real)
+            first, last = number * count // passes, (number + 1) * count // passes
+            indices = tf.concat([real[first:last], [0]], axis=0)[: tf.maximum(last - first, 1)]
+            records = tf.cast(last - first, tf.float32)
+        else:
+            first, last = number * size.rows // passes_here, (number + 1) * size.rows // passes_here
+            indices = real[first:last] if last > first else tf.constant([0], tf.int64)
+            records = tf.constant(float(last - first))
+        is_whole = ranks == passes == 1 and bool(size.rows)
+        share = None if is_whole else tf.math.divide_no_nan(ranks * records, total)
+        may_be_borrowed = size.rows is None or size.rows == 0
+        parts.append(Part(_gather(batch, indices), records, share, may_be_borrowed))
+    return parts
+
+
+def _rows(batch: Batch, rows: slice) -> Batch:
+    """Return some rows; `count` stays that of all ranks."""
+    if rows == slice(0, batch.ids.shape[0]):
+        return batch
+    part: Batch = tf.nest.map_structure(lambda values: values[rows], batch._replace(count=()))
+    return part._replace(count=batch.count)
+
+
+def _gather(batch: Batch, indices: tf.Tensor) -> Batch:
+    part: Batch = tf.nest.map_structure(lambda values: tf.gather(values, indices), batch._replace(count=()))
+    return part._replace(count=batch.count)
 
 
 class Shares:
@@ -34,14 +135,8 @@ class Shares:
         """Whether all shares count as 1, for a test that shows what they are for."""
         self._in_step = False
         self._noted: list[tf.Tensor] | None = None
-        self._totals: list[tf.Tensor] | None = None
-        self._values: dict[int, Any] = {}
-        """What the losses gave before their reduction, by loss."""
-
-    @property
-    def totals(self) -> list[tf.Tensor] | None:
+        self.totals: list[tf.Tensor] | None = None
         """The divisors of all ranks that are left for the losses to come; None: they are not known."""
-        return self._totals
 
     @contextmanager
     def of_pass(self, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None = None) -> Iterator[None]:
@@ -49,13 +144,13 @@ class Shares:
 
         totals: in the order in which the losses are called; None: the losses exchange theirs.
         """
-        before = self.share, self._in_step, self._totals
+        before = self.share, self._in_step, self.totals
         self.share = None if self.are_equal else share
-        self._in_step, self._totals = True, None if totals is None else list(totals)
+        self._in_step, self.totals = True, None if totals is None else list(totals)
         try:
             yield
         finally:
-            self.share, self._in_step, self._totals = before
+            self.share, self._in_step, self.totals = before
 
     @contextmanager
     def noting_divisors(self) -> Iterator[list[tf.Tensor]]:
@@ -89,12 +184,11 @@ class Shares:
         shares: Shares = loss.__dict__["_shares"]
         return shares
 
-    def note_values(self, loss: keras.losses.Loss, values: Any) -> None:
-        self._values[id(loss)] = values
+    def of_all_ranks(self, loss: keras.losses.Loss, value: Any, values: Any, outputs: Any, weights: Any) -> Any:
+        """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows.
 
-    def of_all_ranks(self, loss: keras.losses.Loss, value: Any, outputs: Any, weights: Any) -> Any:
-        """Return the value of a loss times N · divisor here / divisor of all / share, if it is not divided by rows."""
-        values = self._values.pop(id(loss), None)
+        values: what the loss gave before its reduction; None: its `call` was not called.
+        """
         if not self._in_step or values is None or loss.reduction in (None, "none") or not len(values.shape):
             return value
         if self.group.size == 1 and self.share is None and self._noted is None:
@@ -111,10 +205,10 @@ class Shares:
             self._noted.append(divisor)
             return tf.zeros_like(value)
         divisor *= tf.cast(share > 0, tf.float32)
-        if self._totals is None:
+        if self.totals is None:
             total = self.group.sum_in_step(divisor, exchange_name("loss.divisor"))
         else:
-            total = self._totals.pop(0)
+            total = self.totals.pop(0)
         factor = tf.math.divide_no_nan(self.group.size * divisor, total * share)
         return value * tf.cast(factor, value.dtype)
 
@@ -130,12 +224,13 @@ def _of_all_ranks(base: type) -> type:
                 refuse_logits(y_pred, self.name)
             values = super().call(y_true, y_pred)
             _check_is_of_rows(self.name, values, y_true, y_pred)
-            self._shares.note_values(self, values)
+            self.__dict__["_unreduced"] = values
             return values
 
         def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             value = super().__call__(y_true, y_pred, sample_weight=sample_weight)
-            return self._shares.of_all_ranks(self, value, y_pred, sample_weight)
+            values = self.__dict__.pop("_unreduced", None)
+            return self._shares.of_all_ranks(self, value, values, y_pred, sample_weight)
 
     return OfAllRanks
 

@@ -1,16 +1,17 @@
 """The compiled training and evaluation steps; one call runs several steps.
 
-A step is the model's own `train_step` or `test_step`, Keras' or the user's, on the rows that this rank has. Around it
-are the rank's share, passes whose gradients are added up, seeds, phases, and what the forward pass has assigned. What
-happens to gradients is in optimizers. This module does not know epochs, hooks or files.
+A step is the model's own `train_step` or `test_step`, Keras' or the user's, on the rows that this rank has; where XLA
+compiles it, Keras' own in two pieces. Around it are passes whose gradients are added up, seeds, phases, and what the
+forward pass has assigned. Shares of rows are in shares, what happens to gradients in optimizers. Knows no epochs, hooks
+or files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -18,15 +19,16 @@ import tensorflow as tf
 
 from horovod_train.data.counter_rng import mix
 from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
-from horovod_train.distributed.group import WorkerGroup, as_tf_variable
+from horovod_train.distributed.group import as_tf_variable
+from horovod_train.distributed.sync_batch_norm import rows_that_count
 from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
+from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
 from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState
 from horovod_train.training.steps.figures import Figures, ForwardState
-from horovod_train.training.steps.optimizers import Update, add_gradients
-from horovod_train.training.steps.passes import Part, Passes, parts_of
-from horovod_train.training.steps.shares import Shares
-from horovod_train.training.steps.trial import Data
+from horovod_train.training.steps.optimizers import Update, add_lists
+from horovod_train.training.steps.shares import Data, Part, Rows, Shares, parts_of
+from horovod_train.training.steps.trial import noting_loss
 
 DRAWS_PER_STEP = 1 << 10
 """Counter values reserved per step for the random draws of one layer, which draws once or twice."""
@@ -60,23 +62,19 @@ def _seed_key(seed: int, rank: int, index: int) -> int:
     return int(mix(np.array([bits], np.uint64))[0]) % 2**32
 
 
-@dataclass(eq=False, repr=False)
-class Rows:
-    """How a split's batches become what a step gets."""
+class PassResult(NamedTuple):
+    """What a pass gives."""
 
-    group: WorkerGroup
-    data_of: Callable[[Batch], Data]
-    """x, (x, y) or (x, y, sample_weight), as `fit` hands them over."""
-    scaled: Callable[[Batch], Batch]
-    """Casts and scales a batch of the iterator; see Pipeline.scaled."""
-    are_counted: bool = False
-    """Whether only the ranks together know how many records a step has, because some are skipped or a stream ends."""
+    logs: Mapping[str, Any]
+    """What `train_step` returned."""
+    loss: tf.Tensor | None
+    """float32 scalar: the loss of the model's `compute_loss` times the share; None if the step does not call it."""
+    gradients: dict[str, list[Any]]
+    """Of a pass that does not apply them: by optimizer, times the share."""
 
-    def total(self, batch: Batch, name: str) -> tf.Tensor:
-        """Collective, in a compiled step, if the rows are counted: return the records of all ranks, float32."""
-        if not self.are_counted:
-            return tf.cast(batch.count, tf.float32)
-        return self.group.sum_in_step(tf.reduce_sum(batch.real), name)
+    def add_loss(self, loss: tf.Tensor | None) -> tf.Tensor | None:
+        """Return the loss of the passes so far, this one included."""
+        return self.loss if loss is None or self.loss is None else loss + self.loss
 
 
 @dataclass(eq=False, repr=False)
@@ -85,7 +83,6 @@ class TrainStep:
 
     state: TrainState
     rows: Rows
-    passes: Passes
     update: Update
     shares: Shares
     forward_state: ForwardState
@@ -94,6 +91,10 @@ class TrainStep:
     seed: int
     phase_variable: PhaseVariable
     accumulate_steps: int = 1
+    counts_ahead: bool = False
+    """Whether ranks exchange what losses are divided by before the passes: where there are several, and for XLA."""
+    jit_compile: bool = False
+    """Whether XLA compiles the forward and the backward pass, and nothing else."""
     labels: Mapping[str, int] = field(default_factory=dict)
     """Of targets that are labels, for how many of those the model has outputs; "" for a single target."""
     max_skips_in_a_row: int = 0
@@ -105,6 +106,7 @@ class TrainStep:
     """The scope in which an update is traced; for a model in stages, see model_parallel.follow_inputs."""
 
     def __post_init__(self) -> None:
+        self._model = self.state.model
         self.seeds = Seeds(self.state.seeds, self.seed, self.rows.group.rank)
         if self.update.optimizers.scales_loss:
             self.max_skips_in_a_row = max(self.max_skips_in_a_row, MAX_OVERFLOWS_IN_A_ROW)
@@ -116,7 +118,8 @@ class TrainStep:
     def retrace(self) -> None:
         """Compile the step when it runs next: for when other variables are trained than before."""
         self._runs: dict[Any, Any] = {}
-        self.passes.retrace()
+        self._collect_function = tf.function(self._collect_in_function, autograph=False)
+        self._forward_backward_by_xla = tf.function(self._forward_backward, autograph=False, jit_compile=True)
         self.traces += 1
 
     def run(self, batches: Batches, steps: int, size: StepSize) -> tuple[int, bool, np.ndarray]:
@@ -126,9 +129,7 @@ class TrainStep:
         rank, int64 [steps, rows].
         """
         if size not in self._runs:
-            # Not a partial, whose `size` tf.function would take for an argument.
-            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
-            self._runs[size] = tf.function(run_steps, autograph=False)
+            self._runs[size] = _compiled(self._run_steps, size)
         continues, ids = batches.call(self._runs[size], tf.constant(steps, tf.int32))
         self.figures.count(len(ids) * ids.shape[1])
         return len(ids), bool(continues), ids.numpy()
@@ -180,7 +181,7 @@ class TrainStep:
         # The scope must be the same on all ranks: Horovod builds the names of exchanges from it.
         with tf.name_scope("rank"):
             parts = parts_of(batch, total, size, self.accumulate_steps, self.rows.group.size)
-            totals = self.passes.total_divisors(parts)
+            totals = self._total_divisors(parts)
             if counting:
                 with tf.control_dependencies([enter("compute", after=(total, totals))]):
                     parts = [part.identity() for part in parts]  # what computes waits until the phase is recorded
@@ -208,32 +209,131 @@ class TrainStep:
         earlier: dict[str, list[Any]] = {}
         loss: tf.Tensor | None = None
         for part in parts[:-1]:
-            result = self.passes.collect(_after(earlier, part), totals)
+            result = self._collect(_after(earlier, part), totals)
             for path, gradients in result.gradients.items():
-                sums = zip(earlier[path], gradients, strict=True) if path in earlier else ()
-                earlier[path] = [add_gradients(*pair) for pair in sums] or list(gradients)
-            self.figures.add(result.logs, _weight_of(part))
+                earlier[path] = add_lists(earlier.get(path), gradients)
+            self.figures.add(result.logs, part.count)
             loss = result.add_loss(loss)
         self.update.earlier = earlier
-        result = self.passes.apply(_after(earlier, parts[-1]), totals)
+        result = self._apply(_after(earlier, parts[-1]), totals)
         self.update.earlier = {}
-        self.figures.add(result.logs, _weight_of(parts[-1]))
+        self.figures.add(result.logs, parts[-1].count)
         return result.add_loss(loss)
+
+    def _apply(self, part: Part, totals: Sequence[tf.Tensor] | None) -> PassResult:
+        """Run a pass whose optimizers apply what they are given."""
+        self.update.begin_pass()
+        with (
+            part.without_borrowed(self._kept_variables),
+            self.shares.of_pass(part.share, totals),
+            rows_that_count(part.batch.real, self.shares.share),
+            self._noting_losses() as losses,
+        ):
+            train_step = self._train_step_by_xla if self.jit_compile else self._model.train_step
+            logs = train_step(self.rows.data_of(part.batch))
+        loss = tf.cast(losses[-1], tf.float32) if losses else None
+        if loss is not None and part.share is not None:
+            loss = tf.math.multiply_no_nan(loss, part.share)
+        return PassResult(logs, loss, {})
+
+    def _collect(self, part: Part, totals: Sequence[tf.Tensor] | None, *, is_function: bool = True) -> PassResult:
+        """Run a pass whose gradients are returned. is_function: trace it once for all passes of its shape."""
+        call = self._collect_function if is_function else self._collect_in_function
+        with tf.name_scope("pass"):
+            logs, loss, gradients = call(part.batch, part.count, part.share, totals, part.may_be_borrowed)
+        return PassResult(logs, loss, gradients)
+
+    def _collect_in_function(
+        self,
+        batch: Batch,
+        count: tf.Tensor,
+        share: tf.Tensor | None,
+        totals: Sequence[tf.Tensor] | None,
+        may_be_borrowed: bool,
+    ) -> tuple[dict[str, Any], tf.Tensor | None, dict[str, list[Any]]]:
+        with self.update.collecting() as gradients:
+            result = self._apply(Part(batch, count, share, may_be_borrowed), totals)
+        return dict(result.logs), result.loss, dict(gradients)
+
+    def _total_divisors(self, parts: Sequence[Part]) -> list[tf.Tensor] | None:
+        """Collective, if `counts_ahead`: return what each loss is divided by over all ranks and passes."""
+        if not self.counts_ahead:
+            return None
+        sums: list[tf.Tensor] | None = None
+        for part in parts:
+            divisors = [divisor * tf.cast(part.count > 0, tf.float32) for divisor in self._divisors(part.batch)]
+            sums = divisors if sums is None else [a + b for a, b in zip(sums, divisors, strict=True)]
+        if not sums:
+            return None
+        return tf.unstack(self.shares.group.sum_in_step(tf.stack(sums), "step.divisors"))
+
+    def _divisors(self, batch: Batch) -> list[tf.Tensor]:
+        """In a tf.function: return what each loss that is not divided by rows is divided by here, float32 scalars."""
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(self.rows.data_of(batch))
+        # Only masks and weights are used: TensorFlow leaves out the rest of the pass, and with variables as tensors
+        # also the loops of recurrent layers, which would be stateful if they read variables.
+        values = [(variable, as_tf_variable(variable).read_value()) for variable in self._model.variables]
+        with keras.StatelessScope(values), self.shares.noting_divisors() as noted:
+            self._model.compute_loss(x, y, self._model(x, training=False), weights)
+        return noted
+
+    def _train_step_by_xla(self, data: Data) -> Mapping[str, Any]:
+        """Do what Keras' own `train_step` does. XLA can compile the pass, but neither the exchange nor its wait."""
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        model, totals = self._model, self.shares.totals
+        gradients, outputs, masks, loss = self._forward_backward_by_xla(x, y, weights, self.shares.share, totals)
+        for output, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
+            set_mask(output, mask)
+        self._note_loss(loss)
+        loss_tracker(model).update_state(loss, sample_weight=tf.shape(keras.tree.flatten(x)[0])[0])
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
+        return model.compute_metrics(x, y, outputs, sample_weight=weights)
+
+    def _forward_backward(
+        self, x: Any, y: Any, weights: Any, share: tf.Tensor | None, totals: Sequence[tf.Tensor] | None
+    ) -> tuple[list[Any], Any, list[Any], tf.Tensor]:
+        with tf.GradientTape() as tape, self.shares.of_pass(share, totals):
+            outputs = self._model(x, training=True)
+            with tf.name_scope("loss_function"):
+                loss = self._model.compute_loss(x, y, outputs, weights)
+            scaled = self._model.optimizer.scale_loss(loss)
+        masks = [mask_of(output) for output in keras.tree.flatten(outputs)]
+        return tape.gradient(scaled, self._model.trainable_weights), outputs, masks, loss
+
+    @contextmanager
+    def _noting_losses(self) -> Iterator[list[tf.Tensor]]:
+        """Inside the block, note what `compute_loss` returns, for the list and for `update`."""
+        losses: list[tf.Tensor] = []
+
+        def note(loss: tf.Tensor) -> None:
+            losses.append(loss)
+            self.update.loss = self.shares.scaled(loss)
+
+        self._note_loss = note
+        with nullcontext() if self.jit_compile else noting_loss(self._model, note):
+            yield losses
+        self.update.loss = None
 
     def gradients(self, batch: Batch, size: StepSize) -> dict[str, list[Any]]:
         """In a tf.function: return this rank's gradients by optimizer, times its share; change nothing."""
         total = self.rows.total(batch, "histograms.count")
         (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
         changed = [*self.figures.variables, *self.forward_state.variables, *self.state.seeds]
-        totals = self.passes.total_divisors([part])
+        totals = self._total_divisors([part])
         with restored_if(tf.constant(True), changed):
-            result = self.passes.collect(part, totals, is_function=False)
+            result = self._collect(part, totals, is_function=False)
         return result.gradients
+
+    @property
+    def _kept_variables(self) -> list[tf.Variable]:
+        """What a borrowed row does not change: states of metrics, and what is not combined by shares in each step."""
+        forward_state = [] if self.forward_state.in_each_step else self.forward_state.variables
+        return [*self.figures.variables, *forward_state]
 
     @property
     def _counts(self) -> bool:
         """Whether ranks exchange numbers of records, or what losses are divided by, before they compute."""
-        return self.rows.group.size > 1 and (self.rows.are_counted or self.passes.counts_ahead)
+        return self.rows.group.size > 1 and (self.rows.are_counted or self.counts_ahead)
 
     def _end_update(self, failed: tf.Tensor, loss: tf.Tensor, batch: Batch | None) -> tf.Tensor:
         """Note whether the update has failed; update averages if not. Return whether this rank has failed for good.
@@ -297,8 +397,7 @@ class EvalStep:
         if self.metrics.begin():
             self._begin()
         if size not in self._runs:
-            run_steps = lambda cursor, steps: self._run_steps(cursor, steps, size)  # noqa: E731
-            self._runs[size] = tf.function(run_steps, autograph=False)
+            self._runs[size] = _compiled(self._run_steps, size)
         batches.call(self._runs[size], tf.constant(steps, tf.int32))
         self.metrics.count(steps * self._rows_per_batch)
 
@@ -310,11 +409,16 @@ class EvalStep:
             (part,) = parts_of(batch, total, size, 1, self.rows.group.size)
             with part.without_borrowed(self.metrics.variables), self.shares.of_pass(part.share):
                 logs = self.model.test_step(self.rows.data_of(part.batch))
-            self.metrics.add(logs, _weight_of(part))
+            self.metrics.add(logs, part.count)
             self.counter.count()
             return ()
 
         return for_each_batch(cursor, steps, one_step, ())
+
+
+def _compiled(run_steps: Callable[[Cursor, tf.Tensor, StepSize], Any], size: StepSize) -> Any:
+    # Not a partial, whose `size` tf.function would take for an argument.
+    return tf.function(lambda cursor, steps: run_steps(cursor, steps, size), autograph=False)
 
 
 def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
@@ -324,11 +428,6 @@ def _after(gradients: Mapping[str, Sequence[Any]], part: Part) -> Part:
         return part
     with tf.control_dependencies(before):
         return part.identity()
-
-
-def _weight_of(part: Part) -> tf.Tensor | float:
-    """Return how many records the numbers of a pass are of."""
-    return part.count
 
 
 def _share_of_step(parts: Sequence[Part]) -> tf.Tensor | None:

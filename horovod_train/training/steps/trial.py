@@ -1,13 +1,13 @@
 """Traces a model's step on the shapes of a batch, before training: does it fit, and what does it use?
 
-Finds in a traced function what a resumed run and the other ranks would not have: draws, and variables it assigns.
+Finds what a resumed run and the other ranks would not have: random draws, and variables that the step assigns.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,18 @@ from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError, one_line
 from horovod_train.output.metrics import ABOUT
+from horovod_train.subclass import method_replaced
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
+from horovod_train.training.steps.shares import Data
 
-Data = Any
-"""What a step gets, as from `fit`: x, (x, y) or (x, y, sample_weight)."""
+_RANDOM = (
+    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
+    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
+)
+"""TensorFlow's operations whose numbers a resumed run does not draw again."""
+_CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
+"""Operations whose first input is not handed to their functions."""
+_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,7 @@ class Tried:
     assigns: list[tf.Variable]
     """Those that it changes, without its optimizers."""
     updates: dict[int, str]
-    """How it changes them, by the id of their handle; see traced.updates_in."""
+    """How it changes them, by the id of their handle; see updates_in."""
     calls_compute_loss: bool
     calls_compute_metrics: bool
 
@@ -84,7 +92,7 @@ def try_step(
         raise
     except Exception as error:  # a user's step may raise anything
         raise UserError(_unfit(spec, method, where, error)) from error
-    check_draws(function, method, where)
+    _check_draws(function, method, where)
     _refuse_text(function, spec, method)
     return Tried(
         trials[0], list(function.variables), assigned_by(function), updates_in(function), bool(losses), bool(figures)
@@ -121,52 +129,43 @@ def try_outputs(model: keras.Model, inputs: Any, where: str) -> Any:
     return tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), function.structured_outputs)
 
 
-@contextmanager
-def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> Iterator[None]:
+def noting_loss(model: keras.Model, note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Inside the block, pass what the model's `compute_loss` returns to `note`, if it is one number."""
-    compute_loss = model.compute_loss
 
-    def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-        with tf.name_scope("loss_function"):
-            loss = compute_loss(*args, **kwargs)
-        if tf.is_tensor(loss) and not loss.shape.rank:
-            note(loss)
-        return loss
+    def noting(_: keras.Model, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_and_note(*args: Any, **kwargs: Any) -> Any:
+            with tf.name_scope("loss_function"):
+                loss = compute_loss(*args, **kwargs)
+            if tf.is_tensor(loss) and not loss.shape.rank:
+                note(loss)
+            return loss
 
-    model.compute_loss = compute_and_note
-    try:
-        yield
-    finally:
-        del model.compute_loss
+        return compute_and_note
+
+    return method_replaced([model], "compute_loss", noting)
 
 
-@contextmanager
-def _noting_metrics(model: keras.Model, note: Callable[[Any], None]) -> Iterator[None]:
+def _noting_metrics(model: keras.Model, note: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Inside the block, pass what the model's `compute_metrics` returns to `note`."""
-    compute_metrics = model.compute_metrics
 
-    def compute_and_note(*args: Any, **kwargs: Any) -> Any:
-        figures = compute_metrics(*args, **kwargs)
-        note(figures)
-        return figures
+    def noting(_: keras.Model, compute_metrics: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_and_note(*args: Any, **kwargs: Any) -> Any:
+            figures = compute_metrics(*args, **kwargs)
+            note(figures)
+            return figures
 
-    model.compute_metrics = compute_and_note
-    try:
-        yield
-    finally:
-        del model.compute_metrics
+        return compute_and_note
+
+    return method_replaced([model], "compute_metrics", noting)
 
 
-@contextmanager
-def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
+def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> AbstractContextManager[None]:
     """Inside the block, raise ValueError for a metric that compares each record with all others.
 
     Targets [n] and outputs [n, 1] become [n, n] as NumPy's rules have it. Keras' own metrics and losses add the axis.
     """
 
-    def refusing(metric: keras.metrics.Metric) -> Callable[..., Any]:
-        update_state = metric.update_state
-
+    def refusing(metric: keras.metrics.Metric, update_state: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(update_state)
         def update_and_check(*args: Any, **kwargs: Any) -> Any:
             compared = [*args, *(value for name, value in kwargs.items() if name != "sample_weight")][:2]
@@ -181,14 +180,7 @@ def _refusing_pairs(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
 
         return update_and_check
 
-    each = list({id(metric): metric for metric in _with_inner(metrics)}.values())
-    for metric in each:
-        metric.update_state = refusing(metric)
-    try:
-        yield
-    finally:
-        for metric in each:
-            del metric.update_state
+    return method_replaced(_with_inner(metrics), "update_state", refusing)
 
 
 def _with_inner(metrics: Sequence[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
@@ -245,16 +237,7 @@ def _unfit(spec: Any, method: str, where: str, error: Exception) -> str:
     return f"{where}: the model's {method} does not fit records of {shapes}: {kind}{reason}"
 
 
-_RANDOM = (
-    *("RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal", "ParameterizedTruncatedNormal"),
-    *("RandomGamma", "RandomPoissonV2", "RandomShuffle", "Multinomial"),
-)
-"""TensorFlow's operations whose numbers a resumed run does not draw again."""
-_CONDITIONS = ("If", "StatelessIf", "Case", "StatelessCase")
-"""Operations whose first input is not handed to their functions."""
-
-
-def check_draws(function: Any, name: str, where: str) -> None:
+def _check_draws(function: Any, name: str, where: str) -> None:
     """Raise UserError if a concrete function, called `name` in the message, draws by TensorFlow's own generators."""
     graph = function.graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
@@ -333,9 +316,6 @@ def updates_in(function: Any) -> dict[int, str]:
             kind = _kind_of_value(operation.inputs[1].op, operation.inputs[0].op.name)
         kinds[handle] = kind if kinds.get(handle, kind) == kind else "other"
     return kinds
-
-
-_KINDS = {"Add": "sum", "AddV2": "sum", "Sub": "sum", "AddN": "sum", "Maximum": "max", "Minimum": "min"}
 
 
 def _kind_of_value(operation: Any, variable: str) -> str:

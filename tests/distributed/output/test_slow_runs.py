@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from conftest import PROJECT, RankFacts, train
 
-from horovod_train.training.phase_times import MEASURED_PHASES, judge
+from horovod_train.training.hooks.log import judge
+from horovod_train.training.run_record import MEASURED_PHASES
 
 EVERYWHERE = "input-bound|straggler rank . in input"
 """Where all ranks parse slowly: the others have their next batch by the time the slowest has, and look fast."""

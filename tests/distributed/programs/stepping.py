@@ -12,10 +12,9 @@ from horovod_train.config.settings import Config
 from horovod_train.data.pipeline.batch_source import Batch, StepSize
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.optim.schedules import Horizon
-from horovod_train.training.build import build_state
+from horovod_train.training.build import build_state, build_training
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.state import TrainState
-from horovod_train.training.steps.build import build_training
 from horovod_train.training.steps.step import TrainStep
 from horovod_train.training.sync import SyncStrategy
 

@@ -20,7 +20,7 @@ from horovod_train.checkpoint import tensors
 from horovod_train.distributed import consistency
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
-from horovod_train.training import resume, state
+from horovod_train.training import initial_state, state
 from horovod_train.training.steps import step
 
 OUT = Path(sys.argv[1])
@@ -60,7 +60,7 @@ def _lose(patch: Patch, prefix: str) -> None:
     def load(variables: dict[str, tf.Variable], *arguments: Any) -> Any:
         return tensors.load({name: v for name, v in variables.items() if not name.startswith(prefix)}, *arguments)
 
-    patch.setattr(resume, "load", load)
+    patch.setattr(initial_state, "load", load)
 
 
 GUARDS: dict[str, Callable[[Patch], None]] = {

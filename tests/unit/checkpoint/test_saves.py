@@ -24,7 +24,7 @@ from horovod_train.data.audit import NullAudit
 from horovod_train.distributed.watchdog.heartbeat import Heartbeat
 from horovod_train.output.run_dir import NullOutput, RunOutput
 from horovod_train.training.hooks.save import Save
-from horovod_train.training.phase_times import Stopwatch
+from horovod_train.training.run_record import Stopwatch
 from horovod_train.training.state import Copies, TrainState
 
 VALUES: dict[str, np.ndarray] = {

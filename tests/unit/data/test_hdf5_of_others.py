@@ -18,7 +18,7 @@ from made_records import config
 from horovod_train.config.settings import ModelSpec
 from horovod_train.data.dataset import open_records
 from horovod_train.errors import UserError
-from horovod_train.training.initial_weights import match
+from horovod_train.training.fine_tuning import match
 
 ROWS = 8
 BIAS = "layers/dense/vars/1"

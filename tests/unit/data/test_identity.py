@@ -18,7 +18,7 @@ from horovod_train.data.dataset import open_records
 from horovod_train.data.source import Part, digest_of
 from horovod_train.data.tfrecord.source import open_tfrecords
 from horovod_train.errors import UserError
-from horovod_train.training.resume import check_position
+from horovod_train.training.initial_state import check_position
 
 Change = Callable[[Path], Any]
 CONFIG = {"seed": 1, "data": {"global_batch_size": 8}}

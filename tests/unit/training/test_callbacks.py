@@ -10,8 +10,8 @@ import user_steps
 
 from horovod_train.config.settings import Spec
 from horovod_train.errors import RunError, UserError
-from horovod_train.training.averages import Averages, MovingAverages
 from horovod_train.training.callbacks import load_callbacks
+from horovod_train.training.state import Averages, MovingAverages
 from horovod_train.training.steps.optimizers import Optimizers, optimizers_in
 
 NO_AVERAGES = Averages([])

@@ -8,8 +8,7 @@ import pytest
 import user_hooks
 
 from horovod_train.errors import UserError
-from horovod_train.training.hooks import at, every
-from horovod_train.training.hooks.users import load_hooks
+from horovod_train.training.hooks import at, every, load_hooks
 
 
 @pytest.mark.parametrize(

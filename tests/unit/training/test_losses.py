@@ -1,20 +1,23 @@
-"""Losses that a config names become arguments of `compile`; classes weigh records; what is wrong is one line."""
+"""The losses of a config, and which of them take logits or probabilities."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
-from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, ModelSpec, Spec
+from horovod_train.config.settings import AUTO, Config, LossSpec, LossTerm, MetricSpec, ModelSpec, Spec
 from horovod_train.data.schema import Feature, Schema
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.training.compiled import compile_model
-from horovod_train.training.losses import LossOfFunction, build_loss
+from horovod_train.training.losses import LossOfFunction, build_loss, refuse_probabilities
+from horovod_train.training.steps.shares import Shares
 
 ROWS = 8
 RNG = np.random.default_rng(0)
@@ -142,10 +145,10 @@ def test_targets_without_classes_are_refused(name: str) -> None:
 
 def test_a_class_that_the_schema_excludes_is_refused() -> None:
     schema = Schema({"label": Feature("int64", classes=5)}, ("image",), ("label",), where="dataset.json")
-    build_loss(LossSpec("mean_squared_error", {}, {"4": 2})).check_classes(schema)
+    build_loss(LossSpec("mean_squared_error", {}, {"4": 2})).class_weights[None].check(schema)
     expected = "loss.class_weight: there is no class 5; dataset.json says that label has 5, from 0."
     with pytest.raises(UserError, match=re.escape(expected)):
-        build_loss(LossSpec("mean_squared_error", {}, {"5": 2})).check_classes(schema)
+        build_loss(LossSpec("mean_squared_error", {}, {"5": 2})).class_weights[None].check(schema)
 
 
 def compiled(loss: Any, outputs: tuple[str, ...] = ()) -> keras.Model:
@@ -189,3 +192,74 @@ def test_a_compiled_loss_is_kept_unless_the_config_names_one() -> None:
     assert kept.loss is huber
     compile_model(Config(model=users, loss=LossSpec("mean_absolute_error")), model, None)
     assert isinstance(model.loss, keras.losses.MeanAbsoluteError)
+
+
+FROM_LOGITS = {"from_logits": True}
+OF_LOGITS = LossSpec("sparse_categorical_crossentropy", FROM_LOGITS)
+WRITE = "takes probabilities, but the model mlp returns logits; write {name: %s, options: {from_logits: true}}."
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({}, f"loss: sparse_categorical_crossentropy {WRITE % 'sparse_categorical_crossentropy'}"),
+        ({"loss": LossSpec("BinaryCrossentropy")}, f"loss: BinaryCrossentropy {WRITE % 'BinaryCrossentropy'}"),
+        ({"loss": OF_LOGITS, "metrics": (MetricSpec("auc"),)}, f"metrics: auc {WRITE % 'auc'}"),
+        (
+            {"loss": OF_LOGITS, "metrics": (MetricSpec("binary_accuracy"),)},
+            "metrics: binary_accuracy takes probabilities, but the model mlp returns logits; write "
+            "{name: binary_accuracy, options: {threshold: 0.0}}.",
+        ),
+        ({"loss": OF_LOGITS, "weighted_metrics": (MetricSpec("recall"),)}, "options: {thresholds: 0.0}}."),
+        (
+            {"loss": OF_LOGITS, "metrics": (MetricSpec("PrecisionAtRecall", {"recall": 0.5}),)},
+            "mlp returns logits.",
+        ),
+        ({"loss": LossSpec("kl_divergence")}, "loss: kl_divergence takes probabilities, but the model mlp returns"),
+    ],
+)
+def test_probabilities_of_a_built_in_model_are_refused(parts: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        refuse_probabilities(Config(model=ModelSpec("mlp"), **parts))
+    refuse_probabilities(Config(model=ModelSpec("users:model"), **parts))
+
+
+def test_logits_of_a_built_in_model_and_losses_of_numbers_are_taken() -> None:
+    accepted = (OF_LOGITS, LossSpec("mean_squared_error"), LossSpec("users:loss"), LossSpec("per_output"))
+    metrics = (
+        MetricSpec("auc", FROM_LOGITS),
+        MetricSpec("binary_accuracy", {"threshold": 0.0}),
+        MetricSpec("precision", {"top_k": 2}),
+        MetricSpec("sparse_categorical_accuracy"),
+        MetricSpec("f1_score"),
+    )
+    for loss in accepted:
+        refuse_probabilities(Config(model=ModelSpec("mlp"), loss=loss, metrics=metrics))
+
+
+class Group:
+    """Of one rank."""
+
+    size = 1
+
+
+def traced(spec: Spec, last: keras.Layer) -> None:
+    """Call a loss in a compiled step, as the trainer does."""
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), last])
+    loss = build_loss(spec).loss
+    shares = Shares(cast(WorkerGroup, Group())).take_on(loss)
+
+    def forward(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        with shares.of_pass(None):
+            return loss(targets, model(inputs, training=True))
+
+    tf.function(forward, autograph=False)(tf.zeros((2, 4)), tf.zeros(2, tf.int64))
+
+
+@pytest.mark.parametrize(
+    "loss", [OF_LOGITS, Spec("smoothed_sparse_categorical_crossentropy")], ids=lambda spec: spec.name
+)
+def test_a_loss_of_logits_after_a_softmax_is_refused(loss: Spec) -> None:
+    traced(loss, layers.ReLU())
+    with pytest.raises(ValueError, match="takes logits, but the model ends in a softmax"):
+        traced(loss, layers.Softmax())

@@ -12,9 +12,9 @@ import pytest
 
 from horovod_train.config.settings import EarlyStoppingConfig
 from horovod_train.distributed.launch.launcher import STOP_SIGNALS
-from horovod_train.training.early_stopping import EarlyStopping
 from horovod_train.training.stopping import (
     SECONDS_BETWEEN_VOTES,
+    EarlyStopping,
     Margin,
     PeriodicSync,
     collected_signals,

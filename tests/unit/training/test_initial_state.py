@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from horovod_train.training import layer_contents
+from horovod_train.training import initial_state
 
 ROWS = np.array([[1.0, 2.0], [3.0, 6.0]], np.float32)
 
@@ -24,7 +24,7 @@ def normalized(rows: np.ndarray) -> keras.Model:
 
 
 def test_the_structure_of_a_model_is_the_same_whatever_its_values_and_seeds() -> None:
-    assert layer_contents.structure(normalized(ROWS)) == layer_contents.structure(normalized(2 * ROWS))
+    assert initial_state.structure(normalized(ROWS)) == initial_state.structure(normalized(2 * ROWS))
 
 
 def test_another_option_of_a_layer_is_another_structure() -> None:
@@ -32,7 +32,7 @@ def test_another_option_of_a_layer_is_another_structure() -> None:
         keras.utils.clear_session()
         return keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=name)])
 
-    one, other = (layer_contents.structure(built(name)) for name in ("relu", "gelu"))
+    one, other = (initial_state.structure(built(name)) for name in ("relu", "gelu"))
     assert one.keys() == other.keys()
     assert [name for name in one if one[name] != other[name]] == ["options of layer 2"]
 
@@ -50,7 +50,7 @@ class Doubled:
 )
 def test_options_that_keras_cannot_save_are_not_compared(activation: Any) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1, activation=activation)])
-    facts = layer_contents.structure(model)
+    facts = initial_state.structure(model)
     assert facts["weight 0 of the model"].endswith("/kernel (2, 1) float32")
     assert "0x" not in str(facts)
 
@@ -59,7 +59,7 @@ def test_the_code_of_a_lambda_is_not_compared_because_it_names_its_file() -> Non
     def built(folder: str) -> dict[str, str]:
         keras.utils.clear_session()
         double = eval(compile("lambda x: 2 * x", f"{folder}/nets.py", "eval"))
-        return layer_contents.structure(keras.Sequential([keras.Input((2,)), layers.Lambda(double)]))
+        return initial_state.structure(keras.Sequential([keras.Input((2,)), layers.Lambda(double)]))
 
     assert built("/home/one") == built("/home/other")
 
@@ -67,9 +67,9 @@ def test_the_code_of_a_lambda_is_not_compared_because_it_names_its_file() -> Non
 def test_what_is_computed_from_weights_is_computed_anew() -> None:
     model, other = normalized(ROWS), normalized(2 * ROWS)
     other.set_weights(model.get_weights())
-    assert layer_contents.contents(other) != layer_contents.contents(model)
-    layer_contents.finalize(other)
-    assert layer_contents.contents(other) == layer_contents.contents(model)
+    assert initial_state.contents(other) != initial_state.contents(model)
+    initial_state.finalize(other)
+    assert initial_state.contents(other) == initial_state.contents(model)
     assert np.array_equal(other(ROWS), model(ROWS))
 
 
@@ -87,7 +87,7 @@ def test_tables_are_compared_by_what_they_hold(words: list[str]) -> None:
 
     def held(words: list[str]) -> dict[str, str]:
         text = keras.Input((), dtype="string")
-        return layer_contents.contents(keras.Model(text, Looking(words)(text)))
+        return initial_state.contents(keras.Model(text, Looking(words)(text)))
 
     assert list(held(words)) == ["table table of layer looking"]
     assert (held(words) == held(["a", "b"])) == (set(words) == {"a", "b"})

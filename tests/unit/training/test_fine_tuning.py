@@ -6,7 +6,7 @@ import keras
 import pytest
 from keras import layers
 
-from horovod_train.training.initial_weights import slots_like_weights
+from horovod_train.training.fine_tuning import slots_like_weights
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[str]:

@@ -18,10 +18,11 @@ from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.errors import UserError
 from horovod_train.optim.schedules import Horizon
+from horovod_train.training.build import Training, build_evaluation, build_training
 from horovod_train.training.compiled import compile_model
 from horovod_train.training.steps import figures
-from horovod_train.training.steps.build import Evaluation, Training, build_evaluation, build_training
 from horovod_train.training.steps.optimizers import optimizers_in
+from horovod_train.training.steps.step import EvalStep
 
 ALONE = WorkerGroup(
     rank=0, size=2, local_rank=0, local_size=1, launcher="none", exchange="none", hosts=("", ""), devices=()
@@ -70,7 +71,7 @@ def train(batches: Pipeline, model: keras.Model, **sections: Any) -> Training:
     return build_training(config, ALONE, compile_model(config, model, Horizon(16, 5, 10)), batches)
 
 
-def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> Evaluation:
+def evaluate(batches: Pipeline, model: keras.Model, **sections: Any) -> EvalStep:
     config = build(Config, {"model": "users:model"} | sections, "")
     return build_evaluation(config, ALONE, compile_model(config, model, None), batches)
 
@@ -160,7 +161,7 @@ ENTROPY = {"name": "sparse_categorical_crossentropy", "options": {"from_logits":
 
 def test_a_model_with_a_loss_is_evaluated_by_it_and_else_needs_a_test_step(batches: Pipeline) -> None:
     evaluation = evaluate(batches, made(), loss=ENTROPY, metrics=["accuracy", "sparse_categorical_accuracy"])
-    assert evaluation.step.metrics.names == ["loss", "accuracy", "sparse_categorical_accuracy"]
+    assert evaluation.metrics.names == ["loss", "accuracy", "sparse_categorical_accuracy"]
     with pytest.raises(UserError, match=r"^data.eval: the model has a train_step of its own and no test_step"):
         evaluate(batches, made())
 
@@ -170,7 +171,7 @@ def test_an_evaluation_of_many_records_moves_its_sums_into_float64(
 ) -> None:
     monkeypatch.setattr(figures, "RECORDS_IN_FLOAT32", 20)  # of 40 rows on this rank
     model = compiled("sparse_categorical_crossentropy", layers.Softmax())
-    step, tracker = evaluate(batches, model).step, model.metrics[0]
+    step, tracker = evaluate(batches, model), model.metrics[0]
     counts = []
     for number in range(batches.steps_per_epoch - 1):
         step.run(batches.batches(0, number, epochs=1), 1, batches.size_of(number))
@@ -183,7 +184,7 @@ def test_an_own_evaluation_has_the_figures_that_it_returns(batches: Pipeline) ->
         def test_step(self, data: Any) -> Any:
             return {"own": self.loss_of(data)}
 
-    assert evaluate(batches, made(Tested())).step.metrics.names == ["own"]
+    assert evaluate(batches, made(Tested())).metrics.names == ["own"]
 
 
 class Plain(keras.Model):

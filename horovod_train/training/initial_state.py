@@ -1,0 +1,241 @@
+"""The state before the first step: resumed, from other weights, or new; and the same on all ranks.
+
+Root reads; the caller broadcasts. What layers hold besides weights, such as constants and vocabularies, is not sent:
+it is compared between ranks, and made anew. Writes no checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.checkpoint.tensors import Checkpoint, load
+from horovod_train.config.loader import as_dict
+from horovod_train.config.registry import loaded_files
+from horovod_train.config.rules import resolve
+from horovod_train.config.settings import Config
+from horovod_train.data import source
+from horovod_train.data.pipeline.batch_source import BatchSource
+from horovod_train.distributed import consistency
+from horovod_train.distributed.consistency import digest
+from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
+from horovod_train.errors import UserError
+from horovod_train.training.fine_tuning import assign, match, slots_like_weights
+from horovod_train.training.run_record import Run
+from horovod_train.training.state import LOSS_AVERAGE_BY_RANK
+
+_TABLES: tuple[type[Any], ...] = (
+    tf.lookup.StaticHashTable,
+    tf.lookup.experimental.MutableHashTable,
+    tf.lookup.experimental.DenseHashTable,
+)
+log = logging.getLogger(__name__)
+
+
+def batch_of(checkpoint: Checkpoint | None) -> int | None:
+    """Return the global batch size of the run that wrote the checkpoint."""
+    return checkpoint.facts.setting("data.global_batch_size") if checkpoint else None
+
+
+def resolve_as_before(config: Config, size: int, batch_before: int | None) -> Config:
+    """Resolve the config for `size` ranks; keep the previous global batch size if the config sets none.
+
+    So a run resumes unchanged at any number of ranks. Raises UserError as `resolve` does.
+    """
+    resolved = resolve(config, size, batch_before)
+    alone = config.data.global_batch(size)
+    if resolved.data.global_batch_size != alone:
+        per_rank = config.data.batch_size_per_rank
+        log.info(
+            f"the global batch stays {batch_before}; data.batch_size_per_rank {per_rank} would make it {alone} here"
+        )
+    return resolved
+
+
+def restore(run: Run) -> Any:
+    """Collective: on root, load the checkpoint into the state; return the average of the loss of each rank in it.
+
+    Raises UserError for a checkpoint that does not fit.
+    """
+    with run.group.raise_together():
+        return None if run.checkpoint is None else _load(run, run.checkpoint)
+
+
+def _load(run: Run, checkpoint: Checkpoint) -> Any:
+    config, parts = run.config, run.parts
+    rates = run.state.rates
+    arrays = load({name: variable for name, variable in run.state.variables().items() if name not in rates}, checkpoint)
+    _restore_rates(rates, arrays, is_same=checkpoint.facts.setting("lr_schedule") == as_dict(config)["lr_schedule"])
+    check_position(parts.train, checkpoint)
+    if checkpoint.facts.setting("checkpoint.best") != as_dict(config.checkpoint.best):
+        parts.best.forget()  # belongs to another metric
+    then = tuple(checkpoint.facts.setting(f"early_stopping.{key}") for key in ("metric", "mode"))
+    if (config.early_stopping.metric, config.early_stopping.mode) != then:
+        parts.early_stopping.best.forget()
+    elif checkpoint.facts.setting("early_stopping.patience") is None:
+        parts.early_stopping.best.evaluations_since.assign(0)  # that run did not count them
+    log.info(f"resumed from {checkpoint.folder} at step {int(run.state.step)}")
+    return arrays.get(LOSS_AVERAGE_BY_RANK)
+
+
+def _restore_rates(rates: Mapping[str, tf.Variable], arrays: dict[str, Any], *, is_same: bool) -> None:
+    """Set the rates that callbacks may have changed to what was saved, unless the config has another rate now."""
+    for name, rate in rates.items():
+        saved = arrays.pop(name, None)
+        if saved is not None and is_same:
+            rate.assign(saved)
+        elif saved is not None and float(saved) != float(rate):
+            log.info(f"the learning rate is {float(rate):g} from here on, as lr_schedule says; it was {float(saved):g}")
+
+
+def check_position(train: BatchSource, checkpoint: Checkpoint) -> None:
+    """Check that a saved place inside an epoch is reached by the same order of the same records.
+
+    Checks also that epochs have equal length, because learning rates and the run's end are counted in steps. At the end
+    of an epoch, different records of the same number are allowed, with a warning. Raises UserError.
+    """
+    facts = checkpoint.facts
+    seed, batch = facts.setting("seed"), facts.setting("data.global_batch_size")
+    changed = _changed_files(train, checkpoint)
+    if facts.records and changed:
+        raise UserError(
+            f"{checkpoint.folder}: stands after record {facts.records} of an epoch of other data: data.train now "
+            f"{changed}. Resume with the training files as they were then, or from a checkpoint at the end of an epoch."
+        )
+    if facts.records and facts.data != train.fingerprint:
+        raise UserError(
+            f"{checkpoint.folder}: stands after record {facts.records} of an epoch whose order is no longer the same. "
+            f"Resume with {train.order_settings.format(seed=seed, batch=batch)}; or from the end of an epoch."
+        )
+    if changed:
+        log.warning(f"the training data are not those of {checkpoint.folder}: data.train now {changed}")
+    steps, epochs = facts.step, facts.epoch
+    if not facts.records and steps != epochs * train.steps_per_epoch:
+        raise UserError(
+            f"{checkpoint.folder}: its {steps} steps were {epochs} epochs of {steps / max(1, epochs):g}; with the data "
+            f"and data.global_batch_size {train.global_batch_size} of this config an epoch has "
+            f"{train.steps_per_epoch} steps, and learning rates and the end are counted in steps. Resume with "
+            f"data.global_batch_size {batch} and the training files as they were then."
+        )
+
+
+def _changed_files(train: BatchSource, checkpoint: Checkpoint) -> str:
+    """Return how data.train files differ from those of the checkpoint; "" if equal or unknown."""
+    now, then = source.unpack(train.files), source.unpack(checkpoint.facts.data_files)
+    return source.difference(now, then, "the checkpoint") if now and then and now != then else ""
+
+
+def take_initial_weights(run: Run) -> None:
+    """Collective: on root, give the model the weights that `model.init_from` names, unless the run resumes."""
+    with run.group.raise_together():
+        if run.group.is_root and run.checkpoint is None and run.config.model.init_from:
+            matched = match(run.state.model, run.config.model)
+            copies = slots_like_weights(run.state.optimizer.variables, run.state.model.trainable_variables)
+            assign(run.state.model, matched.taken)
+            for slot, weight in copies:
+                slot.assign(weight)
+            run.state.averages.restart()
+            log.info(f"model.init_from: {run.config.model.init_from}: {matched.line()}")
+
+
+def users_code(run: Run) -> dict[str, str]:
+    """Return what the user's own modules hold, which must be equal on all ranks; call after importing them."""
+    files = loaded_files(as_dict(run.config))
+    code = {f"code of {name}": consistency.digest(path.read_bytes()) for name, path in files.items()}
+    steps = zip(run.config.hooks, run.parts.users_hooks, strict=True)
+    return code | {f"steps of {name}": f"{hook.every_steps} {hook.at_steps} {hook.at_end}" for name, hook in steps}
+
+
+def structure(model: keras.Model) -> dict[str, str]:
+    """Return what must be equal before ranks can send each other weights, by name: Keras' settings, layers, weights."""
+    settings = (keras.config.backend(), keras.config.image_data_format(), f"epsilon {keras.config.epsilon():g}")
+    facts = {"Keras' settings (keras.json)": ", ".join(settings)}
+    for number, weight in enumerate(model.weights):
+        facts[f"weight {number} of the model"] = f"{weight.path} {tuple(weight.shape)} {weight.dtype}"
+    for number, layer in enumerate(layers_inside(model)):
+        # Only Keras' own: a user's config may hold what differs by rank, and not change what is computed.
+        is_kerass = type(layer).__module__.partition(".")[0] == "keras" and not isinstance(layer, keras.Model)
+        if is_kerass and (options := _options(layer)) is not None:
+            facts[f"options of layer {number}"] = f"{layer.path}: {digest(options.encode())}"
+    return facts
+
+
+def contents(model: keras.Model) -> dict[str, str]:
+    """Return digests of the arrays, tensors, tables and files (Keras' assets) that layers hold, by name."""
+    return {f"{what} of layer {layer.path}": value for layer in layers_inside(model) for what, value in _held(layer)}
+
+
+def finalize(model: keras.Model) -> None:
+    """Have layers compute anew what they derive from weights, as Normalization does; call after loading weights."""
+    for layer in layers_inside(model):
+        if callable(getattr(layer, "finalize_state", None)):
+            layer.finalize_state()
+
+
+def _held(layer: keras.Layer) -> Iterator[tuple[str, str]]:
+    for name, value in vars(layer).items():
+        arrays = [np.asarray(part) for part in parts_in(value, np.ndarray)]
+        # Tensors of graphs have no values.
+        arrays += [np.asarray(part.numpy()) for part in parts_in(value, tf.Tensor) if hasattr(part, "numpy")]
+        if arrays:
+            yield f"constant {name}", digest("".join(map(_digest_of_array, arrays)).encode())
+        for table in (part for kind in _TABLES for part in parts_in(value, kind)):
+            if not name.startswith("_"):  # TensorFlow keeps them under names of its own too
+                keys, values = (part.numpy().tolist() for part in table.export())
+                yield f"table {name}", digest(repr(sorted(zip(keys, map(repr, values), strict=True))).encode())
+    if hasattr(layer, "save_assets") and not isinstance(layer, keras.Model):
+        assets = _digest_of_assets(layer)
+        if assets is not None:
+            yield "vocabulary or other assets", assets
+
+
+def _digest_of_array(array: np.ndarray) -> str:
+    data = repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes()
+    return digest(f"{array.shape} {array.dtype}".encode() + data)
+
+
+def _digest_of_assets(layer: keras.Layer) -> str | None:
+    """Return a digest of a layer's files; None if Keras cannot save it, which may train all the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            layer.save_assets(folder)
+        except Exception:  # a user's layer may raise anything
+            return None
+        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        texts = [f"{path.relative_to(folder)} {digest(path.read_bytes())}" for path in files]
+    return digest("\n".join(texts).encode())
+
+
+def _options(layer: keras.Layer) -> str | None:
+    """Return a layer's config as text; None if Keras cannot save the layer, as with an activation of functools.partial.
+
+    Without seeds, which do not decide what ranks compute (see step.Seeds), and without the code of lambdas, which
+    names the file that it is from.
+    """
+
+    def compared(value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.get("class_name") == "__lambda__":
+                return "lambda"
+            return {str(key): compared(part) for key, part in value.items() if key != "seed"}
+        return [compared(part) for part in value] if isinstance(value, list | tuple) else value
+
+    def other(value: Any) -> str:
+        return _digest_of_array(value) if isinstance(value, np.ndarray) else type(value).__name__
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of lambdas in what is saved; nothing is
+            config = layer.get_config()
+    except Exception:  # what Keras raises depends on the option
+        return None
+    return json.dumps(compared(config), sort_keys=True, default=other)
