@@ -16,9 +16,8 @@ from horovod_train.distributed.device import Device
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import StartedProcess, form_group
 from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
-from horovod_train.distributed.watchdog.run_end import RunEnd
 from horovod_train.distributed.watchdog.state import end_process
-from horovod_train.distributed.watchdog.watchdog import open_watchdog
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog
 from horovod_train.errors import AlreadySaid, RunError
 from horovod_train.output.console import to_stderr
 from horovod_train.output.rank_log import NullRankLog

@@ -38,8 +38,7 @@ from horovod_train.distributed.launch import initialize, launcher
 from horovod_train.distributed.launch.initialize import suit_cycle
 from horovod_train.distributed.start import start
 from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
-from horovod_train.distributed.watchdog.run_end import RunEnd
-from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease

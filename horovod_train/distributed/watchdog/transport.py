@@ -2,13 +2,6 @@
 
 A message is a JSON object with `kind`, one per line. Does not know what the messages mean. Never blocks for long: a
 rank that does not read loses messages, and does not delay the others.
-
-The port where ranks connect to root, and the pending connections there: not yet identified as a rank.
-
-At most HELLO.size bytes are read from a pending connection, compared and not parsed. It is closed if it is too slow, or
-if too many others connect. Pending connections therefore cost root a bounded number of descriptors and bytes, whatever
-they send. asyncio's streams would be less code, but they accept and buffer data before a limit applies: 900 connections
-with 200 kB each cost 900 descriptors and 200 MB. Does not exchange messages with ranks; see transport.
 """
 
 from __future__ import annotations
@@ -23,11 +16,30 @@ import selectors
 import socket
 import struct
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
 _LONGEST_LINE = 1 << 16
+
+HELLO = struct.Struct("!32sI")
+"""What a rank sends first: the token and its number."""
+ADMITTED = b"+"
+"""What root answers. A rank counts as connected only after this."""
+
+HELLO_WITHIN_S = 10.0
+SPARE_PENDING = 32
+"""In addition to one for each rank, because all may connect at the same moment."""
+_ACCEPTS_PER_TURN = 64
+_PAUSE_S = 1.0
+
+
+class Address(NamedTuple):
+    """Root's address, and the secret that identifies a rank."""
+
+    host: str
+    port: int
+    token: str
 
 
 class Lost(NamedTuple):
@@ -40,20 +52,11 @@ Received = list[tuple[int, Message | Lost]]
 """Messages, each with the rank that sent it."""
 
 
-class Transport(Protocol):
-    """This rank's connections. `send` from any thread, under the caller's lock; `poll` from one thread."""
-
-    def poll(self, timeout_s: float) -> Received:
-        """Return what has arrived, as soon as there is something or the time is up."""
-
-    def send(self, message: Message) -> None:
-        """Send to every connected rank to which this is possible now. Errors appear when receiving."""
-
-    def close(self) -> None: ...
-
-
 class Connection:
-    """One connection: the Transport of every rank but root. peer: the rank at the other end."""
+    """One connection: the Transport of every rank but root. peer: the rank at the other end.
+
+    `send` may be called from any thread, under the caller's lock; `poll` and `receive` from one thread.
+    """
 
     def __init__(self, connected: socket.socket, peer: int) -> None:
         connected.setblocking(False)
@@ -64,6 +67,7 @@ class Connection:
         self._is_open = True
 
     def send(self, message: Message) -> None:
+        """Send, if this is possible now. Errors appear when receiving."""
         self.send_line(_line(message))
 
     def send_line(self, line: bytes) -> None:
@@ -91,6 +95,7 @@ class Connection:
         return [*received, (self._peer, Lost(closed=True))]
 
     def poll(self, timeout_s: float) -> Received:
+        """Return what has arrived, as soon as there is something or the time is up."""
         if not self._is_open:
             time.sleep(timeout_s)
             return []
@@ -165,6 +170,10 @@ class Server:
         return received
 
 
+Transport = Connection | Server
+"""This rank's connections."""
+
+
 def connect(address: Address, rank: int, timeout_s: float) -> Connection:
     """Return once root has admitted this rank. Raises OSError if root cannot be reached, or does not answer."""
     deadline = time.monotonic() + timeout_s
@@ -188,30 +197,15 @@ def connect(address: Address, rank: int, timeout_s: float) -> Connection:
         time.sleep(random.uniform(0.05, 0.2))
 
 
-HELLO = struct.Struct("!32sI")
-"""What a rank sends first: the token and its number."""
-ADMITTED = b"+"
-"""What root answers. A rank counts as connected only after this."""
-
-HELLO_WITHIN_S = 10.0
-SPARE_PENDING = 32
-"""In addition to one for each rank, because all may connect at the same moment."""
-_ACCEPTS_PER_TURN = 64
-_PAUSE_S = 1.0
-
-
-class Address(NamedTuple):
-    """Root's address, and the secret that identifies a rank."""
-
-    host: str
-    port: int
-    token: str
-
-
 class Listener:
-    """Registers its port and its pending connections with `selector`, without data.
+    """The port where ranks connect to root, and the pending connections there: not yet identified as a rank.
 
-    Pass a socket that is ready to `serve`.
+    At most HELLO.size bytes are read from a pending connection, compared and not parsed. It is closed if it is too
+    slow, or if too many others connect. Pending connections therefore cost root a bounded number of descriptors and
+    bytes, whatever they send. asyncio's streams would be less code, but they accept and buffer data before a limit
+    applies: 900 connections with 200 kB each cost 900 descriptors and 200 MB.
+
+    Registers its sockets with `selector`, without data. Pass one that is ready to `serve`.
     """
 
     def __init__(self, host: str, size: int, selector: selectors.BaseSelector) -> None:

@@ -18,7 +18,7 @@ from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
+from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models.model_parallel import follow_inputs
