@@ -21,9 +21,9 @@ import tensorflow as tf
 from horovod.common.elastic import State, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from horovod_train.distributed import objects
+from horovod_train.distributed import objects, start
 from horovod_train.distributed.group import as_tf_variable, is_connection_loss
-from horovod_train.distributed.launch import initialize, launcher
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.broadcasting import broadcast_variables
@@ -97,10 +97,10 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
 
 def _reconnect(state: State) -> None:
     """Collective: learn from the launcher which ranks there are now, and connect to them."""
-    initialize.disconnect()
+    start.disconnect()
     if isinstance(state, CommittedState):
         state.forget_host_updates()
-    initialize.connect()
+    start.connect()
     agreement.reset_counts()  # also before the callbacks, which may exchange gradients
     drop_accumulated_gradients()
     state.on_reset()

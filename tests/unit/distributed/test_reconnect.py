@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 from horovod.common.exceptions import HorovodInternalError
 
-from horovod_train.distributed.launch import initialize
+from horovod_train.distributed import start
 
 
 class LeavesOpen:
@@ -46,15 +46,15 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[LeavesOpen]:
     with ExitStack() as ends:
         stands_for = LeavesOpen()
         ends.callback(lambda: [end.close() for end in (stands_for.own, stands_for.other)])
-        monkeypatch.setattr(initialize, "hvd", stands_for)
+        monkeypatch.setattr(start, "hvd", stands_for)
         yield stands_for
 
 
 def test_those_who_wait_for_this_rank_notice_that_it_has_left(horovod: LeavesOpen) -> None:
     before, peer = connected()
-    initialize.connect()
+    start.connect()
     assert not is_at_its_end(horovod.other)
-    initialize.disconnect()
+    start.disconnect()
     assert is_at_its_end(horovod.other)
     assert not is_at_its_end(peer)  # not Horovod's
     before.close()
@@ -62,10 +62,10 @@ def test_those_who_wait_for_this_rank_notice_that_it_has_left(horovod: LeavesOpe
 
 
 def test_a_descriptor_that_now_is_another_socket_is_left_alone(horovod: LeavesOpen) -> None:
-    initialize.connect()
+    start.connect()
     ours, peer = connected()
     os.dup2(ours.fileno(), horovod.own.fileno())
-    initialize.disconnect()
+    start.disconnect()
     assert not is_at_its_end(peer)
     ours.close()
     peer.close()
@@ -77,4 +77,4 @@ def test_ranks_that_do_not_meet_are_a_loss(horovod: LeavesOpen, monkeypatch: pyt
 
     monkeypatch.setattr(horovod, "init", fails)
     with pytest.raises(HorovodInternalError, match="did not meet"):
-        initialize.connect()
+        start.connect()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_train.distributed.launch.initialize import forget_timeline, timeline_environment
+from horovod_train.distributed.start import forget_timeline, timeline_environment
 from horovod_train.errors import UserError
 
 
