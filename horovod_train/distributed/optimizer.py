@@ -26,7 +26,7 @@ from horovod_train.distributed.allreduce import (
 )
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}

@@ -21,7 +21,7 @@ from horovod_train.distributed.allreduce import number_of_ranks
 from horovod_train.distributed.group import check_have_gradients, key_of
 from horovod_train.distributed.optimizer import OPS, Combine, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 from horovod_train.tensorflow.agreement import count_exchange, make_outside_graphs, number_of
 
 Groups = int | list[list[Any]] | None

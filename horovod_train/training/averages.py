@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import take_class
 from horovod_train.models.model_parallel import variable_beside
-from horovod_train.subclass import take_class
 from horovod_train.training.sync import by_unique_name
 
 SLOT = "average"

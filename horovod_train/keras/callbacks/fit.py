@@ -205,7 +205,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
         combiner = getattr(self.model.optimizer, "gradient_combiner", None)
-        ranks = combiner.ranks if combiner else hvd.global_process_set
+        ranks = combiner.process_set if combiner else hvd.global_process_set
         if not guards().check_weights or not ranks.included():
             return
         variables = self._without_local(self.model.trainable_variables)
