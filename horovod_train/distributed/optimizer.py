@@ -1,7 +1,7 @@
 """DistributedOptimizer: makes a given optimizer average gradients over all ranks inside `apply`.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
-`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see group.
+`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see WorkerGroup.
 """
 
 from __future__ import annotations
