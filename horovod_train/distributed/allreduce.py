@@ -86,7 +86,7 @@ def sum_in_order(values: tf.Tensor, name: str, ranks: hvd.ProcessSet = hvd.globa
     From three ranks on, the result of an allreduce depends on the order in which the library adds. That order depends
     on what else the library exchanges at that time. name: unique among the exchanges under way.
     """
-    return _reduce_by_slices(values, _sum_slices, name, ranks)
+    return _reduce_by_slices(values, lambda slices: tf.reduce_sum(slices, axis=0), name, ranks)
 
 
 def combine_bf16(values: tf.Tensor, name: str, ranks: hvd.ProcessSet, *, divisor: Any) -> tf.Tensor:
@@ -136,10 +136,6 @@ def add_up_rows_in_order(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
         lambda next_row, _: next_row < max_count, add_next_rows, (tf.constant(1), values), parallel_iterations=1
     )
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
-
-
-def _sum_slices(slices: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(slices, axis=0)
 
 
 def _reduce_by_slices(

@@ -1,10 +1,7 @@
 """Pin this process to its devices before TensorFlow starts: one GPU or several, or its share of the host's cores.
 
-Does not start TensorFlow's runtime: everything here must happen before the first op.
-
-Find the host's name for a GPU from its index in a process.
-
-Does not choose GPUs; see device.
+Also finds the host's names of those GPUs. Does not start TensorFlow's runtime: everything here must happen before the
+first op.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class WorkerGroup:
             hvd.broadcast_variables([as_tf_variable(variable) for variable in variables], root_rank=0)
 
     def broadcast_object(self, value: T) -> T:
-        """Collective: return root's value on every rank. For small values of the types that serialize.dump takes."""
+        """Collective: return root's value on every rank. For small values of the types that objects.dump takes."""
         with self.heartbeat.phase("exchange"):
             return cast(T, objects.broadcast(value, "group.broadcast_object"))
 
@@ -172,14 +172,23 @@ def as_tf_variable(variable: Any) -> tf.Variable:
     return variable if isinstance(variable, tf.Variable) else variable.value
 
 
+def key_of(variable: Any) -> Any:
+    """Return the dictionary key of a variable or tensor: equal for a Keras variable and the tf.Variable behind it."""
+    return (variable if isinstance(variable, tf.Tensor) else as_tf_variable(variable)).ref()
+
+
+def name_of(variable: Any) -> str:
+    """Return a variable's name for messages, whether Keras' or TensorFlow's: "dense/kernel"."""
+    return str(getattr(variable, "path", variable.name))
+
+
 def check_sendable(variables: Sequence[Any]) -> None:
     """Raise UserError for a variable of a dtype that Horovod can neither send nor add up: bfloat16 and narrower."""
     for variable in variables:
         dtype = as_tf_variable(variable).dtype
         if dtype.is_floating and dtype not in (tf.float16, tf.float32, tf.float64):
-            name = getattr(variable, "path", variable.name)
             raise UserError(
-                f"variable {name} is {dtype.name}, which Horovod cannot exchange. "
+                f"variable {name_of(variable)} is {dtype.name}, which Horovod cannot exchange. "
                 "Keep variables in float32; the policy mixed_bfloat16 (precision) computes in bfloat16 all the same."
             )
 

@@ -1,12 +1,8 @@
-"""Send small objects between ranks, as bytes over Horovod's exchanges of tensors. serialize says which objects.
-
-Horovod's own broadcast_object and allgather_object unpickle, so the sender could make the receiver run any code.
-
-Turn a small object into bytes and back: JSON, followed by the bytes of arrays. Loading runs no code.
+"""Send small objects between ranks, as bytes over Horovod's exchanges of tensors: JSON, then the bytes of arrays.
 
 Values of these types are restored exactly: None, bool, int, float, str, bytes, list, tuple, dict with str keys, NumPy
-numbers and arrays of them. Anything else is refused; convert objects of other classes first. Does not send; see
-objects.
+numbers and arrays of them. Anything else is refused; convert objects of other classes first. Loading runs no code:
+Horovod's own broadcast_object and allgather_object unpickle, so the sender could make the receiver run any.
 """
 
 from __future__ import annotations
@@ -26,6 +22,9 @@ MAX_BYTES = 2**31 - 1
 
 HOST = "CPU:0"
 """Device on which objects are exchanged: by TensorFlow's default, ranks with and without a GPU would not match."""
+
+_LENGTH = struct.Struct("!Q")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def broadcast(value: Any, name: str) -> Any:
@@ -65,10 +64,6 @@ def _check_size(size: int, name: str) -> None:
     """Raise the same error on all ranks, because all know the sizes."""
     if size > MAX_BYTES:
         raise RunError(f"{name}: an exchange carries at most {MAX_BYTES} bytes over all ranks; received {size}.")
-
-
-_LENGTH = struct.Struct("!Q")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def dump(value: Any) -> bytes:

@@ -1,7 +1,7 @@
 """DistributedOptimizer: makes a given optimizer average gradients over all ranks inside `apply`.
 
 `apply` is the one public method through which every Keras 3 training path updates weights: `model.fit`, a custom
-`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see group.
+`train_step`, `LossScaleOptimizer`. Does not broadcast initial values; see WorkerGroup.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from horovod_train.distributed.allreduce import (
 )
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 
 OPS = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
 COMPRESSORS = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, sum_over_ranks
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 
 T = TypeVar("T")
 _layer_numbers = itertools.count()

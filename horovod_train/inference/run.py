@@ -23,8 +23,7 @@ from horovod_train.data.pipeline.batch_source import Batches, StepSize
 from horovod_train.data.pipeline.pipeline import Pipeline
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.start import start
-from horovod_train.distributed.watchdog.run_end import RunEnd
-from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import UserError
 from horovod_train.inference.predictions import Outputs, open_predictions
 from horovod_train.models import build_model

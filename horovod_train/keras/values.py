@@ -1,8 +1,6 @@
-"""Collectives on one value of any kind that converts to a tensor, as Horovod's Keras module has them.
+"""What Horovod's Keras module has besides callbacks: collectives on one value, and load_model.
 
-load_model: a saved model, with its optimizer distributed again.
-
-XLA cannot compile the exchange between ranks, and `compile` may ask for XLA by default.
+A value may be of any kind that converts to a tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +16,8 @@ import tensorflow as tf
 
 from horovod_train.errors import UserError
 from horovod_train.tensorflow import DistributedOptimizer
+
+log = logging.getLogger(__name__)
 
 
 def allreduce(
@@ -86,11 +86,8 @@ def load_model(
     return model
 
 
-log = logging.getLogger(__name__)
-
-
 def switch_off_xla(model: keras.Model, root_rank: int = 0) -> None:
-    """Let `fit` train without XLA; for a callback's on_train_begin. root_rank reports it."""
+    """Let `fit` train without XLA, for which `compile` may ask by default; for on_train_begin. root_rank reports it."""
     if model.jit_compile:
         model.jit_compile = False
         model.make_train_function(force=True)

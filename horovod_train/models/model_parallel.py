@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 
 
 def cut_into_stages(model: keras.Model, cut_before: Sequence[str], devices: Sequence[str]) -> keras.Model:

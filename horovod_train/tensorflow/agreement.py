@@ -2,32 +2,82 @@
 
 A script that never broadcasts root's weights trains another model on each rank, and nothing else would tell. The check
 is at the tenth exchange, because a script may broadcast after its first step, when all variables exist, and exchange
-several times in a step.
-
-What `init` has switched on or off, for the parts that act later.
+several times in a step. Also numbers variables alike on all ranks, and keeps what `init` has switched off.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from horovod_train.distributed.allreduce import exchange_name, is_alone
+from horovod_train.distributed.group import name_of
 from horovod_train.errors import RanksDisagree
-from horovod_train.tensorflow.names import PerVariable, make_outside_graphs, name_of
+
+T = TypeVar("T")
 
 CHECKED_EXCHANGE = 10
-_disagreement: RanksDisagree | None = None
 _ADVICE = (
     "Give fit hvd.callbacks.BroadcastGlobalVariablesCallback(0), or call hvd.broadcast_variables(model.variables, "
     "root_rank=0) after the first step at the latest"
 )
+
+
+@dataclass(frozen=True)
+class Guards:
+    check_weights: bool = True
+    """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
+    files_on_root_only: bool = True
+    """Let callbacks that write files run on one rank of model.fit."""
+    end_epochs_together: bool = True
+    """End an epoch of model.fit on all ranks where the data of one has ended."""
+
+
+_guards = Guards()
+
+
+def switch(guards: Guards) -> None:
+    global _guards
+    _guards = guards
+
+
+def guards() -> Guards:
+    return _guards
+
+
+def make_outside_graphs(make: Callable[[], T]) -> T:
+    """Call `make` outside any tf.function that is being traced; return its result.
+
+    In a thread, because TensorFlow lets a function make variables only in its first trace, even in an init_scope.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+class PerVariable(Generic[T]):
+    """One value for each variable, made at the first lookup and dropped with the variable."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._values: dict[int, T] = {}
+
+    def __getitem__(self, variable: Any) -> T:
+        if id(variable) not in self._values:
+            self._values[id(variable)] = self._make()
+            weakref.finalize(variable, self._values.pop, id(variable), None)
+        return self._values[id(variable)]
+
+    def values(self) -> list[T]:
+        return list(self._values.values())
 
 
 def _new_counter() -> tf.Variable:
@@ -35,10 +85,21 @@ def _new_counter() -> tf.Variable:
         return tf.Variable(0, dtype=tf.int64, trainable=False, name="exchanges")
 
 
+_numbers: defaultdict[int | None, PerVariable[int]] = defaultdict(lambda: PerVariable(itertools.count().__next__))
 _counters: defaultdict[int | None, PerVariable[Any]] = defaultdict(
     lambda: PerVariable(lambda: make_outside_graphs(_new_counter))
 )
 """By process set, then by the first of the variables that are exchanged together: the number of their exchanges."""
+_disagreement: RanksDisagree | None = None
+
+
+def number_of(variable: Any, process_set: hvd.ProcessSet = hvd.global_process_set) -> int:
+    """Return the number of a variable in a process set. Variables are numbered in the order of their first lookup.
+
+    All ranks of the set look up in the same order. Names would not do: Keras numbers layers and optimizers by how many
+    there have been in the process, and rank 0 may have made more of them.
+    """
+    return _numbers[process_set.process_set_id][variable]
 
 
 def exchange_count() -> int:
@@ -54,7 +115,8 @@ def reset_counts() -> None:
 
 
 def forget_process_set(process_set_id: int) -> None:
-    """Forget the counts of a process set that is removed: Horovod gives its id to another."""
+    """Forget the numbers and counts of a process set that is removed: Horovod gives its id to another."""
+    _numbers.pop(process_set_id, None)
     _counters.pop(process_set_id, None)
 
 
@@ -111,25 +173,3 @@ def check_equal(digests: np.ndarray, names: Sequence[str], ranks: hvd.ProcessSet
                 f"ranks hold different weights: {name} on rank {rank_list} differs from that on rank {members[0]}. "
                 f"{advice}; hvd.init(check_weights=False) does not check."
             )
-
-
-@dataclass(frozen=True)
-class Guards:
-    check_weights: bool = True
-    """Compare weights over the ranks at the tenth exchange, and after each epoch of model.fit."""
-    files_on_root_only: bool = True
-    """Let callbacks that write files run on one rank of model.fit."""
-    end_epochs_together: bool = True
-    """End an epoch of model.fit on all ranks where the data of one has ended."""
-
-
-_guards = Guards()
-
-
-def switch(guards: Guards) -> None:
-    global _guards
-    _guards = guards
-
-
-def guards() -> Guards:
-    return _guards

@@ -15,12 +15,11 @@ import keras
 import tensorflow as tf
 
 from horovod_train.distributed import objects
-from horovod_train.distributed.group import as_tf_variable, check_sendable
+from horovod_train.distributed.group import as_tf_variable, check_sendable, name_of
 from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.objects import HOST
 from horovod_train.errors import UserError
-from horovod_train.tensorflow import watch
-from horovod_train.tensorflow.names import name_of
+from horovod_train.tensorflow.lifetime import begin_watch, exchanging
 
 _SEED = "seed_generator_state"
 """Part of the names of the variables in which Keras' random layers keep their seed."""
@@ -43,12 +42,12 @@ def broadcast_variables(
     is_checked = _is_checked_here()
     with tf.init_scope():  # a script may broadcast inside its compiled step
         if process_set is hvd.global_process_set:
-            watch.begin()
+            begin_watch()
         if is_checked:
-            with watch.exchanging("hvd.broadcast_variables"):
+            with exchanging("hvd.broadcast_variables"):
                 _check_alike(targets, root_rank, process_set)
     tf_variables = [as_tf_variable(variable) for variable in targets]
-    with watch.exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
+    with exchanging("hvd.broadcast_variables") if tf.executing_eagerly() else nullcontext():
         if inplace:
             hvd.broadcast_variables(tf_variables, root_rank, process_set, inplace)
         else:

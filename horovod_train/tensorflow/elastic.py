@@ -2,8 +2,6 @@
 
 Horovod's launcher starts it: `horovodrun --min-np 2 --max-np 4 --host-discovery-script hosts.sh python train.py`.
 Started in any other way the script trains too, with a number of ranks that stays the same.
-
-What elastic ranks have in common: variables and objects, committed to memory, given to ranks that join.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ import tensorflow as tf
 from horovod.common.elastic import State, notification_manager
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
-from horovod_train.distributed import objects
+from horovod_train.distributed import objects, start
 from horovod_train.distributed.group import as_tf_variable, is_connection_loss
-from horovod_train.distributed.launch import initialize, launcher
+from horovod_train.distributed.launch import launcher
 from horovod_train.errors import RunError, UserError
 from horovod_train.tensorflow import agreement
 from horovod_train.tensorflow.broadcasting import broadcast_variables
-from horovod_train.tensorflow.optimizer import drop_accumulated_gradients
+from horovod_train.tensorflow.gradients import drop_accumulated_gradients
 
 __all__ = ["State", "TensorFlowKerasState", "TensorFlowState", "run"]
 
@@ -97,10 +95,10 @@ def _train_through_changes(train: Callable[[], Any], state: State) -> Any:
 
 def _reconnect(state: State) -> None:
     """Collective: learn from the launcher which ranks there are now, and connect to them."""
-    initialize.disconnect()
+    start.disconnect()
     if isinstance(state, CommittedState):
         state.forget_host_updates()
-    initialize.connect()
+    start.connect()
     agreement.reset_counts()  # also before the callbacks, which may exchange gradients
     drop_accumulated_gradients()
     state.on_reset()
@@ -109,7 +107,7 @@ def _reconnect(state: State) -> None:
 class CommittedState(State):
     """Variables, and objects that are attributes: `state.epoch`. Subclasses say which variables.
 
-    attributes: of the types that serialize.dump takes, such as numbers, text, lists, arrays. They are copied at each
+    attributes: of the types that objects.dump takes, such as numbers, text, lists, arrays. They are copied at each
     commit, so one that is changed in place is restored too. Raises UserError for one of another type.
     """
 

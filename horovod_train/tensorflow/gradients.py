@@ -1,16 +1,15 @@
-"""Combine gradients over the ranks as the arguments of Horovod's optimizer and tape say. Both use this.
+"""DistributedOptimizer and DistributedGradientTape with Horovod's arguments: gradients combined over the ranks.
 
-DistributedGradientTape and PartialDistributedGradientTape: a tf.GradientTape whose gradients are combined.
-
-Compression: the formats in which gradients can be sent.
+Does not exchange a gradient itself; see distributed.optimizer.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import horovod.tensorflow as hvd
 import keras
@@ -19,63 +18,232 @@ import tensorflow as tf
 from horovod.tensorflow.compression import Compressor
 
 from horovod_train.distributed.allreduce import number_of_ranks
-from horovod_train.distributed.group import check_have_gradients
-from horovod_train.distributed.optimizer import OPS, GradientExchange
+from horovod_train.distributed.group import check_have_gradients, key_of
+from horovod_train.distributed.optimizer import OPS, Combine, GradientExchange, distribute, with_loss_scale
 from horovod_train.errors import UserError
-from horovod_train.subclass import take_class
-from horovod_train.tensorflow.agreement import count_exchange
-from horovod_train.tensorflow.names import key_of, number_of
+from horovod_train.keras_seams import take_class
+from horovod_train.tensorflow.agreement import count_exchange, make_outside_graphs, number_of
 
 Groups = int | list[list[Any]] | None
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Arguments:
-    """What Horovod's DistributedOptimizer and DistributedGradientTape have in common, by Horovod's names."""
-
-    name: str | None = None
-    device_dense: str = ""
-    device_sparse: str = ""
-    compression: Any = hvd.Compression.none
-    sparse_as_dense: bool = False
-    op: Any = hvd.Average
-    gradient_predivide_factor: float = 1.0
-    num_groups: int = 0
-    groups: Groups = None
-    process_set: hvd.ProcessSet = hvd.global_process_set
-    scale_local_gradients: bool = True
+_accumulating_optimizers: WeakSet[Any] = WeakSet()
+"""Optimizers with backward_passes_per_step above 1."""
+_combined_by_tape: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Existing gradients that tapes have combined, by id, so that an optimizer does not combine them again."""
 
 
+class _Bf16(Compressor):
+    """Stands for bfloat16, which Horovod cannot add up: GradientExchange sends and adds it."""
+
+    @staticmethod
+    def compress(tensor: Any) -> Any:
+        raise UserError(
+            "hvd.Compression.bf16 is for gradients: of DistributedOptimizer and DistributedGradientTape. Use fp16 here."
+        )
+
+
+class Compression(hvd.Compression):
+    """none, fp16, and bf16: as wide in range as float32, added as float32, and sent as 16 bits."""
+
+    bf16 = _Bf16
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    *,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Make a Keras optimizer combine its gradients over all ranks before it uses them. Returns the same optimizer.
+
+    Under the policy mixed_float16 it returns the LossScaleOptimizer that `compile` would make of it. A custom loop then
+    differentiates optimizer.scale_loss(loss).
+
+    Its class becomes a subclass with the same name: its config, its state and a model saved with it stay those of the
+    plain optimizer. Clipping, weight decay and loss scale see combined gradients.
+
+    name: prefix of the names of exchanges, the same on all ranks; default one made here.
+    device_dense, device_sparse: TensorFlow device of the exchange, of dense gradients and of IndexedSlices.
+    compression: hvd.Compression.none, .fp16 or .bf16, or a class with compress(tensor) and decompress(tensor, context).
+    sparse_as_dense: exchange IndexedSlices as dense tensors.
+    backward_passes_per_step: add up the gradients of so many calls of `apply` before they are combined and applied; the
+        calls between change nothing. `iterations` counts the updates.
+    op: hvd.Average, hvd.Sum or hvd.Adasum (needs MPI and a number of ranks that is a power of two).
+    gradient_predivide_factor: with hvd.Average, divide by this before the sum and by size / factor after it.
+    average_aggregated_gradients: divide the sum of backward_passes_per_step gradients by their number.
+    num_groups, groups: exchange gradients in so many groups, or in groups of these variables, each in one exchange.
+    process_set: the ranks that combine their gradients; the others apply their own.
+    scale_local_gradients: divide the gradients of local variables (`register_local_var`) by the number of ranks.
+
+    Raises UserError for arguments that do not go together, for use_locking=True (TensorFlow 1), for an optimizer that
+    is not Keras 3's or is distributed already.
+    """
+    if use_locking:
+        raise UserError("DistributedOptimizer: use_locking is for optimizers of TensorFlow 1. Leave it out.")
+    if not isinstance(backward_passes_per_step, int) or backward_passes_per_step < 1:
+        raise UserError(
+            "DistributedOptimizer: backward_passes_per_step must be a whole number of at least 1; "
+            f"received {backward_passes_per_step!r}."
+        )
+    combiner = GradientCombiner(
+        "DistributedOptimizer",
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    optimizer = with_loss_scale(optimizer)
+    distribute(optimizer, _combine_once(combiner))
+    take_class(optimizer, _with_local_variables(type(optimizer), combiner))
+    if backward_passes_per_step > 1:
+        take_class(optimizer, _accumulating(type(optimizer), backward_passes_per_step, average_aggregated_gradients))
+        _accumulating_optimizers.add(optimizer)
+    return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer, name: str | None = None, *, local_layers: Any = None, **options: Any
+) -> keras.optimizers.Optimizer:
+    """As DistributedOptimizer, but leave the variables of some layers out: each rank trains its own values of them.
+
+    local_layers: a built Keras layer, or several.
+    """
+    local_variables = _variables_of(local_layers, "PartialDistributedOptimizer")
+    wrapped: Any = DistributedOptimizer(optimizer, name, **options)
+    for variable in local_variables:
+        wrapped.register_local_var(variable)
+    return wrapped
+
+
+def drop_accumulated_gradients() -> None:
+    """Drop the gradients that optimizers have accumulated and not applied: ranks that join have none."""
+    for optimizer in list(_accumulating_optimizers):
+        optimizer.drop_accumulated_gradients()
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+) -> tf.GradientTape:
+    """Make `gradient` of a tape return gradients combined over all ranks. Returns the same tape.
+
+    Only `gradient` is combined: `jacobian` and `batch_jacobian` stay this rank's. The arguments are those of
+    DistributedOptimizer. A gradient that is None must be None on every rank.
+
+    Raises UserError for arguments that do not go together, and for a tape that is distributed already.
+    """
+    if isinstance(gradtape, _DistributedTape):
+        raise UserError("DistributedGradientTape: this tape is distributed already; wrap it once.")
+    combiner = GradientCombiner(
+        "DistributedGradientTape",
+        name=None,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    take_class(gradtape, _distributed_tape(type(gradtape), combiner))
+    return gradtape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
+) -> tf.GradientTape:
+    """As DistributedGradientTape, but leave the variables of some layers out: each rank keeps its own gradients.
+
+    local_layers: a built Keras layer, or several.
+    """
+    local_variables = _variables_of(local_layers, "PartialDistributedGradientTape")
+    tape: Any = DistributedGradientTape(gradtape, **options)
+    for variable in local_variables:
+        tape.register_local_source(variable)
+    return gradtape
+
+
+@dataclass(eq=False)
 class GradientCombiner:
     """(gradients, variables) → the gradients combined over the ranks, those of local variables left as they are.
 
-    owner: what messages call it. Raises UserError for arguments that do not go together or cannot be served here.
+    owner: what messages call it. The other fields are Horovod's arguments, by Horovod's names. Raises UserError for
+    arguments that do not go together or cannot be served here.
     """
 
-    def __init__(self, owner: str, arguments: Arguments) -> None:
-        self._owner, self._arguments = owner, arguments
-        self.ranks = arguments.process_set
-        """The ranks that combine their gradients."""
-        if self.ranks.process_set_id is None:
-            raise UserError(f"{owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it.")
-        if not arguments.gradient_predivide_factor > 0:
+    owner: str
+    name: str | None
+    device_dense: str
+    device_sparse: str
+    compression: Any
+    sparse_as_dense: bool
+    op: Any
+    gradient_predivide_factor: float
+    num_groups: int
+    groups: Groups
+    process_set: hvd.ProcessSet
+    """The ranks that combine their gradients."""
+    scale_local_gradients: bool
+
+    def __post_init__(self) -> None:
+        if self.process_set.process_set_id is None:
             raise UserError(
-                f"{owner}: gradient_predivide_factor must be above 0; received {arguments.gradient_predivide_factor}."
+                f"{self.owner}: Horovod does not know this process set. Give hvd.init(process_sets=[...]) it."
+            )
+        if not self.gradient_predivide_factor > 0:
+            raise UserError(
+                f"{self.owner}: gradient_predivide_factor must be above 0; received {self.gradient_predivide_factor}."
             )
         self._exchange = GradientExchange(
-            op=self._name_of_op(arguments.op),
-            compression="bf16" if arguments.compression is Compression.bf16 else arguments.compression,
-            ranks=self.ranks,
-            sparse_as_dense=arguments.sparse_as_dense,
-            predivide=arguments.gradient_predivide_factor,
+            op=self._name_of_op(),
+            compression="bf16" if self.compression is Compression.bf16 else self.compression,
+            ranks=self.process_set,
+            sparse_as_dense=self.sparse_as_dense,
+            predivide=self.gradient_predivide_factor,
         )
-        self._groups = arguments.groups if arguments.groups is not None else arguments.num_groups or None
+        self._groups = self.groups if self.groups is not None else self.num_groups or None
         is_number = isinstance(self._groups, int) and self._groups >= 1
         if self._groups is not None and not is_number and not isinstance(self._groups, list):
-            raise UserError(f"{owner}: groups must be at least 1, or lists of variables; received {self._groups!r}.")
+            raise UserError(
+                f"{self.owner}: groups must be at least 1, or lists of variables; received {self._groups!r}."
+            )
         self._local_variables: dict[Any, Any] = {}
-        for argument, device in (("device_dense", arguments.device_dense), ("device_sparse", arguments.device_sparse)):
-            self._check_device(argument, device)
+        for argument, device in (("device_dense", self.device_dense), ("device_sparse", self.device_sparse)):
+            if "gpu" in device.lower() and not tf.config.get_visible_devices("GPU"):
+                raise UserError(f"{self.owner}: {argument}={device!r}, but this process sees no GPU. Leave it out.")
 
     def register_local(self, variable: Any) -> None:
         """Leave the gradients of this variable out of the exchange from now on: each rank has its own value of it."""
@@ -91,10 +259,10 @@ class GradientCombiner:
         Raises UserError if local variables or groups of variables cannot be told without `variables`.
         """
         combined, prefix = list(grads), self._exchange_prefix(variables)
-        if not self.ranks.included():
+        if not self.process_set.included():
             return combined
         if variables is None and (self._local_variables or isinstance(self._groups, list)):
-            raise UserError(f"{self._owner}: local variables and groups need apply(grads, trainable_variables).")
+            raise UserError(f"{self.owner}: local variables and groups need apply(grads, trainable_variables).")
         variables = variables or [None] * len(combined)
         local_indices = {i for i, variable in enumerate(variables) if variable is not None and self.is_local(variable)}
         indices = [i for i, grad in enumerate(combined) if grad is not None and i not in local_indices]
@@ -104,15 +272,15 @@ class GradientCombiner:
         ]
         check_have_gradients(weights)
         if weights:
-            count_exchange(weights, prefix, self.ranks)
-        if self._arguments.scale_local_gradients:
+            count_exchange(weights, prefix, self.process_set)
+        if self.scale_local_gradients:
             for i in local_indices:
-                combined[i] = _divide(combined[i], number_of_ranks(self.ranks))
+                combined[i] = _divide(combined[i], number_of_ranks(self.process_set))
         for number, bucket in enumerate(self._split_by_dtype(combined, indices, variables)):
             if len(bucket) == 1:
                 combined[bucket[0]] = self._combine(combined[bucket[0]], f"{prefix}.gradient.{bucket[0]}")
                 continue
-            with tf.device(self._arguments.device_dense):
+            with tf.device(self.device_dense):
                 exchanged = self._exchange.combine_together([combined[i] for i in bucket], f"{prefix}.group.{number}")
             for i, gradient in zip(bucket, exchanged, strict=True):
                 combined[i] = gradient
@@ -120,14 +288,14 @@ class GradientCombiner:
 
     def _exchange_prefix(self, variables: Sequence[Any] | None) -> str:
         """Return the first part of the names of exchanges: the same on all ranks, and different for each use."""
-        prefix, first = self._arguments.name or self._owner, variables[0] if variables else None
+        prefix, first = self.name or self.owner, variables[0] if variables else None
         if first is None or isinstance(first, tf.Tensor):
             return prefix
-        return f"{prefix}.{number_of(first, self.ranks)}"  # two optimizers of a script may have one name
+        return f"{prefix}.{number_of(first, self.process_set)}"  # two optimizers of a script may have one name
 
     def _combine(self, grad: Any, name: str) -> Any:
-        is_sparse = isinstance(grad, tf.IndexedSlices) and not self._arguments.sparse_as_dense
-        with tf.device(self._arguments.device_sparse if is_sparse else self._arguments.device_dense):
+        is_sparse = isinstance(grad, tf.IndexedSlices) and not self.sparse_as_dense
+        with tf.device(self.device_sparse if is_sparse else self.device_dense):
             return self._exchange(grad, name)
 
     def _split_by_dtype(
@@ -157,36 +325,20 @@ class GradientCombiner:
                 members.setdefault(group_of.get(key_of(variables[i]), len(self._groups) + i), []).append(i)
             yield from members.values()
 
-    def _name_of_op(self, op: Any) -> str:
+    def _name_of_op(self) -> str:
         names = {value: name for name, value in OPS.items()}
-        if op not in names:
-            raise UserError(f"{self._owner}: op must be hvd.Average, hvd.Sum or hvd.Adasum; received {op!r}.")
-        return names[op]
-
-    def _check_device(self, argument: str, device: str) -> None:
-        if "gpu" in device.lower() and not tf.config.get_visible_devices("GPU"):
-            raise UserError(f"{self._owner}: {argument}={device!r}, but this process sees no GPU. Leave it out.")
+        if self.op not in names:
+            raise UserError(f"{self.owner}: op must be hvd.Average, hvd.Sum or hvd.Adasum; received {self.op!r}.")
+        return names[self.op]
 
 
-class CombinedGradients:
-    """Existing gradients that tapes have combined, so that an optimizer does not combine them again."""
-
-    def __init__(self) -> None:
-        self._combined: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
-    def add(self, grads: Sequence[Any]) -> None:
-        self._combined.update({id(grad): grad for grad in grads if grad is not None})
-
-    def contains_all(self, grads: Sequence[Any]) -> bool:
-        """Return whether tapes have combined all gradients. One that has been clipped since is a new tensor."""
-        gradients = [grad for grad in grads if grad is not None]
-        return bool(gradients) and all(self._combined.get(id(grad)) is grad for grad in gradients)
+def _divide(grad: Any, divisor: Any) -> Any:
+    if isinstance(grad, tf.IndexedSlices):
+        return tf.IndexedSlices(_divide(grad.values, divisor), grad.indices, grad.dense_shape)
+    return None if grad is None else grad / tf.cast(divisor, grad.dtype)
 
 
-combined_by_tape = CombinedGradients()
-
-
-def variables_of(layers: Any, owner: str) -> list[Any]:
+def _variables_of(layers: Any, owner: str) -> list[Any]:
     """Return the trainable variables of a layer, or of several. Raises UserError for what is not a Keras layer."""
     layers = [layers] if isinstance(layers, keras.Layer) else list(layers or ())
     if wrong := [layer for layer in layers if not isinstance(layer, keras.Layer)]:
@@ -196,70 +348,111 @@ def variables_of(layers: Any, owner: str) -> list[Any]:
     return [variable for layer in layers for variable in layer.trainable_weights]
 
 
-def _divide(grad: Any, divisor: Any) -> Any:
-    if isinstance(grad, tf.IndexedSlices):
-        return tf.IndexedSlices(_divide(grad.values, divisor), grad.indices, grad.dense_shape)
-    return None if grad is None else grad / tf.cast(divisor, grad.dtype)
+def _combine_once(combiner: GradientCombiner) -> Combine:
+    """Return a Combine that leaves gradients as they are if a tape has combined them, and warns once."""
+    has_warned = False
+
+    def combine(grads: Sequence[Any], variables: Sequence[Any] | None, name: str) -> list[Any]:
+        nonlocal has_warned
+        gradients = [grad for grad in grads if grad is not None]
+        # One that has been clipped since is a new tensor.
+        if not gradients or any(_combined_by_tape.get(id(grad)) is not grad for grad in gradients):
+            return combiner(grads, variables)
+        if hvd.rank() == 0 and not has_warned:
+            has_warned = True
+            log.warning(
+                "DistributedOptimizer applies the gradients that DistributedGradientTape has combined as they are. "
+                "One of the two is enough."
+            )
+        return list(grads)
+
+    return combine
 
 
-class _Distributed:
+def _with_local_variables(base: type, combiner: GradientCombiner) -> type:
+    class WithLocalVariables(base):
+        @property
+        def gradient_combiner(self) -> GradientCombiner:
+            """Knows which gradients are combined, and over which ranks."""
+            return combiner
+
+        def register_local_var(self, var: Any) -> None:
+            """Leave this variable's gradients out of the exchange: each rank has its own value of it."""
+            if isinstance(self, keras.optimizers.LossScaleOptimizer):
+                raise UserError(
+                    "DistributedOptimizer: local variables do not go with LossScaleOptimizer: a rank on which one of "
+                    "their gradients overflows would skip the step alone. Use mixed_bfloat16, which needs no scale."
+                )
+            combiner.register_local(var)
+
+    return WithLocalVariables
+
+
+def _accumulating(base: type, passes: int, average: bool) -> type:
+    """Return a subclass of a distributed optimizer's class that applies the sum of the gradients of several calls."""
+
+    accumulators: dict[Any, tuple[list[tf.Variable], tf.Variable, list[bool]]] = {}
+
+    def accumulators_of(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        """Return, for these variables: the sums, the number of calls, and whether each has ever had a gradient.
+
+        Each set of variables has separate ones, because an optimizer may be called for one set and then for another.
+        """
+        key = tuple(key_of(variable) for variable in variables)
+        if key not in accumulators:
+            accumulators[key] = make_outside_graphs(lambda: new_accumulators(variables))
+        return accumulators[key]
+
+    def new_accumulators(variables: Sequence[Any]) -> tuple[list[tf.Variable], tf.Variable, list[bool]]:
+        sums = [tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False) for variable in variables]
+        with tf.device("CPU:0"):  # on a GPU the host would wait for the count in every step
+            pass_count = tf.Variable(0, dtype=tf.int64, trainable=False)
+        return sums, pass_count, [False] * len(sums)
+
+    class Accumulating(base):
+        def drop_accumulated_gradients(self) -> None:
+            for sums, pass_count, _ in accumulators.values():
+                for variable in (*sums, pass_count):
+                    variable.assign(tf.zeros_like(variable))
+
+        def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+            if trainable_variables is None:
+                raise UserError("DistributedOptimizer: backward_passes_per_step needs apply(grads, variables).")
+            variables = list(trainable_variables)
+            with tf.init_scope():
+                if not self.built:
+                    self.build(variables)
+            sums, pass_count, have_grads = accumulators_of(variables)
+            for i, (total, grad) in enumerate(zip(sums, grads, strict=True)):
+                have_grads[i] |= grad is not None
+                if isinstance(grad, tf.IndexedSlices):
+                    total.scatter_add(grad)
+                elif grad is not None:
+                    total.assign_add(grad)
+
+            def update() -> tf.Tensor:
+                divisor = passes if average else 1
+                accumulated = [
+                    total / divisor if has_grad else None for total, has_grad in zip(sums, have_grads, strict=True)
+                ]
+                super(Accumulating, self).apply(accumulated, variables)
+                for total in sums:
+                    total.assign(tf.zeros_like(total))
+                return tf.constant(True)
+
+            with tf.device("CPU:0"):
+                is_due = tf.equal(pass_count.assign_add(1) % passes, 0)
+            tf.cond(is_due, update, lambda: tf.constant(False))
+
+    return Accumulating
+
+
+class _DistributedTape:
     """Marks the subclasses that DistributedGradientTape makes."""
 
 
-def DistributedGradientTape(
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = hvd.Compression.none,
-    sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Groups = None,
-    process_set: hvd.ProcessSet = hvd.global_process_set,
-    scale_local_gradients: bool = True,
-) -> tf.GradientTape:
-    """Make `gradient` of a tape return gradients combined over all ranks. Returns the same tape.
-
-    Only `gradient` is combined: `jacobian` and `batch_jacobian` stay this rank's. The arguments are those of
-    DistributedOptimizer. A gradient that is None must be None on every rank.
-
-    Raises UserError for arguments that do not go together, and for a tape that is distributed already.
-    """
-    if isinstance(gradtape, _Distributed):
-        raise UserError("DistributedGradientTape: this tape is distributed already; wrap it once.")
-    arguments = Arguments(
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
-    take_class(gradtape, _distributed(type(gradtape), GradientCombiner("DistributedGradientTape", arguments)))
-    return gradtape
-
-
-def PartialDistributedGradientTape(
-    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
-) -> tf.GradientTape:
-    """As DistributedGradientTape, but leave the variables of some layers out: each rank keeps its own gradients.
-
-    local_layers: a built Keras layer, or several.
-    """
-    local_variables = variables_of(local_layers, "PartialDistributedGradientTape")
-    tape: Any = DistributedGradientTape(gradtape, **options)
-    for variable in local_variables:
-        tape.register_local_source(variable)
-    return gradtape
-
-
-def _distributed(base: type, combiner: GradientCombiner) -> type:
-    class Distributed(base, _Distributed):
+def _distributed_tape(base: type, combiner: GradientCombiner) -> type:
+    class Distributed(base, _DistributedTape):
         def register_local_source(self, source: Any) -> None:
             """Leave the gradients of this variable out of the exchange."""
             combiner.register_local(source)
@@ -279,7 +472,7 @@ def _distributed(base: type, combiner: GradientCombiner) -> type:
             local_gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
             flat_sources = tf.nest.flatten(sources)
             grads = combiner(tf.nest.flatten(local_gradients), flat_sources)
-            combined_by_tape.add(grads)
+            _combined_by_tape.update({id(grad): grad for grad in grads if grad is not None})
             return tf.nest.pack_sequence_as(sources, grads)
 
         def get_local_and_global_gradients(
@@ -292,19 +485,3 @@ def _distributed(base: type, combiner: GradientCombiner) -> type:
             return local, [pair for pair in pairs if not combiner.is_local(pair[0])]
 
     return Distributed
-
-
-class _Bf16(Compressor):
-    """Stands for bfloat16, which Horovod cannot add up: GradientExchange sends and adds it."""
-
-    @staticmethod
-    def compress(tensor: Any) -> Any:
-        raise UserError(
-            "hvd.Compression.bf16 is for gradients: of DistributedOptimizer and DistributedGradientTape. Use fp16 here."
-        )
-
-
-class Compression(hvd.Compression):
-    """none, fp16, and bf16: as wide in range as float32, added as float32, and sent as 16 bits."""
-
-    bf16 = _Bf16

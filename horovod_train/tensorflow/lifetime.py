@@ -1,9 +1,18 @@
-"""init: start Horovod as its launcher requires, pin this process to its device, switch the guards; and shutdown."""
+"""The life of Horovod in a script: init starts it and pins the process to its device, shutdown ends it.
+
+In between the ranks are watched, from the first broadcast of variables on, because a script must be able to set up
+devices between `init` and its first operation: ranks that are waited for or have gone are named, and the rank that
+failed first. The watch ends with the process.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -11,13 +20,30 @@ import tensorflow as tf
 
 from horovod_train.config.settings import DeviceConfig, WatchConfig
 from horovod_train.distributed.device import Device
+from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.launch import launcher
-from horovod_train.distributed.start import StartedProcess, start_process
-from horovod_train.distributed.watchdog.watchdog import stall_environment
-from horovod_train.errors import UserError
-from horovod_train.tensorflow import agreement, names, watch
+from horovod_train.distributed.start import StartedProcess, form_group, start_process
+from horovod_train.distributed.watchdog.heartbeat import IN_CALL, files_being_read
+from horovod_train.distributed.watchdog.state import end_process
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
+from horovod_train.errors import AlreadySaid, RunError, UserError
+from horovod_train.output.console import to_stderr
+from horovod_train.output.rank_log import NullRankLog
+from horovod_train.tensorflow import agreement
+
+STEPS_BEFORE_STOP = 2
+"""The step limit applies after this many exchanges: before that a step may still be compiling."""
+
+LIMITS = WatchConfig(warn_after_s=60, stop_after_s=1800, first_step_after_s=1800)
+"""A script may do anything between two steps, such as a long evaluation on root alone, so the limit is a long one."""
+
+_UNPINNED = Device("as the script chose", "", (), ())
 
 log = logging.getLogger(__name__)
+
+_watch: _Watch | None = None
+_started: StartedProcess | None = None
+"""Referenced here to keep its rendezvous open: ranks that start late still need it."""
 
 
 def init(
@@ -48,6 +74,7 @@ def init(
 
     Raises UserError if the processes would not find each other, or have too few GPUs.
     """
+    global _started, _watch
     if comm is not None:
         raise UserError(
             "hvd.init: comm is not served. Give process_sets=[hvd.ProcessSet([0, 1])] for a part of the ranks."
@@ -60,17 +87,19 @@ def init(
             "hvd.init: process_sets and limits of the watch are for ranks that stay; horovodrun --min-np started an "
             "elastic script. Leave them out."
         )
-    limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else watch.LIMITS
+    limits = watch_ranks if isinstance(watch_ranks, WatchConfig) else LIMITS
     agreement.switch(agreement.Guards(check_weights, files_on_root_only, end_epochs_together))
     environment = stall_environment(limits) if watch_ranks and not is_elastic else None
-    started = start_process(environment=environment, process_sets=process_sets)
-    device = _pin(started) if pin_device else _UNPINNED
-    watch.prepare(started, device, limits if watch_ranks else None)
+    _started = start_process(environment=environment, process_sets=process_sets)
+    device = _pin(_started) if pin_device else _UNPINNED
+    if watch_ranks and limits.enabled:
+        _watch = _Watch(_started, device, limits)
 
 
 def shutdown() -> None:
     """Shut Horovod down in this process. It cannot exchange with the others any more, whose watch expects that."""
-    watch.end()
+    if _watch is not None and _watch.run_end is not None:
+        _watch.run_end.close()
     hvd.shutdown()
 
 
@@ -90,17 +119,35 @@ def remove_process_set(process_set: hvd.ProcessSet) -> bool:
     is_removed = bool(hvd.remove_process_set(process_set))
     if is_removed and process_set_id is not None:
         agreement.forget_process_set(process_set_id)
-        names.forget_process_set(process_set_id)
     return is_removed
 
 
 def barrier(process_set: hvd.ProcessSet = hvd.global_process_set) -> None:
     """Collective: return when every rank of the process set has called it."""
-    with watch.exchanging("hvd.barrier"):
+    with exchanging("hvd.barrier"):
         hvd.allreduce(tf.zeros(1), op=hvd.Sum, name="barrier", process_set=process_set)
 
 
-_UNPINNED = Device("as the script chose", "", (), ())
+def begin_watch() -> None:
+    """Collective, the first time: begin to watch, if `init` was told to."""
+    if _watch is not None:
+        _watch.begin()
+
+
+def note_progress() -> None:
+    """Let the watch, if there is one, see that this rank makes progress outside of steps. Cheap."""
+    if _watch is not None and _watch.group is not None:
+        _watch.group.heartbeat.phase("train")
+
+
+def exchanging(call: str) -> AbstractContextManager[None]:
+    """Return a context in which the watch, if there is one, sees that this rank waits for the others.
+
+    call: which exchange, for messages: "hvd.barrier", "the start of model.fit". Only for exchanges that Python calls;
+    those of gradients are inside compiled steps, which the watch counts.
+    """
+    group = None if _watch is None else _watch.group
+    return nullcontext() if group is None else group.heartbeat.phase("exchange", f"{IN_CALL}{call}")
 
 
 def _pin(started: StartedProcess) -> Device:
@@ -115,3 +162,60 @@ def _pin(started: StartedProcess) -> Device:
     except UserError:
         started.rendezvous.close()
         raise
+
+
+class _Watch:
+    """The watch of this process; begins at most once."""
+
+    def __init__(self, started: StartedProcess, device: Device, limits: WatchConfig) -> None:
+        self._started, self._device, self._limits = started, device, limits
+        self.group: WorkerGroup | None = None
+        self.run_end: RunEnd | None = None
+        self._exit_code: int | None = None
+        self._previous_excepthook = sys.excepthook
+        sys.excepthook = self._report
+        # Registered first, so that it runs last. Python itself would exit with 1 after any exception.
+        atexit.register(self._exit)
+
+    def begin(self) -> None:
+        """Collective, the first time: start the watchdog; do nothing in an elastic script or on one rank."""
+        started_by = self._started.started_by
+        if self.run_end is not None or started_by.is_elastic or started_by.size == 1:
+            return
+        with self._started.rendezvous:
+            self.group = group = form_group(self._started, self._device)
+        group.heartbeat.phase("train")
+        group.heartbeat.set_probe(lambda: _probe(group))
+        log = NullRankLog()
+        self.run_end = RunEnd(group, log, open_watchdog(group, log, self._limits))
+        atexit.register(self.run_end.close)
+
+    def _report(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """Show the exception that ends the script, unless another rank's has ended it; note the exit code.
+
+        Before the watchdog runs, each rank shows its exception.
+        """
+        error = agreement.cause_of(error)
+        if not isinstance(error, Exception):
+            self._previous_excepthook(kind, error, traceback)
+        elif self.run_end is not None:
+            try:
+                self.run_end.__exit__(type(error), error, traceback)
+            except AlreadySaid as outcome:
+                self._exit_code = outcome.exit_code
+        elif isinstance(error, RunError):
+            to_stderr(f"error: {error}")
+            self._exit_code = error.exit_code
+        else:
+            self._previous_excepthook(kind, error, traceback)
+
+    def _exit(self) -> None:
+        if self._exit_code is not None:
+            end_process(self._exit_code)
+
+
+def _probe(group: WorkerGroup) -> tuple[int, str | None, str]:
+    step = agreement.exchange_count()
+    if step > STEPS_BEFORE_STOP:
+        group.heartbeat.record_first_step()
+    return step, None, files_being_read()

@@ -25,7 +25,7 @@ from horovod_train.data.pipeline.pipeline import Pipeline, build_pipeline
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable, check_have_gradients, check_sendable
 from horovod_train.distributed.optimizer import GradientExchange
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in, synchronise_batch_norm
-from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
+from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
 from horovod_train.errors import UserError
 from horovod_train.keras_seams import compile_arguments, compiled_losses
 from horovod_train.models import build_model

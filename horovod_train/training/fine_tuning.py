@@ -27,7 +27,7 @@ from horovod_train.data.hdf5_file import open_hdf5
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import UserError, one_line
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import take_class
 
 _LORA = re.compile(r"/lora_(kernel|embeddings)_[ab]$")
 """The paths of what `enable_lora` adds: these weights exist to be trained, so `freeze` leaves them alone."""

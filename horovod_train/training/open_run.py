@@ -28,12 +28,10 @@ from horovod_train.data.source import difference, names_of
 from horovod_train.distributed import consistency
 from horovod_train.distributed.device import traced_memory_environment
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.distributed.launch import initialize, launcher
-from horovod_train.distributed.launch.initialize import suit_cycle
-from horovod_train.distributed.start import start
+from horovod_train.distributed.launch import launcher
+from horovod_train.distributed.start import forget_timeline, start, suit_cycle, timeline_environment
 from horovod_train.distributed.watchdog.heartbeat import HOOK, TRAIN
-from horovod_train.distributed.watchdog.run_end import RunEnd
-from horovod_train.distributed.watchdog.watchdog import open_watchdog, stall_environment
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog, stall_environment
 from horovod_train.errors import RanksStartApart, UserError
 from horovod_train.output import logs, rank_log
 from horovod_train.output.lease import open_lease
@@ -60,7 +58,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with ExitStack() as stack:
         environment = _environment(config)
         if config.horovod.timeline:
-            stack.callback(initialize.forget_timeline)
+            stack.callback(forget_timeline)
         group = start(config.horovod, config.device, deterministic=config.deterministic, environment=environment)
         stack.enter_context(logs.to_console(group.is_root, users=users_modules(as_dict(config))))
         with group.raise_together():
@@ -126,7 +124,7 @@ def _environment(config: Config) -> dict[str, str]:
     """Return environment variables for Horovod and TensorFlow; variables set by the user take precedence."""
     memory = traced_memory_environment() if config.log.profile_at_steps else {}
     is_root, run_dir = launcher.detect().rank == 0, Path(_output_dir(config))
-    written = initialize.timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
+    written = timeline_environment(run_dir, is_root=is_root) if config.horovod.timeline else {}
     return stall_environment(config.watch) | memory | written
 
 

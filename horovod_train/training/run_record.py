@@ -19,7 +19,7 @@ from horovod_train.checkpoint.tensors import Checkpoint
 from horovod_train.config.settings import Config
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.watchdog.heartbeat import HOOK
-from horovod_train.distributed.watchdog.run_end import RunEnd
+from horovod_train.distributed.watchdog.watchdog import RunEnd
 from horovod_train.output.run_dir import Output
 from horovod_train.training.build import Components
 from horovod_train.training.state import TrainState

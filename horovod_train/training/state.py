@@ -21,8 +21,8 @@ import xxhash
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
 from horovod_train.errors import DivergedError, UserError
+from horovod_train.keras_seams import take_class
 from horovod_train.models.model_parallel import variable_beside
-from horovod_train.subclass import take_class
 from horovod_train.training.nonfinite import Failure, nonfinite_names
 from horovod_train.training.steps.optimizers import Optimizers
 from horovod_train.training.sync import EveryStep, SyncStrategy, by_unique_name

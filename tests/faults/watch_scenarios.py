@@ -112,8 +112,7 @@ def watched(trouble: Callable[[Group], None], last: int) -> Callable[[], int]:
     def run() -> int:
         from horovod_train.config.settings import WatchConfig
         from horovod_train.distributed.watchdog.heartbeat import Heartbeat
-        from horovod_train.distributed.watchdog.run_end import RunEnd
-        from horovod_train.distributed.watchdog.watchdog import open_watchdog
+        from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog
         from horovod_train.errors import AlreadySaid
         from horovod_train.output import rank_log
 

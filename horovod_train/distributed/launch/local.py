@@ -1,8 +1,6 @@
-"""Start ranks on this host, in the way that exchanges fastest here. Imports neither Horovod nor TensorFlow.
+"""Start ranks on this host, in the way that exchanges fastest here. Does not import TensorFlow.
 
 python -m horovod_train.distributed.launch.local 4      prints the command that starts 4 ranks, for scripts/run_local.sh
-
-Call a function on several ranks from a Python program: Horovod's `horovod.run`, which needs nothing of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Literal
 
-from horovod.runner import run
+from horovod.runner import run as run  # for Python programs: call a function on several ranks
 
 Way = Literal["mpirun", "horovodrun"]
 
@@ -62,7 +60,7 @@ def mpi_problem() -> str | None:
     if library is None or not is_linked_with_mpi(library):
         return "Horovod was built without MPI"
     try:
-        finished = _run_in_session([*launch_command("mpirun", 2), sys.executable, "-c", _PRINT_SIZE], _TRY_WITHIN_S)
+        finished = run_ranks("mpirun", 2, [sys.executable, "-c", _PRINT_SIZE], {}, _TRY_WITHIN_S)
     except subprocess.TimeoutExpired:
         return f"mpirun did not start two processes within {_TRY_WITHIN_S:.0f} s"
     sizes = re.findall(r"size=(\d+);", finished.stdout)
@@ -74,12 +72,14 @@ def mpi_problem() -> str | None:
     return f"mpirun cannot start two processes: {lines[-1].strip() if lines else f'exit {finished.returncode}'}"
 
 
-def _run_in_session(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end. Raises subprocess.TimeoutExpired, after all processes that it started have ended."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+def run_ranks(
+    way: Way, ranks: int, program: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on ranks of this host until it ends; `environment` is added to this process's.
+
+    Raises subprocess.TimeoutExpired, after all processes that it started have ended.
+    """
+    process = start_program([*launch_command(way, ranks), *program], environment, own_session=True)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except BaseException:
@@ -116,24 +116,9 @@ def is_linked_with_mpi(library: Path) -> bool:
         return content.find(b"libmpi") >= 0
 
 
-def run_ranks(
-    way: Way, ranks: int, program: Sequence[str], environment: Mapping[str, str], timeout_s: float
-) -> subprocess.CompletedProcess[str]:
-    """Run a program on ranks until it ends; `environment` is added to this process's.
-
-    Raises subprocess.TimeoutExpired, after the launcher has been told to end its ranks.
-    """
-    process = start_program([*launch_command(way, ranks), *program], environment)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except BaseException:
-        process.terminate()
-        process.communicate()
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def start_program(command: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start_program(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, *, own_session: bool = False
+) -> subprocess.Popen[str]:
     """Start a program whose output is collected; `environment` is added to this process's."""
     return subprocess.Popen(
         list(command),
@@ -142,6 +127,7 @@ def start_program(command: Sequence[str], environment: Mapping[str, str] | None 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=own_session,
     )
 
 
@@ -178,6 +164,3 @@ def _main() -> int:
 
 if __name__ == "__main__":
     sys.exit(_main())
-
-
-__all__ = ["run"]

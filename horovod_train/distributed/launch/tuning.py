@@ -1,7 +1,7 @@
 """Choose the settings of Horovod and MPI by how the ranks exchange, with the origin of and reason for each.
 
-One pure function. The user's environment wins over a default, the config over both. Does not
-choose how ranks are started (see local) or how many threads they get (see device).
+The user's environment wins over a default, the config over both. Does not choose how ranks are started (see local) or
+how many threads they get (see device).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 """Whether a rank that waits in Open MPI leaves its cores to others: 1 or 0."""
 
 SMALL_MODEL_CYCLE_MS = {True: "0", False: "0.1"}
-"""The same over MPI where the gradients of a step are small, by whether ranks that wait yield; see cycle."""
+"""The same over MPI where the gradients of a step are small, by whether ranks that wait yield; see start.suit_cycle."""
 
 ELASTIC_TIMEOUT_S = "60"
 """How long elastic ranks wait for a host that has vanished without closing connections, or that loads TensorFlow."""

@@ -1,9 +1,6 @@
 """What the threads of a rank's watchdog share: why the run ends, which rank shows its exception, when to exit.
 
-Which rank of a host prints a line that all of its ranks know: the first that asks. A rank that died cannot ask.
-
-The ranks of a host share an empty file. It loses its name when all have opened it, so that nothing is left from then
-on, however they end. It lies in memory, not on a disk, which may hang when a run fails: a rank that asks must not wait.
+Also which rank of a host prints a line that all of its ranks know. Does not send or decide; see watch_thread.
 """
 
 from __future__ import annotations
@@ -30,9 +27,8 @@ from horovod_train.output.console import let_go, to_stderr
 from horovod_train.output.rank_log import RankLog
 from horovod_train.output.removal import Artifact, remove
 
-if TYPE_CHECKING:  # The watchdog itself needs no TensorFlow.
+if TYPE_CHECKING:  # Commands plan with the watchdog before TensorFlow is loaded.
     from horovod_train.distributed.group import WorkerGroup
-
 
 ANSWER_WITHIN_S = 3.0
 PAUSED_AFTER_S = 2.0
@@ -40,6 +36,9 @@ PAUSED_AFTER_S = 2.0
 
 DISAPPEARED = "disappeared: killed or out of memory?"
 LEFT = "ended by itself, by sys.exit or at the end of its script, while other ranks still exchange"
+
+_FILE = Artifact("a file that the ranks of a host share", r"horovod_train-[0-9a-f]{16}-\d+")
+_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -186,12 +185,13 @@ def end_process(exit_code: int) -> None:
     os._exit(exit_code)
 
 
-_FILE = Artifact("a file that the ranks of a host share", r"horovod_train-[0-9a-f]{16}-\d+")
-_MEMORY = Path("/dev/shm")
-
-
 class HostClaim:
-    """Open in each rank of a host. path: the same file in all of them. Raises OSError."""
+    """Which rank of a host prints a line that all of its ranks know: the first that asks. One that died cannot ask.
+
+    The ranks of a host share an empty file, `path`. It loses its name when all have opened it, so that nothing is left
+    from then on, however they end. It lies in memory, not on a disk, which may hang when a run fails: a rank that asks
+    must not wait. Raises OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

@@ -2,13 +2,6 @@
 
 A message is a JSON object with `kind`, one per line. Does not know what the messages mean. Never blocks for long: a
 rank that does not read loses messages, and does not delay the others.
-
-The port where ranks connect to root, and the pending connections there: not yet identified as a rank.
-
-At most HELLO.size bytes are read from a pending connection, compared and not parsed. It is closed if it is too slow, or
-if too many others connect. Pending connections therefore cost root a bounded number of descriptors and bytes, whatever
-they send. asyncio's streams would be less code, but they accept and buffer data before a limit applies: 900 connections
-with 200 kB each cost 900 descriptors and 200 MB. Does not exchange messages with ranks; see transport.
 """
 
 from __future__ import annotations
@@ -23,11 +16,30 @@ import selectors
 import socket
 import struct
 import time
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
 _LONGEST_LINE = 1 << 16
+
+HELLO = struct.Struct("!32sI")
+"""What a rank sends first: the token and its number."""
+ADMITTED = b"+"
+"""What root answers. A rank counts as connected only after this."""
+
+HELLO_WITHIN_S = 10.0
+SPARE_PENDING = 32
+"""In addition to one for each rank, because all may connect at the same moment."""
+_ACCEPTS_PER_TURN = 64
+_PAUSE_S = 1.0
+
+
+class Address(NamedTuple):
+    """Root's address, and the secret that identifies a rank."""
+
+    host: str
+    port: int
+    token: str
 
 
 class Lost(NamedTuple):
@@ -40,20 +52,11 @@ Received = list[tuple[int, Message | Lost]]
 """Messages, each with the rank that sent it."""
 
 
-class Transport(Protocol):
-    """This rank's connections. `send` from any thread, under the caller's lock; `poll` from one thread."""
-
-    def poll(self, timeout_s: float) -> Received:
-        """Return what has arrived, as soon as there is something or the time is up."""
-
-    def send(self, message: Message) -> None:
-        """Send to every connected rank to which this is possible now. Errors appear when receiving."""
-
-    def close(self) -> None: ...
-
-
 class Connection:
-    """One connection: the Transport of every rank but root. peer: the rank at the other end."""
+    """One connection: the Transport of every rank but root. peer: the rank at the other end.
+
+    `send` may be called from any thread, under the caller's lock; `poll` and `receive` from one thread.
+    """
 
     def __init__(self, connected: socket.socket, peer: int) -> None:
         connected.setblocking(False)
@@ -64,6 +67,7 @@ class Connection:
         self._is_open = True
 
     def send(self, message: Message) -> None:
+        """Send, if this is possible now. Errors appear when receiving."""
         self.send_line(_line(message))
 
     def send_line(self, line: bytes) -> None:
@@ -91,6 +95,7 @@ class Connection:
         return [*received, (self._peer, Lost(closed=True))]
 
     def poll(self, timeout_s: float) -> Received:
+        """Return what has arrived, as soon as there is something or the time is up."""
         if not self._is_open:
             time.sleep(timeout_s)
             return []
@@ -116,24 +121,42 @@ def _parse(line: bytes) -> Message:
 
 
 class Server:
-    """Root's Transport: a Connection for each rank that its Listener has admitted. size: the number of ranks."""
+    """Root's Transport: a Connection for each rank, and the port where ranks connect. size: the number of ranks.
+
+    A pending connection is not yet identified as a rank. At most HELLO.size bytes are read from it, compared and not
+    parsed. It is closed if it is too slow, or if too many others connect. Pending connections therefore cost root a
+    bounded number of descriptors and bytes, whatever they send. asyncio's streams would be less code, but they accept
+    and buffer data before a limit applies: 900 connections with 200 kB each cost 900 descriptors and 200 MB.
+    """
 
     def __init__(self, host: str, size: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._port = socket.create_server((host, 0), family=family, backlog=1024)
+        self._port.setblocking(False)
+        self.address = Address(host, self._port.getsockname()[1], secrets.token_hex(16))
+        self._size = size
         self._selector = selectors.DefaultSelector()
-        self._listener = Listener(host, size, self._selector)
-        self.address = self._listener.address
+        self._selector.register(self._port, selectors.EVENT_READ)
+        self._pending: dict[socket.socket, tuple[bytes, float]] = {}
+        """What each pending connection has sent, and its deadline; the oldest first."""
         self._connections: dict[int, Connection] = {}
+        self._admitted: set[int] = set()
+        """The ranks that have connected; none may do so again."""
+        self._pauses_until = 0.0
 
     def poll(self, timeout_s: float) -> Received:
         received: Received = []
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.data, int):
                 received += self._receive(key.data)
-            elif admitted := self._listener.serve(key.fileobj):
-                rank, connected = admitted
-                self._connections[rank] = Connection(connected, rank)
-                self._selector.register(connected, selectors.EVENT_READ, rank)
-        self._listener.tick()
+            elif key.fileobj is self._port:
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._pending:
+                try:
+                    self._authenticate(key.fileobj)
+                except OSError:
+                    self._drop(key.fileobj)
+        self._end_waits()
         return received
 
     @property
@@ -142,6 +165,7 @@ class Server:
         return sorted(self._connections)
 
     def send(self, message: Message) -> None:
+        """Send to every connected rank to which this is possible now."""
         line = _line(message)
         for connection in list(self._connections.values()):
             connection.send_line(line)
@@ -153,7 +177,9 @@ class Server:
     def close(self) -> None:
         for connection in self._connections.values():
             connection.close()
-        self._listener.close()
+        for pending in list(self._pending):
+            self._drop(pending)
+        self._port.close()
         self._selector.close()
 
     def _receive(self, rank: int) -> Received:
@@ -163,6 +189,67 @@ class Server:
             self._selector.unregister(connection.socket)
             del self._connections[rank]
         return received
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._port.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError:
+                # Usually no descriptors are left. The port would stay ready, and each accept would fail again.
+                self._selector.unregister(self._port)
+                self._pauses_until = time.monotonic() + _PAUSE_S
+                self._drop_oldest()
+                return
+            if len(self._pending) >= self._size + SPARE_PENDING:
+                self._drop_oldest()
+            connection.setblocking(False)
+            self._pending[connection] = (b"", time.monotonic() + HELLO_WITHIN_S)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _authenticate(self, connection: socket.socket) -> None:
+        """Read from a pending connection; admit it as a rank once it has identified itself as one."""
+        hello, deadline = self._pending[connection]
+        received = connection.recv(HELLO.size - len(hello))
+        hello += received
+        self._pending[connection] = (hello, deadline)  # keeps its place in the order
+        if len(hello) < HELLO.size:
+            if not received:
+                self._drop(connection)
+            return
+        token, rank = HELLO.unpack(hello)
+        is_rank = hmac.compare_digest(token, self.address.token.encode())
+        if not is_rank or rank >= self._size or rank in self._admitted:
+            self._drop(connection)
+            return
+        connection.send(ADMITTED)
+        self._admitted.add(rank)
+        del self._pending[connection]
+        self._connections[rank] = Connection(connection, rank)
+        self._selector.modify(connection, selectors.EVENT_READ, rank)
+
+    def _drop_oldest(self) -> None:
+        if self._pending:
+            self._drop(next(iter(self._pending)))
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _end_waits(self) -> None:
+        """Drop pending connections after their deadline; accept again after a pause."""
+        now = time.monotonic()
+        while self._pending and (oldest := next(iter(self._pending.items())))[1][1] <= now:
+            self._drop(oldest[0])
+        if 0 < self._pauses_until <= now:
+            self._pauses_until = 0.0
+            self._selector.register(self._port, selectors.EVENT_READ)
+
+
+Transport = Connection | Server
+"""This rank's connections."""
 
 
 def connect(address: Address, rank: int, timeout_s: float) -> Connection:
@@ -186,116 +273,3 @@ def connect(address: Address, rank: int, timeout_s: float) -> Connection:
         if time.monotonic() > deadline:
             raise failure
         time.sleep(random.uniform(0.05, 0.2))
-
-
-HELLO = struct.Struct("!32sI")
-"""What a rank sends first: the token and its number."""
-ADMITTED = b"+"
-"""What root answers. A rank counts as connected only after this."""
-
-HELLO_WITHIN_S = 10.0
-SPARE_PENDING = 32
-"""In addition to one for each rank, because all may connect at the same moment."""
-_ACCEPTS_PER_TURN = 64
-_PAUSE_S = 1.0
-
-
-class Address(NamedTuple):
-    """Root's address, and the secret that identifies a rank."""
-
-    host: str
-    port: int
-    token: str
-
-
-class Listener:
-    """Registers its port and its pending connections with `selector`, without data.
-
-    Pass a socket that is ready to `serve`.
-    """
-
-    def __init__(self, host: str, size: int, selector: selectors.BaseSelector) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._port = socket.create_server((host, 0), family=family, backlog=1024)
-        self._port.setblocking(False)
-        self.address = Address(host, self._port.getsockname()[1], secrets.token_hex(16))
-        self._size, self._selector = size, selector
-        self._selector.register(self._port, selectors.EVENT_READ)
-        self._pending: dict[socket.socket, tuple[bytes, float]] = {}
-        """What each pending connection has sent, and its deadline; the oldest first."""
-        self._admitted: set[int] = set()
-        self._pauses_until = 0.0
-
-    def serve(self, ready: object) -> tuple[int, socket.socket] | None:
-        """Accept or read from the socket that is ready; return (rank, its connection) once it has identified itself."""
-        if ready is self._port:
-            self._accept()
-        elif isinstance(ready, socket.socket) and ready in self._pending:
-            try:
-                return self._authenticate(ready)
-            except OSError:
-                self._drop(ready)
-        return None
-
-    def tick(self) -> None:
-        """Drop pending connections after their deadline; accept again after a pause. Call this about once a second."""
-        now = time.monotonic()
-        while self._pending and (oldest := next(iter(self._pending.items())))[1][1] <= now:
-            self._drop(oldest[0])
-        if 0 < self._pauses_until <= now:
-            self._pauses_until = 0.0
-            self._selector.register(self._port, selectors.EVENT_READ)
-
-    def close(self) -> None:
-        for connection in list(self._pending):
-            self._drop(connection)
-        self._port.close()
-
-    def _accept(self) -> None:
-        for _ in range(_ACCEPTS_PER_TURN):
-            try:
-                connection, _ = self._port.accept()
-            except (BlockingIOError, ConnectionError):
-                return
-            except OSError:
-                # Usually no descriptors are left. The port would stay ready, and each accept would fail again.
-                self._selector.unregister(self._port)
-                self._pauses_until = time.monotonic() + _PAUSE_S
-                self._drop_oldest()
-                return
-            if len(self._pending) >= self._size + SPARE_PENDING:
-                self._drop_oldest()
-            connection.setblocking(False)
-            self._pending[connection] = (b"", time.monotonic() + HELLO_WITHIN_S)
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def _authenticate(self, connection: socket.socket) -> tuple[int, socket.socket] | None:
-        hello, deadline = self._pending[connection]
-        received = connection.recv(HELLO.size - len(hello))
-        hello += received
-        self._pending[connection] = (hello, deadline)  # keeps its place in the order
-        if len(hello) < HELLO.size:
-            if not received:
-                self._drop(connection)
-            return None
-        token, rank = HELLO.unpack(hello)
-        is_rank = hmac.compare_digest(token, self.address.token.encode())
-        if not is_rank or rank >= self._size or rank in self._admitted:
-            self._drop(connection)
-            return None
-        connection.send(ADMITTED)
-        self._admitted.add(rank)
-        self._forget(connection)
-        return rank, connection
-
-    def _drop_oldest(self) -> None:
-        if self._pending:
-            self._drop(next(iter(self._pending)))
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        connection.close()
-
-    def _forget(self, connection: socket.socket) -> None:
-        del self._pending[connection]
-        self._selector.unregister(connection)

@@ -1,6 +1,6 @@
 """The watchdog's thread on every rank: sends and receives heartbeats, and ends the process if it must.
 
-What root does with a message, and what the other ranks do, is in coordinator and worker. The messages, by `kind`:
+What root does with a message is in Coordinator, what the other ranks do in Worker. The messages, by `kind`:
 
     beat     root ↔ ranks   `beat`: what the sender is doing
     claim    rank → root    its main thread has failed, and wants to show its exception
@@ -12,12 +12,8 @@ What root does with a message, and what the other ranks do, is in coordinator an
     stalled  rank → root    `text`: root was silent for too long, and this rank ends
     bye      root ↔ ranks   the sender has finished
 
-Root's role: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports.
-
 A stalled run ends in two rounds: root sends `stop`, and the ranks write their stacks and answer `ready`; then root
 sends `leave`. No rank ends before all have written, because a launcher kills all ranks when the first has ended.
-
-The role of every rank but root: follow root's messages, and check that root is not silent.
 """
 
 from __future__ import annotations
@@ -26,9 +22,9 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from horovod_train.distributed.watchdog.heartbeat import TRAIN
 from horovod_train.distributed.watchdog.state import (
@@ -48,27 +44,40 @@ from horovod_train.output.logs import SLOW
 LEAVE_WITHIN_S = 4.0
 """How long a process may take to end once its run has failed; then the watchdog ends it."""
 
+_STACKS_WITHIN_S = 2.0
+"""How long a rank waits for the others to write their stacks: the launcher kills all ranks when the first ends."""
 _MAX_FAILURES_REPORTED = 10
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[[int, Message, float], None]
 """(rank that sent it, message, now)"""
 
 
-class Role(Protocol):
-    """What differs between root and the other ranks. Everything here is called under `WatchState.changed`."""
+class Role(ABC):
+    """What root and the other ranks do differently. Everything here is called under `WatchState.changed`."""
 
-    @property
-    def handlers(self) -> Mapping[str, Handler]:
+    def __init__(self, state: WatchState) -> None:
+        self._state = state
+        self.handlers: dict[str, Handler] = {"beat": state.hear, "bye": self._finish}
         """What to do with a message, by its kind. Other kinds are ignored."""
 
+    @abstractmethod
     def lose(self, rank: int, now: float) -> None:
         """React to a rank that has closed its connection."""
 
+    @abstractmethod
     def decide(self, now: float) -> None:
         """React if other ranks are silent or make no progress."""
 
+    @abstractmethod
     def claim(self) -> None:
         """Ask to be the rank that shows its exception; `WatchState.speaker` is the answer."""
+
+    def _finish(self, rank: int, message: Message, now: float) -> None:
+        if rank not in self._state.finished:  # it may say so twice
+            self._state.finished.append(rank)
+        self._state.detector.forget(rank)
 
 
 class WatchThread:
@@ -170,21 +179,20 @@ class WatchThread:
             time.sleep(self._turn_s)
 
 
-log = logging.getLogger(__name__)
+class Coordinator(Role):
+    """Root's role: receive all heartbeats, detect stalls, and pass on to all ranks what one of them reports.
 
-
-class Coordinator:
-    """server: the transport of `state`."""
+    server: the transport of `state`.
+    """
 
     def __init__(self, state: WatchState, server: Server) -> None:
-        self._state, self._server = state, server
+        super().__init__(state)
+        self._server = server
         self._slow_since: float | None = None
-        self.handlers: Mapping[str, Handler] = {
-            "beat": state.hear,
+        self.handlers |= {
             "claim": lambda rank, message, now: self._answer(rank),
             "cause": lambda rank, message, now: state.announce_cause(Cause(**message["cause"])),
             "stalled": self._end_frozen_root,
-            "bye": self._finish,
         }
 
     def lose(self, rank: int, now: float) -> None:
@@ -219,11 +227,6 @@ class Coordinator:
             self._state.set_speaker(rank)
         self._server.send_to(rank, {"kind": "speaker", "rank": self._state.speaker})
 
-    def _finish(self, rank: int, message: Message, now: float) -> None:
-        if rank not in self._state.finished:  # it may say so twice
-            self._state.finished.append(rank)
-        self._state.detector.forget(rank)
-
     def _end_frozen_root(self, rank: int, message: Message, now: float) -> None:
         """End this process: it was frozen, and the others have ended because of that."""
         self._state.record_stall(f"the other ranks have ended: {message['text']}")
@@ -247,22 +250,19 @@ class Coordinator:
         end_process(Stalled.exit_code)
 
 
-_STACKS_WITHIN_S = 2.0
-"""How long a rank waits for the others to write their stacks: the launcher kills all ranks when the first ends."""
+class Worker(Role):
+    """The role of every rank but root: follow root's messages, and check that root is not silent.
 
-
-class Worker:
-    """state: its transport is the connection to root."""
+    state: its transport is the connection to root.
+    """
 
     def __init__(self, state: WatchState) -> None:
-        self._state = state
-        self.handlers: Mapping[str, Handler] = {
-            "beat": state.hear,
+        super().__init__(state)
+        self.handlers |= {
             "speaker": lambda rank, message, now: state.set_speaker(message["rank"]),
             "cause": lambda rank, message, now: state.record_cause(Cause(**message["cause"])),
             "stop": self._stop,
             "leave": self._leave,
-            "bye": self._finish,
         }
 
     def lose(self, rank: int, now: float) -> None:
@@ -294,11 +294,6 @@ class Worker:
 
     def claim(self) -> None:
         self._state.transport.send({"kind": "claim"})
-
-    def _finish(self, rank: int, message: Message, now: float) -> None:
-        if rank not in self._state.finished:
-            self._state.finished.append(rank)
-        self._state.detector.forget(rank)
 
     def _stop(self, rank: int, message: Message, now: float) -> None:
         self._state.record_stall(message["text"])

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.objects import HOST
 from horovod_train.output import removal
-from horovod_train.tensorflow import watch
+from horovod_train.tensorflow.lifetime import exchanging
 
 FILES = removal.Artifact(
     "a file of BackupAndRestore", r"(latest\.weights\.h5|training_metadata\.json)(\.bkp|\.before)?"
@@ -31,7 +31,7 @@ def restore_from_root(callbacks: list[keras.callbacks.Callback], model: keras.Mo
                 callbacks[index] = backup = RootsBackup(callback)
                 backup.restore()
     epoch = getattr(model, "_initial_epoch", None) or 0
-    with watch.exchanging("the start of model.fit"), tf.device(HOST):
+    with exchanging("the start of model.fit"), tf.device(HOST):
         epoch = int(hvd.broadcast(tf.constant(epoch, tf.int64), root_rank, name="fit.initial_epoch").numpy())
     if epoch:
         model._initial_epoch = epoch

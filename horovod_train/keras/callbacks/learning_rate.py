@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.broadcast import callbacks_of_fit, early_ends
+from horovod_train.keras.callbacks.fit import callbacks_of_fit, early_ends
 from horovod_train.optim.lars import LARS
 
 _VELOCITY_SLOTS = {keras.optimizers.SGD: "momentum", keras.optimizers.RMSprop: "momentum", LARS: "velocity"}

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from horovod_train.distributed.group import WorkerGroup, as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.subclass import method_replaced
+from horovod_train.keras_seams import method_replaced
 from horovod_train.training.steps.shares import Shares
 
 RECORDS_IN_FLOAT32 = 1 << 20

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.optimizer import GradientExchange, distribute
 from horovod_train.distributed.sync_batch_norm import layers_inside, parts_in
-from horovod_train.subclass import method_replaced, take_class
+from horovod_train.keras_seams import method_replaced, take_class
 from horovod_train.training.nonfinite import are_finite, gradient_values, poison_if_nonfinite, small_gradient_values
 from horovod_train.training.steps.shares import Shares
 from horovod_train.training.sync import SyncStrategy

@@ -19,8 +19,7 @@ import tensorflow as tf
 from horovod_train.data.pipeline.batch_source import Batch, StepSize
 from horovod_train.distributed.allreduce import exchange_name
 from horovod_train.distributed.group import WorkerGroup
-from horovod_train.keras_seams import mask_of
-from horovod_train.subclass import take_class
+from horovod_train.keras_seams import mask_of, take_class
 from horovod_train.training.losses import refuse_logits
 from horovod_train.training.nonfinite import restored_if
 

@@ -21,7 +21,7 @@ from horovod_train.data.counter_rng import mix
 from horovod_train.data.pipeline.batch_source import Batch, Batches, Cursor, StepSize, for_each_batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import rows_that_count
-from horovod_train.distributed.watchdog.phase_variable import BatchCounter, PhaseVariable
+from horovod_train.distributed.watchdog.heartbeat import BatchCounter, PhaseVariable
 from horovod_train.keras_seams import loss_tracker, mask_of, set_mask
 from horovod_train.training.nonfinite import are_finite, restored_if, restored_if_nonfinite
 from horovod_train.training.state import TrainState

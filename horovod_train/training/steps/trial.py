@@ -18,8 +18,8 @@ from horovod_train.config.registry import raised_at
 from horovod_train.data.pipeline.batch_source import Batch
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.errors import RunError, UserError, one_line
+from horovod_train.keras_seams import method_replaced
 from horovod_train.output.metrics import ABOUT
-from horovod_train.subclass import method_replaced
 from horovod_train.training.steps.figures import Source, flat_logs, metrics_in, noting_results, sources_of
 from horovod_train.training.steps.shares import Data
 

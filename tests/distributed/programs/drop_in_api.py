@@ -34,7 +34,7 @@ from twenty_steps import (
 
 import horovod_train.keras as hvd
 import horovod_train.tensorflow as hvd_tf
-from horovod_train.tensorflow.optimizer import drop_accumulated_gradients
+from horovod_train.tensorflow.gradients import drop_accumulated_gradients
 
 OUT = Path(sys.argv[1])
 

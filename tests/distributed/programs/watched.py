@@ -20,9 +20,8 @@ import tensorflow as tf
 from horovod_train.config.settings import DeviceConfig, HorovodConfig, WatchConfig
 from horovod_train.data.pipeline.feed import Feed
 from horovod_train.distributed.start import start
-from horovod_train.distributed.watchdog.phase_variable import PhaseVariable
-from horovod_train.distributed.watchdog.run_end import RunEnd
-from horovod_train.distributed.watchdog.watchdog import open_watchdog
+from horovod_train.distributed.watchdog.heartbeat import PhaseVariable
+from horovod_train.distributed.watchdog.watchdog import RunEnd, open_watchdog
 from horovod_train.errors import AlreadySaid
 from horovod_train.output import logs, rank_log
 from horovod_train.output.console import to_stderr

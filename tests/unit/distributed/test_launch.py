@@ -9,7 +9,8 @@ from pathlib import Path
 import horovod.tensorflow as hvd
 import pytest
 
-from horovod_train.distributed.launch import initialize, launcher
+from horovod_train.distributed import start
+from horovod_train.distributed.launch import launcher
 from horovod_train.distributed.launch.launcher import (
     Launch,
     Launcher,
@@ -210,9 +211,9 @@ def test_ranks_of_mpi_are_refused_by_a_horovod_without_mpi(
     monkeypatch.setattr(hvd, "mpi_built", lambda: False)
     monkeypatch.setattr(launcher, "ROOT_REPORTS_FIRST_S", 0.0)
     with pytest.raises(UserError, match=f"{how} started 2 ranks, but Horovod was built without MPI.*{instead}, or"):
-        initialize.initialise(Launch(how, 0, 2))
+        start.initialise(Launch(how, 0, 2))
     with pytest.raises(FailedElsewhere):
-        initialize.initialise(Launch(how, 1, 2))
+        start.initialise(Launch(how, 1, 2))
 
 
 # --- programs that are started together ---------------------------------------------------------------------------

@@ -135,11 +135,12 @@ def test_a_rank_is_admitted_once(polled: Polled) -> None:
 
 def test_a_rank_that_root_does_not_admit_is_told_so(polled: Polled, monkeypatch: pytest.MonkeyPatch) -> None:
     # It tries twice, and waits for each answer as long as it takes.
-    moments = iter([0, 0, 300, 300, 601])
-    here, root_s = threading.current_thread(), time.monotonic  # root's thread has the real clock
-    clock = SimpleNamespace(
-        monotonic=lambda: next(moments) if threading.current_thread() is here else root_s(), sleep=lambda seconds: None
-    )
+    moments, this_thread = iter([0, 0, 300, 300, 601]), threading.current_thread()
+
+    def monotonic() -> float:
+        return next(moments) if threading.current_thread() is this_thread else time.monotonic()  # root has a real clock
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=lambda seconds: None)
     monkeypatch.setattr(transport, "time", clock)
     with pytest.raises(OSError, match="it does not admit this rank"):
         connect(polled.address._replace(token="0" * 32), 1, 600)

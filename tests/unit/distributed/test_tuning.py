@@ -20,6 +20,7 @@ from horovod_train.distributed.launch.local import (
     is_linked_with_mpi,
     launch_command,
     mpi_problem,
+    run_ranks,
 )
 from horovod_train.distributed.launch.tuning import CYCLE_MS, choose
 
@@ -142,13 +143,14 @@ def test_ranks_of_an_environment_that_is_a_link_meet(tmp_path: Path) -> None:
     """Open MPI hangs where mpirun and its ranks name the folder of the one environment differently."""
     environment = tmp_path / "environment"
     environment.symlink_to(Path(sys.prefix).resolve())
-    command = [*launch_command("mpirun", 2), str(environment / "bin/python"), "-c", local._PRINT_SIZE]
-    finished = local._run_in_session(command, HANGS_AFTER_S)
+    finished = run_ranks("mpirun", 2, [str(environment / "bin/python"), "-c", local._PRINT_SIZE], {}, HANGS_AFTER_S)
     assert finished.stdout.replace("\n", "") == "size=2;size=2;", finished.stderr
 
 
 @pytest.mark.parametrize("on_all_interfaces", [False, True])
-def test_ranks_of_one_host_listen_nowhere_beyond_loopback(*, on_all_interfaces: bool) -> None:
+def test_ranks_of_one_host_listen_nowhere_beyond_loopback(
+    monkeypatch: pytest.MonkeyPatch, *, on_all_interfaces: bool
+) -> None:
     listening = """
 import sys, psutil
 from mpi4py import MPI
@@ -160,7 +162,8 @@ sys.stdout.write("".join(f"{ip};" for ip in found))
     if on_all_interfaces:  # as mpirun does by itself
         at = command.index("--mca")
         command[at : at + 3] = []
-    finished = local._run_in_session([*command, sys.executable, "-c", listening], HANGS_AFTER_S)
+    monkeypatch.setattr(local, "launch_command", lambda way, ranks: command)
+    finished = run_ranks("mpirun", 2, [sys.executable, "-c", listening], {}, HANGS_AFTER_S)
     assert finished.returncode == 0, finished.stderr
     outside = {ip for ip in finished.stdout.replace("\n", "").split(";") if ip} - {"127.0.0.1", "::1"}
     assert bool(outside) == on_all_interfaces

@@ -14,10 +14,10 @@ from conftest import run_process
 
 from horovod_train.config.settings import Config, OptimizerSpec, TrainConfig
 from horovod_train.errors import UserError
+from horovod_train.keras_seams import take_class
 from horovod_train.optim.lars import LARS
 from horovod_train.optim.optimizers import build_optimizer, limit_weight_decay
 from horovod_train.optim.schedules import Horizon
-from horovod_train.subclass import take_class
 
 HORIZON = Horizon(global_batch_size=64, steps_per_epoch=10, total_steps=100)
 

@@ -23,7 +23,7 @@ LAYERS = [
     {"checkpoint", "presets"},
     {"output"},
     {"config"},
-    {"errors", "keras_seams", "open_files", "subclass", "tfrecord_framing"},
+    {"errors", "keras_seams", "open_files", "tfrecord_framing"},
     {"shown_text"},
 ]
 """From top to bottom. A package imports from those below it; siblings do not know each other."""

@@ -100,7 +100,7 @@ def test_words_of_a_text_layer_are_compared() -> None:
         keras.utils.clear_session()
         text = keras.Input((1,), dtype="string")
         vectors = layers.TextVectorization(vocabulary=words, output_sequence_length=4)(text)
-        return layer_contents.contents(keras.Model(text, layers.Embedding(8, 2)(vectors)))
+        return initial_state.contents(keras.Model(text, layers.Embedding(8, 2)(vectors)))
 
     assert built(["good", "bad"]) == built(["good", "bad"])
     assert built(["good", "bad"]) != built(["bad", "good"])

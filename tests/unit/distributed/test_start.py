@@ -1,4 +1,4 @@
-"""What Horovod has opened is shut when elastic ranks part, and nothing else is."""
+"""Elastic ranks shut what Horovod has opened, and nothing else; where the timeline of a start is written."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from horovod.common.exceptions import HorovodInternalError
 
-from horovod_train.distributed.launch import initialize
+from horovod_train.distributed import start
+from horovod_train.distributed.start import forget_timeline, timeline_environment
+from horovod_train.errors import UserError
 
 
 class LeavesOpen:
@@ -46,15 +49,15 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[LeavesOpen]:
     with ExitStack() as ends:
         stands_for = LeavesOpen()
         ends.callback(lambda: [end.close() for end in (stands_for.own, stands_for.other)])
-        monkeypatch.setattr(initialize, "hvd", stands_for)
+        monkeypatch.setattr(start, "hvd", stands_for)
         yield stands_for
 
 
 def test_those_who_wait_for_this_rank_notice_that_it_has_left(horovod: LeavesOpen) -> None:
     before, peer = connected()
-    initialize.connect()
+    start.connect()
     assert not is_at_its_end(horovod.other)
-    initialize.disconnect()
+    start.disconnect()
     assert is_at_its_end(horovod.other)
     assert not is_at_its_end(peer)  # not Horovod's
     before.close()
@@ -62,10 +65,10 @@ def test_those_who_wait_for_this_rank_notice_that_it_has_left(horovod: LeavesOpe
 
 
 def test_a_descriptor_that_now_is_another_socket_is_left_alone(horovod: LeavesOpen) -> None:
-    initialize.connect()
+    start.connect()
     ours, peer = connected()
     os.dup2(ours.fileno(), horovod.own.fileno())
-    initialize.disconnect()
+    start.disconnect()
     assert not is_at_its_end(peer)
     ours.close()
     peer.close()
@@ -77,4 +80,34 @@ def test_ranks_that_do_not_meet_are_a_loss(horovod: LeavesOpen, monkeypatch: pyt
 
     monkeypatch.setattr(horovod, "init", fails)
     with pytest.raises(HorovodInternalError, match="did not meet"):
-        initialize.connect()
+        start.connect()
+
+
+def test_each_start_has_a_file_of_its_own(tmp_path: Path) -> None:
+    paths = []
+    for _ in range(3):
+        (path,) = map(Path, timeline_environment(tmp_path / "run", is_root=True).values())
+        path.touch(exist_ok=False)
+        paths.append(path)
+    assert sorted((tmp_path / "run" / "timeline").iterdir()) == sorted(paths)
+
+
+def test_ranks_other_than_root_name_no_file(tmp_path: Path) -> None:
+    assert timeline_environment(tmp_path / "run", is_root=False) == {"HOROVOD_TIMELINE": "DYNAMIC"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_the_environment_names_is_not_replaced_silently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", "/tmp/mine.json")
+    with pytest.raises(UserError, match=r"^horovod\.timeline: the environment has HOROVOD_TIMELINE=/tmp/mine\.j"):
+        timeline_environment(tmp_path, is_root=True)
+    forget_timeline()
+    assert timeline_environment(tmp_path, is_root=True).keys() == {"HOROVOD_TIMELINE"}
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "timeline").write_text("")
+    with pytest.raises(UserError, match=r"output_dir: cannot write .*timeline: File exists"):
+        timeline_environment(tmp_path, is_root=True)

@@ -1,6 +1,6 @@
-"""BroadcastGlobalVariablesCallback: equal weights and equal steps on all ranks in `model.fit`.
+"""Callbacks that keep the ranks of a `model.fit` alike: equal weights, equal steps, equal means; files by one rank.
 
-The other callbacks of a `model.fit`: file writers run on one rank, those that decide see equal values.
+Also what one callback finds out of the others of the same `fit`. For BackupAndRestore see backup.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # Python's own TimeoutError only from 3.11 on
 from contextlib import ExitStack
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.distributed import objects
+from horovod_train.distributed.group import key_of, name_of
 from horovod_train.distributed.objects import HOST
 from horovod_train.distributed.sync_batch_norm import layers_inside
 from horovod_train.errors import UserError
-from horovod_train.keras.callbacks.averages import MetricAverageCallback
 from horovod_train.keras.callbacks.backup import restore_from_root
 from horovod_train.keras.values import switch_off_xla
-from horovod_train.tensorflow import watch
 from horovod_train.tensorflow.agreement import check_equal, digest, guards
 from horovod_train.tensorflow.broadcasting import broadcast_variables
-from horovod_train.tensorflow.names import key_of, name_of
+from horovod_train.tensorflow.lifetime import begin_watch, exchanging, note_progress
 
 _UNKNOWN, _STOPS = -1, -2
 """Values in place of the number of batches in an epoch."""
@@ -41,7 +41,13 @@ _ADVICE = (
     "Train with hvd.DistributedOptimizer(optimizer), and give this callback local_variables= for those that each rank "
     "keeps"
 )
-
+_FILE_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+)
+_DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 log = logging.getLogger(__name__)
 
@@ -89,20 +95,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local_keys.add(key_of(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        watch.begin()  # before any exchange here: a rank that makes others is then named
+        begin_watch()  # before any exchange here: a rank that makes others is then named
         self._has_broadcast = False
         switch_off_xla(self.model, self.root_rank)
         self._callbacks = callbacks = callbacks_of_fit()
         self._end_epoch = EndEpoch()
         self._has_warned = False
         callbacks.append(self._end_epoch)
-        if guards().files_on_root_only:
-            keep_to_root(callbacks, self.root_rank)
         is_shared = guards().files_on_root_only
-        needs = find_needs(callbacks, self, shares_backup=is_shared)
-        self._averages = MetricAverageCallback(self._device) if needs.averages else None
-        self._compares_losses = needs.losses
-        self._nan_callbacks = take_out(callbacks, keras.callbacks.TerminateOnNaN)
+        if is_shared:
+            _keep_to_root(callbacks, self.root_rank)
+        needs_averages, self._compares_losses = _find_needs(callbacks, self, shares_backup=is_shared)
+        self._averages = MetricAverageCallback(self._device) if needs_averages else None
+        self._nan_callbacks = _take_out(callbacks, keras.callbacks.TerminateOnNaN)
         if is_shared:
             restore_from_root(callbacks, self.model, self.root_rank)
         if self._is_built_on_all_ranks():
@@ -111,7 +116,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _is_built_on_all_ranks(self) -> bool:
         """Collective: return whether all have built the model. Root may have loaded weights that others lack so far."""
         is_built = all(layer.built for layer in layers_inside(self.model))
-        with watch.exchanging("the start of model.fit"):
+        with exchanging("the start of model.fit"):
             return bool(hvd.allreduce(tf.constant([float(is_built)]), op=hvd.Min, name="fit.built").numpy()[0])
 
     def _broadcast(self) -> None:
@@ -147,7 +152,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._check_epoch_is_complete()  # now: the other ranks do not wait for the evaluation
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        watch.note_progress()
+        note_progress()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._check_epoch_is_complete()
@@ -182,7 +187,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         Without this, one rank would stop a batch before the others, whose weights its gradients have spoilt.
         """
         is_finite = loss is None or bool(np.isfinite(float(loss)))
-        with watch.exchanging("TerminateOnNaN"), tf.device(HOST):
+        with exchanging("TerminateOnNaN"), tf.device(HOST):
             all_finite = hvd.allgather(tf.constant([int(is_finite)]), name="fit.finite").numpy()
         if all_finite.all():
             return
@@ -200,13 +205,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _check_agreement(self) -> None:
         """Collective: raise RanksDisagree, on all ranks that train one model, if trainable weights differ."""
         combiner = getattr(self.model.optimizer, "gradient_combiner", None)
-        ranks = combiner.ranks if combiner else hvd.global_process_set
+        ranks = combiner.process_set if combiner else hvd.global_process_set
         if not guards().check_weights or not ranks.included():
             return
         variables = self._without_local(self.model.trainable_variables)
         variables = [variable for variable in variables if not (combiner and combiner.is_local(variable))]
         rank_digests = tf.stack([digest(variable) for variable in variables] or [tf.constant(0, tf.int64)])
-        with watch.exchanging("the end of an epoch of model.fit"):
+        with exchanging("the end of an epoch of model.fit"):
             digests = hvd.allgather(rank_digests[tf.newaxis], name="fit.agreement", process_set=ranks).numpy()
         check_equal(digests, [name_of(variable) for variable in variables] or ["nothing"], ranks, _ADVICE)
 
@@ -223,62 +228,68 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             raise UserError(f"{progress}: a callback stopped it, and not the other ranks. Stop all at the same batch.")
 
 
-def _gather_plans(epoch: int, batches: int) -> list[tuple[int, int]]:
-    """Collective: return the arguments of all ranks. batches: a number, _UNKNOWN or _STOPS."""
-    call = "the end of model.fit" if batches == _STOPS else "the start of an epoch of model.fit"
-    with watch.exchanging(call):
-        plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
-    return [(epoch, batches) for epoch, batches in plans]
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replace each logged value at the end of an epoch by its mean over ranks.
+
+    The result is a mean of means: exact if every rank has seen the same number of records. Put this callback before
+    those that read the logs, so that all ranks decide alike. device: TensorFlow device of the exchange.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self._device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        values = {name: np.asarray(value, np.float64) for name, value in sorted((logs or {}).items())}
+        with exchanging("MetricAverageCallback"):
+            names = objects.gather(list(values), "MetricAverageCallback.names")
+        if differing := [rank for rank, rank_names in enumerate(names) if rank_names != names[0]]:
+            raise UserError(
+                f"model.fit: all ranks must log the same metrics; rank 0 logs {', '.join(names[0])}, rank "
+                f"{differing[0]} logs {', '.join(names[differing[0]])}. Give validation_data to all ranks or to none."
+            )
+        if logs and values:
+            packed = tf.constant(np.concatenate([value.ravel() for value in values.values()]))
+            with exchanging("MetricAverageCallback"), tf.device(self._device):
+                means = hvd.allreduce(packed, op=hvd.Average, name="MetricAverageCallback").numpy()
+            ends = np.cumsum([value.size for value in values.values()])
+            for (name, value), mean in zip(values.items(), np.split(means, ends[:-1]), strict=True):
+                logs[name] = mean.reshape(value.shape) if value.ndim else float(mean[0])
 
 
-def _plans_differ(plans: list[tuple[int, int]]) -> UserError:
-    return UserError(
-        f"model.fit: all ranks must take the same steps; received {_plans_text(plans)}. hvd.shard(x, y) gives each "
-        "rank as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
-    )
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Keras' ModelCheckpoint with save_best_only, which writes on rank 0 only.
 
+    filepath: default best.keras, or best.weights.h5 with save_weights_only; Horovod's has none. The other arguments are
+    Keras'. Put it after MetricAverageCallback.
+    """
 
-def _plans_text(plans: list[tuple[int, int]]) -> str:
-    ranks_by_plan: dict[tuple[int, int], list[int]] = {}
-    for rank, plan in enumerate(plans):
-        ranks_by_plan.setdefault(plan, []).append(rank)
-    return "; ".join(f"{_ranks_text(ranks)}: {_plan_text(*plan)}" for plan, ranks in ranks_by_plan.items())
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        super().__init__(
+            filepath or ("best.weights.h5" if save_weights_only else "best.keras"),
+            monitor=monitor,
+            verbose=verbose if hvd.rank() == 0 else 0,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
 
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
 
-def _plan_text(epoch: int, batches: int) -> str:
-    if batches == _STOPS:
-        return f"stops after epoch {epoch}"
-    return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
-
-
-def _all_ranks_meet_within(seconds: float) -> bool:
-    """Collective: return whether all ranks call this within that time."""
-    meeting: Future[None] = Future()
-
-    def meet() -> None:
-        hvd.allreduce(tf.zeros(1), name="fit.stopped")
-        meeting.set_result(None)
-
-    Thread(target=meet, daemon=True).start()
-    try:
-        meeting.result(seconds)
-    except FutureTimeout:
-        return False
-    return True
-
-
-FILE_WRITERS = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ProgbarLogger,
-)
-DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)
 
 
 def callbacks_of_fit() -> list[keras.callbacks.Callback]:
@@ -334,16 +345,12 @@ def early_ends(callbacks: list[keras.callbacks.Callback]) -> list[int]:
     return [callback.batches for callback in callbacks if isinstance(callback, EndEpoch) and callback.batches]
 
 
-def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
+def _keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> None:
     """Replace callbacks that write files or show progress by one that does nothing, on all ranks except root_rank."""
     if hvd.rank() == root_rank:
         return
-    names = []
-    for index, callback in enumerate(callbacks):
-        if isinstance(callback, FILE_WRITERS):
-            callbacks[index] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
-            if not isinstance(callback, keras.callbacks.ProgbarLogger):
-                names.append(type(callback).__name__)
+    writers = _take_out(callbacks, _FILE_WRITERS)
+    names = [type(writer).__name__ for writer in writers if not isinstance(writer, keras.callbacks.ProgbarLogger)]
     if names and hvd.rank() == (1 if root_rank == 0 else 0):
         verb = "runs" if len(names) == 1 else "run"
         log.warning(
@@ -352,47 +359,92 @@ def keep_to_root(callbacks: list[keras.callbacks.Callback], root_rank: int) -> N
         )
 
 
-class Needs(NamedTuple):
-    """What the broadcasting callback does for others of the same `fit`, on all ranks alike."""
-
-    averages: bool
-    """Average the logs of an epoch, because callbacks would decide differently."""
-    losses: bool
-    """Compare after each batch whether losses are finite, because TerminateOnNaN would stop one rank first."""
-
-
-def find_needs(
+def _find_needs(
     callbacks: list[keras.callbacks.Callback], broadcaster: keras.callbacks.Callback, *, shares_backup: bool
-) -> Needs:
-    """Collective: return what `broadcaster` must do for the other callbacks.
+) -> tuple[bool, bool]:
+    """Collective: return what `broadcaster` must do for the other callbacks, True on all ranks if on any.
 
-    True on all ranks if on any: a script may give such a callback to one rank only. shares_backup: whether root's
-    BackupAndRestore is for all ranks. Raises UserError on all ranks if on one of them a callback comes before
-    `broadcaster` that needs it.
+    First, whether to average the logs of an epoch, because callbacks would decide differently. Second, whether to
+    compare after each batch if losses are finite, because TerminateOnNaN would stop one rank first. A script may give
+    such a callback to one rank only. shares_backup: whether root's BackupAndRestore is for all ranks.
+
+    Raises UserError on all ranks if on one of them a callback comes before `broadcaster` that needs it.
     """
-    deciding = [callback for callback in callbacks if isinstance(callback, DECIDERS)]
+    deciding = [callback for callback in callbacks if isinstance(callback, _DECIDERS)]
     earlier = callbacks[: callbacks.index(deciding[0])] if deciding else []
     needs_averages = bool(deciding) and not any(isinstance(callback, MetricAverageCallback) for callback in earlier)
-    dependent = (*(DECIDERS if needs_averages else ()), *((keras.callbacks.BackupAndRestore,) if shares_backup else ()))
+    dependent = (
+        *(_DECIDERS if needs_averages else ()),
+        *((keras.callbacks.BackupAndRestore,) if shares_backup else ()),
+    )
     before = callbacks[: callbacks.index(broadcaster)] if broadcaster in callbacks else []
     too_early = [type(callback).__name__ for callback in before if isinstance(callback, dependent)]
     needs_losses = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in callbacks)
     flags = tf.constant([float(needs_averages), float(needs_losses), float(bool(too_early))])
-    with watch.exchanging("the start of model.fit"):
+    with exchanging("the start of model.fit"):
         any_averages, any_losses, any_early = hvd.allreduce(flags, op=hvd.Sum, name="fit.needs").numpy()
     if any_early:
         raise UserError(
             f"model.fit: {', '.join(too_early) or 'EarlyStopping'} must come after {type(broadcaster).__name__} in "
             "callbacks, so that all ranks decide on the same means and restore what root has saved."
         )
-    return Needs(bool(any_averages), bool(any_losses))
+    return bool(any_averages), bool(any_losses)
 
 
-def take_out(callbacks: list[keras.callbacks.Callback], kind: type) -> list[Any]:
-    """Replace the callbacks of a kind by one that does nothing; return them."""
+def _take_out(callbacks: list[keras.callbacks.Callback], kind: type | tuple[type, ...]) -> list[Any]:
+    """Replace the callbacks of a kind, or of several, by one that does nothing; return them."""
     taken = []
     for index, callback in enumerate(callbacks):
         if isinstance(callback, kind):
             callbacks[index] = keras.callbacks.Callback()  # in its place, because Keras may be going through the list
             taken.append(callback)
     return taken
+
+
+def _gather_plans(epoch: int, batches: int) -> list[tuple[int, int]]:
+    """Collective: return the arguments of all ranks. batches: a number, _UNKNOWN or _STOPS."""
+    call = "the end of model.fit" if batches == _STOPS else "the start of an epoch of model.fit"
+    with exchanging(call):
+        plans = hvd.allgather(tf.constant([[epoch, batches]], tf.int64), name="fit.plan").numpy().tolist()
+    return [(epoch, batches) for epoch, batches in plans]
+
+
+def _plans_differ(plans: list[tuple[int, int]]) -> UserError:
+    return UserError(
+        f"model.fit: all ranks must take the same steps; received {_plans_text(plans)}. hvd.shard(x, y) gives each "
+        "rank as many rows; callbacks that stop training must decide alike, after MetricAverageCallback()."
+    )
+
+
+def _plans_text(plans: list[tuple[int, int]]) -> str:
+    ranks_by_plan: dict[tuple[int, int], list[int]] = {}
+    for rank, plan in enumerate(plans):
+        ranks_by_plan.setdefault(plan, []).append(rank)
+    return "; ".join(f"{_ranks_text(ranks)}: {_plan_text(*plan)}" for plan, ranks in ranks_by_plan.items())
+
+
+def _plan_text(epoch: int, batches: int) -> str:
+    if batches == _STOPS:
+        return f"stops after epoch {epoch}"
+    return f"epoch {epoch} of {'an unknown number of' if batches == _UNKNOWN else batches} batches"
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def _all_ranks_meet_within(seconds: float) -> bool:
+    """Collective: return whether all ranks call this within that time."""
+    meeting: Future[None] = Future()
+
+    def meet() -> None:
+        hvd.allreduce(tf.zeros(1), name="fit.stopped")
+        meeting.set_result(None)
+
+    Thread(target=meet, daemon=True).start()
+    try:
+        meeting.result(seconds)
+    except FutureTimeout:
+        return False
+    return True
