@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -43,20 +42,21 @@ from horovod_train.output.removal import Artifact, check, remove, rename, replac
 log = logging.getLogger(__name__)
 
 
-class Store(Protocol):
-    """The checkpoints of a run. Only root has some: CheckpointStore; the other ranks have NullStore."""
+class Store:
+    """A store without checkpoints, which ranks other than root have: finds nothing, writes nothing, never fails."""
 
     @property
     def write_s(self) -> float:
         """Seconds that the last whole save took, or that the current save has taken so far, if that is more."""
+        return 0.0
 
     @property
     def step_under_way(self) -> int | None:
         """The step whose checkpoint is being written, if any."""
+        return None
 
-    @property
-    def given_up(self) -> str | None:
-        """Why the run must end, because no later save is likely to succeed; None if one may."""
+    given_up: str | None = None
+    """Why the run must end, because no later save is likely to succeed; None if one may."""
 
     def check_room(self, bytes_each: int, most: int) -> None:
         """Warn if the disk has no room for so many checkpoints. Raises UserError if it has none for one more."""
@@ -66,6 +66,7 @@ class Store(Protocol):
 
         auto renames newer damaged ones and reports that.
         """
+        return None
 
     def rewind(self, step: int) -> None:
         """Set aside the checkpoints after `step`: the run resumes from there, and "auto" must not find them.
@@ -81,39 +82,19 @@ class Store(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> str | None:
         """Wait until nothing is being written. Return why the last save failed; None if it did not or there is none."""
+        return None
 
     def finish(self, timeout_s: float) -> None:
         """For a run that fails: wait for the checkpoint being written, and report the last good one."""
 
 
-class NullStore:
-    """The store of every rank except root: finds nothing, writes nothing, never fails."""
-
-    write_s = 0.0
-    step_under_way = None
-    given_up = None
-
-    def check_room(self, bytes_each: int, most: int) -> None: ...
-
-    def find(self, resume: str) -> None: ...
-
-    def rewind(self, step: int) -> None: ...
-
-    def save(self, arrays: Mapping[str, np.ndarray], facts: Facts) -> None: ...
-
-    def wait(self, timeout_s: float | None = None) -> None: ...
-
-    def finish(self, timeout_s: float) -> None: ...
-
-
-class CheckpointStore:
-    """The checkpoints in one folder, written by one thread at a time. See Store for the methods."""
+class CheckpointStore(Store):
+    """The checkpoints in one folder, written by one thread at a time."""
 
     def __init__(
         self, folder: Path, keep: int, is_ours: Callable[[], bool], max_failed_saves: int | None = None
     ) -> None:
         self.checkpoints, self.keep = CheckpointSet(folder, is_ours), keep
-        self.given_up: str | None = None
         self._max_failed_saves, self._failed_saves = max_failed_saves, 0
         self._writer: threading.Thread | None = None
         self._step = 0
@@ -273,7 +254,7 @@ def open_store(
     max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
     """
     if directory is None:
-        return NullStore()
+        return Store()
     return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
 
 

@@ -15,7 +15,7 @@ from horovod_train.commands.cli import check_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import PREDICTIONS
+from horovod_train.inference.predictions import PREDICTIONS
 from horovod_train.output import logs
 from horovod_train.output.console import to_stdout
 

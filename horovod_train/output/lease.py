@@ -31,7 +31,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Protocol
 
 from horovod_train.errors import UserError
 from horovod_train.output.files import must_be_writable
@@ -51,33 +50,24 @@ SETTLE_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Lease(Protocol):
-    lost: str | None
+class Lease:
+    """A lease of nothing, which ranks other than root have: nothing to keep, nothing to lose."""
+
+    lost: str | None = None
     """Which run has taken the directory from this run; None if none has."""
 
     def is_ours(self) -> bool:
         """Read the file now; return whether no other run has taken the directory. If unreadable, nothing changes."""
+        return True
 
     def close(self) -> None:
         """End the lease; remove the file, unless another run owns it by now."""
 
 
-class NullLease:
-    """The lease of every rank except root: nothing to keep, nothing to lose."""
-
-    lost: str | None = None
-
-    def is_ours(self) -> bool:
-        return True
-
-    def close(self) -> None: ...
-
-
-class FileLease:
+class FileLease(Lease):
     """The lease of root. A thread updates the file's modification time every REFRESH_S."""
 
     def __init__(self, path: Path, holder: Holder, refreshed: float, refresh_s: float, stale_s: float) -> None:
-        self.lost: str | None = None
         self._path, self._holder, self._refresh_s, self._stale_s = path, holder, refresh_s, stale_s
         self._refreshed = refreshed
         self._released = threading.Event()
@@ -142,7 +132,7 @@ def open_lease(
     Raises UserError if another run has the directory or the lease cannot be written.
     """
     if directory is None:
-        return NullLease()
+        return Lease()
     path, mine = directory / NAME, describe_me(job)
     probe = directory / f".{NAME}.{mine.token}"
     with must_be_writable(path):

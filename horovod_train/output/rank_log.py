@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_train.errors import UserError
 from horovod_train.output.console import to_stderr
@@ -35,10 +35,10 @@ FOLDER = "logs"
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
 
 
-class RankLog(Protocol):
-    """The log of one rank: a FileRankLog, or a NullRankLog where there is no run directory."""
+class RankLog:
+    """The log of one rank. This one, without a run directory, drops lines and shows stacks on standard error."""
 
-    name: str
+    name = ""
     """Path of the file in the run directory; empty without one."""
 
     def write(self, kind: str, text: str) -> None:
@@ -46,11 +46,14 @@ class RankLog(Protocol):
 
     def write_stacks(self, why: str) -> None:
         """Add the stacks of all threads of this process."""
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
     def end_process_after(self, seconds: float) -> None:
         """End this process after `seconds`, with exit code 1 and its stacks here, even while Python shuts down."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
+    def write_traceback(self, error: BaseException, kind: str = "failed") -> None:
+        """Add the traceback of an error."""
 
     def end(self, ended: str, exit_code: int, **facts: Any) -> None:
         """Write for programs how this rank ended; a later call replaces the earlier result.
@@ -59,25 +62,7 @@ class RankLog(Protocol):
         """
 
 
-class NullRankLog:
-    """Drops all lines, and writes stacks to standard error."""
-
-    name = ""
-
-    def write(self, kind: str, text: str) -> None: ...
-
-    def write_stacks(self, why: str) -> None:
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-
-    def end_process_after(self, seconds: float) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
-
-    def write_traceback(self, error: BaseException, kind: str = "failed") -> None: ...
-
-    def end(self, ended: str, exit_code: int, **facts: Any) -> None: ...
-
-
-class FileRankLog:
+class FileRankLog(RankLog):
     """Appends to the rank's file in `folder`; safe to use from several threads."""
 
     def __init__(self, folder: Path, rank: int, host: str) -> None:
@@ -146,7 +131,7 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str)
     except OSError as error:
         reason = error.strerror or str(error)
         to_stderr(f"warning: rank {rank} ({host}) keeps no log: {error.filename}: {reason}")
-        return NullRankLog()
+        return RankLog()
     log.write("start", start_text)
     return log
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 
-from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.config.loader import dump
 from horovod_train.config.settings import Config
 from horovod_train.distributed import consistency

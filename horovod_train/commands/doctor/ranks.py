@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_train.commands.doctor.check_result import CheckResult, fail, ok, warning
+from horovod_train.commands.doctor import CheckResult, fail, ok, warning
 from horovod_train.distributed.device import list_gpus
 from horovod_train.distributed.group import WorkerGroup
 from horovod_train.distributed.horovod_info import Speed, measure_allreduce, mpi_place, scheduler_tasks

@@ -42,9 +42,9 @@ def test_late_and_local_exchange_go_on_where_they_were(rank_facts: RankFacts) ->
 UNGUARDED = """
 import sys
 from horovod_train import main
-from horovod_train.output import tensorflow_noise
+from horovod_train.output import logs
 from horovod_train.training import stopping
-tensorflow_noise.load_tensorflow()
+logs.load_tensorflow()
 import tensorflow as tf
 from horovod_train.training import state
 from horovod_train.training.steps import optimizers, step

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from horovod_train.commands.cli import Parser, add_config_arguments, config_parts, split_overrides
+from horovod_train.commands.evaluate import FIGURES
 from horovod_train.commands.explain import explain, resumes_by_itself
 from horovod_train.commands.watch import Follower
 from horovod_train.config.registry import call
 from horovod_train.config.settings import Spec
 from horovod_train.errors import UserError
-from horovod_train.inference.artifacts import FIGURES, PREDICTIONS
+from horovod_train.inference.predictions import PREDICTIONS
 from horovod_train.output.metrics import METRICS, PARAMETERS, TIMES, MetricsFile
 from horovod_train.output.rank_log import end_file, introduction, make_folder, open_rank_log
 from horovod_train.output.removal import Artifact, NotOurs, check
