@@ -10,8 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from horovod_train.commands import cli
-from horovod_train.commands.cli import check_out, write_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run, write_out
 from horovod_train.data.dataset import look_before_start
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
@@ -32,12 +31,12 @@ FIGURES = Artifact("a file that evaluate wrote", ".+", content_matches=_is_figur
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--out", metavar="FILE.json", help="also write the figures there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config, checkpoint = cli.choose(arguments)
+    config, checkpoint = choose_run(arguments)
     if not config.data.eval:
         raise UserError("data.eval: is required: the records to evaluate.")
     if arguments.out:

@@ -11,8 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from horovod_train.commands import cli
-from horovod_train.commands.cli import check_out
+from horovod_train.commands.cli import add_run_arguments, check_out, choose_run
 from horovod_train.distributed.launch import launcher
 from horovod_train.errors import UserError
 from horovod_train.output import logs
@@ -31,7 +30,7 @@ _SAVED_MODEL_DRAFT = Artifact(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_arguments(parser)
+    add_run_arguments(parser)
     parser.add_argument("--out", required=True, metavar="FILE.keras|DIR", help="a Keras file, or a SavedModel's folder")
     parser.add_argument("--force", action="store_true", help="replace it if it exists")
 
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if launcher.detect().size > 1:
         raise UserError("export: one process is enough; start it without horovodrun or mpirun.")
-    config, checkpoint = cli.choose(arguments)
+    config, checkpoint = choose_run(arguments)
     out = Path(os.path.abspath(arguments.out))
     artifact, unfinished = (KERAS_FILE, _KERAS_DRAFT) if out.suffix == ".keras" else (SAVED_MODEL, _SAVED_MODEL_DRAFT)
     check_out("--out", str(out), artifact)

@@ -42,9 +42,7 @@ NOTICE_S = 300
 """A checkpoint of some GB to a busy file server takes minutes."""
 CPUS_PER_GPU = 8
 """Default number of threads that read and decode for one GPU: what eight-GPU hosts can spare for each."""
-
 LAUNCHES = ("srun", "srun-pmix", "mpirun", "horovodrun")
-
 GIVE_HERE = {"nodes", "gpus-per-node", "cpus-per-task", "gres", "mem", "time", "partition", "account"}
 """Options of sbatch that are options of this command too."""
 FIXED = {"ntasks", "ntasks-per-node", "tasks-per-node", "export", "signal", "requeue", "no-requeue"}

@@ -1,4 +1,4 @@
-"""Where log lines go during a run: root's console, the file of each rank, and nothing afterwards; loading TensorFlow."""
+"""Where log lines go during a run: root's console and the file of each rank. How TensorFlow is loaded."""
 
 from __future__ import annotations
 
