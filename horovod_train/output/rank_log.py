@@ -1,11 +1,7 @@
 """Logs of each rank in the run directory: `logs/rank-N.log` for people, `rank-N.end.json` for programs.
 
-A line is `TIME KIND TEXT`; continuation lines are indented. Best effort: a rank whose host cannot write there continues
-without a log. Does not decide what is worth a line.
-
-Reads what each rank left: its log, start by start, and how its last start ended. rank_log writes them.
-
-Does not judge what happened; see commands/explain.
+Writes and reads them. A line is `TIME KIND TEXT`; continuation lines are indented. Best effort: a rank whose host
+cannot write there continues without a log. Does not decide what is worth a line; explain judges what happened.
 """
 
 from __future__ import annotations
@@ -32,7 +28,12 @@ from horovod_train.output.removal import Artifact, remove
 from horovod_train.shown_text import printable, without_secrets
 
 FOLDER = "logs"
+TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
+"""Kinds of entries that tell of trouble."""
 _END = Artifact("the note of how a rank ended", r"rank-\d+\.end\.json")
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
+_INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
+_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
 
 
 class RankLog:
@@ -137,7 +138,7 @@ def open_rank_log(run_dir: str | Path, rank: int, host: str, *, start_text: str)
 
 
 def introduction(rank: int, size: int, launcher: str, host: str, about: str = "") -> str:
-    """Return the first text of a log on each start, which rank_log_reader reads. about: more facts about this rank."""
+    """Return the text of "start", which read_introduction reads. about: more facts about this rank."""
     text = f"rank {rank} of {size}, launcher {launcher}, process {os.getpid()} on {host}"
     return f"{text}; {about}" if about else text
 
@@ -152,13 +153,6 @@ def end_file(folder: Path, rank: int) -> Path:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
-
-
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d")
-_INTRODUCTION = re.compile(r"rank (\d+) of (\d+), launcher (\S+), process (\d+) on ([^\s;]+)")
-_PHASE = re.compile(r"(\w+)(?:.* after step (\d+))?")
-TROUBLE = ("slow", "stall", "cause", "lost", "failed", "error")
-"""Kinds of entries that tell of trouble."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +207,42 @@ def read_starts_of_root(run_dir: Path) -> list[RankStory]:
     return _read_starts(path) if path.exists() else []
 
 
+def _read_starts(path: Path) -> list[RankStory]:
+    starts: list[list[Entry]] = []
+    try:
+        lines = lines_in(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    for line in lines:
+        entry = read_line(line)
+        if entry and entry.kind == "start":
+            starts.append([])
+        if starts and entry:
+            starts[-1].append(entry)
+        elif starts:  # continues the line above
+            last = starts[-1].pop()
+            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
+    stories = [
+        RankStory(**vars(about), entries=tuple(entries), end=None)
+        for entries in starts
+        if (about := read_introduction(entries[0].text))
+    ]
+    if stories:
+        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
+    return stories
+
+
+def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
+    """Return the end that the process of a story has written, if it has."""
+    try:
+        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
+        datetime.fromisoformat(end["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
+    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None
+
+
 def read_line(line: str) -> Entry | None:
     """Return the entry that begins in a line of a log; None for a line that continues one."""
     time, kind, text = (*line.split(" ", 2), "", "")[:3]
@@ -244,40 +274,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts.append([rank])
     ranges = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges}"
-
-
-def _read_starts(path: Path) -> list[RankStory]:
-    starts: list[list[Entry]] = []
-    try:
-        lines = lines_in(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
-    for line in lines:
-        entry = read_line(line)
-        if entry and entry.kind == "start":
-            starts.append([])
-        if starts and entry:
-            starts[-1].append(entry)
-        elif starts:  # continues the line above
-            last = starts[-1].pop()
-            starts[-1].append(replace(last, text=f"{last.text}\n{line}"))
-    stories = [story for story in map(_story, starts) if story is not None]
-    if stories:
-        stories[-1] = replace(stories[-1], end=_read_end(path.parent, stories[-1]))
-    return stories
-
-
-def _story(entries: Sequence[Entry]) -> RankStory | None:
-    introduction = read_introduction(entries[0].text)
-    return RankStory(**vars(introduction), entries=tuple(entries), end=None) if introduction else None
-
-
-def _read_end(folder: Path, story: RankStory) -> Mapping[str, Any] | None:
-    """Return the end that the process of a story has written, if it has."""
-    try:
-        end = json.loads(end_file(folder, story.rank).read_text(encoding="utf-8"))
-        datetime.fromisoformat(end["time"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    is_complete = {"ended", "exit_code", "host", "pid"} <= end.keys()
-    return end if is_complete and (end["host"], end["pid"]) == (story.host, story.pid) else None

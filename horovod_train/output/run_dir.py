@@ -39,8 +39,8 @@ from horovod_train.output.metrics import (
 )
 from horovod_train.output.removal import Artifact, begins, check
 from horovod_train.output.tensorboard import TensorBoard, TensorBoardWriter
-from horovod_train.output.trackers import Trackers, load_trackers, open_trackers
-from horovod_train.output.trackers.sender import Ended
+from horovod_train.output.trackers import Trackers, build_trackers, load_trackers
+from horovod_train.output.trackers.sender import Ended, Sender
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +258,8 @@ def open_output(directory: str, config: LogConfig, *, is_root: bool, launched: b
     path = check_writable(directory)
     user_writers = [call(writer, Spec(name), "log.writers", directory=path) for name, writer in writers.items()]
     bar = config.progress == "bar" or (config.progress == "auto" and sys.stdout.isatty() and not launched)
-    trackers = open_trackers(config.trackers, path)
+    built = zip(config.trackers, build_trackers(config.trackers), strict=True)
+    trackers = Trackers([Sender(spec.name, tracker, path) for spec, tracker in built])
     return RunOutput(path, tensorboard=config.tensorboard, bar=bar, user_writers=user_writers, trackers=trackers)
 
 
