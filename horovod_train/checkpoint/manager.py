@@ -1,11 +1,7 @@
 """Manages the checkpoints of a run: finds the one to start from, saves in the background, keeps newest and best.
 
 Does not decide when to save, or which is best; see training.hooks. Only root has a store: it reads and writes, and the
-other ranks get everything by broadcast. tensors defines one checkpoint, folder several.
-
-The checkpoints of a run in one folder: names, listing, atomic renames, removal.
-
-Writes no checkpoint itself (see tensors) and does not decide which to keep (see manager).
+other ranks get everything by broadcast. tensors defines the content of one checkpoint.
 """
 
 from __future__ import annotations
@@ -38,6 +34,13 @@ from horovod_train.checkpoint.manifest import MANIFEST, Damaged, reason
 from horovod_train.checkpoint.tensors import PREFIX, Checkpoint, Facts, sync, verify, write
 from horovod_train.errors import UserError
 from horovod_train.output.removal import Artifact, check, remove, rename, replace
+
+_INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
+_CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
+_HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
+_LINK = Artifact(
+    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,30 @@ class Store:
 
     def finish(self, timeout_s: float) -> None:
         """For a run that fails: wait for the checkpoint being written, and report the last good one."""
+
+
+def open_store(
+    directory: Path | None,
+    keep: int,
+    is_ours: Callable[[], bool] = lambda: True,
+    max_failed_saves: int | None = None,
+) -> Store:
+    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
+
+    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
+    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
+    """
+    if directory is None:
+        return Store()
+    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
+
+
+def open_checkpoint(path: str, where: str) -> Checkpoint:
+    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
+
+    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
+    """
+    return read_at(path, where, verify)
 
 
 class CheckpointStore(Store):
@@ -178,7 +205,7 @@ class CheckpointStore(Store):
                 self.checkpoints.put_in_place(partial, facts.step)
             except BaseException:
                 with suppress(OSError):
-                    self.checkpoints.remove_partial(partial)
+                    remove(partial, _HIDDEN)
                 raise
         except (OSError, tf.errors.OpError) as error:
             folder = self.checkpoints.folder
@@ -242,30 +269,6 @@ class CheckpointStore(Store):
             log.warning(f"{path} is damaged: {damage}. It cannot be renamed: {reason(error)}.")
 
 
-def open_store(
-    directory: Path | None,
-    keep: int,
-    is_ours: Callable[[], bool] = lambda: True,
-    max_failed_saves: int | None = None,
-) -> Store:
-    """Open the checkpoints under a run directory; without one (not root) return a store that does nothing.
-
-    is_ours: whether the run still owns its directory (see lease); asked before anything is renamed or removed.
-    max_failed_saves: in a row, after which the store gives up; None: it tries again at each save.
-    """
-    if directory is None:
-        return Store()
-    return CheckpointStore(directory / CHECKPOINTS, keep, is_ours, max_failed_saves)
-
-
-_INSIDE = (re.escape(MANIFEST), rf"{PREFIX}[^/]*")
-_CHECKPOINT = Artifact("a checkpoint", STEP_NAME, "folder", _INSIDE)
-_HIDDEN = Artifact("a checkpoint", rf"\.{STEP_NAME}\.(replaced|removed|[0-9a-f]+\.partial)", "folder", _INSIDE)
-_LINK = Artifact(
-    "a link to a checkpoint", rf"\.?{BEST}", "link", content_matches=lambda path: step_of(os.readlink(path)) is not None
-)
-
-
 class CheckpointSet:
     """The folders `step-000000460/` and so on.
 
@@ -309,10 +312,6 @@ class CheckpointSet:
         sync(self.folder)
         with suppress(OSError):  # clear_leftovers tries again
             remove(replaced_path, _HIDDEN)
-
-    def remove_partial(self, partial: Path) -> None:
-        """Remove what a failed save has written."""
-        remove(partial, _HIDDEN)
 
     def mark_best(self, step: int) -> int:
         """Point the link at the best checkpoint; return its step.
@@ -378,11 +377,3 @@ class CheckpointSet:
 
     def _hidden(self, step: int, suffix: str) -> Path:
         return self.folder / f".{step_name(step)}{suffix}"
-
-
-def open_checkpoint(path: str, where: str) -> Checkpoint:
-    """Return the verified checkpoint at a path: a checkpoint, or the newest in a checkpoints folder or run directory.
-
-    Changes nothing there. where: the setting that the path came from, for the UserError if there is no whole one.
-    """
-    return read_at(path, where, verify)

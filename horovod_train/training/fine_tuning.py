@@ -14,7 +14,6 @@ from typing import Any
 import keras
 
 from horovod_train.config.registry import find
-from horovod_train.config.rules import unfrozen_by_epoch
 from horovod_train.config.settings import ModelSpec
 from horovod_train.distributed.group import as_tf_variable
 from horovod_train.distributed.sync_batch_norm import layers_inside
@@ -39,7 +38,7 @@ class Freezing:
         paths = [weight.path for weight in model.weights if not is_lora(weight.path)]
         self._frozen = _matching(spec.freeze, paths, "model.freeze")
         self._unfrozen: dict[int, set[str]] = {}
-        for epoch, patterns in unfrozen_by_epoch(spec):
+        for epoch, patterns in spec.unfrozen_by_epoch():
             where, earlier = f"model.unfreeze.{epoch}", {path for paths in self._unfrozen.values() for path in paths}
             self._unfrozen[epoch] = _matching(patterns, sorted(self._frozen - earlier), where)
         if self._frozen and not any(was and weight.path not in self._frozen for weight, was in self._weights):

@@ -550,36 +550,3 @@ def test_another_users_process_that_proc_hides_counts_as_running() -> None:
     command = ["unshare", "-m", "sh", "-c", as_other, "-", sys.executable, "-c", HIDDEN]
     finished = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert finished.stdout.split() == ["False", "True"]
-
-
-NEVER_FREED = """
-import atexit, os
-from horovod_train import main
-
-class Held:
-    def __del__(self):
-        print("is freed", flush=True)
-        os.read(os.pipe()[0], 1)
-
-def train():
-    atexit.register(print, "Horovod's end", flush=True)
-    return {exit_code}
-
-held = Held()
-main.main = train
-main.entry()
-"""
-
-
-def test_a_failed_program_does_not_wait_for_what_python_frees_at_its_end() -> None:
-    """A failed run ended a minute late, or with the exit code of an alarm, waiting for an iterator of tf.data."""
-    code = NEVER_FREED.replace("{exit_code}", "2")
-    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
-    assert (failed.returncode, failed.stdout) == (2, "Horovod's end\n")
-    code = NEVER_FREED.replace("{exit_code}", "0")  # the negative: nothing else ends it
-    done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert done.stdout is not None
-    assert [done.stdout.readline(), done.stdout.readline()] == ["Horovod's end\n", "is freed\n"]
-    done.kill()
-    done.wait()
-    done.stdout.close()
