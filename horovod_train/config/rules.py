@@ -108,8 +108,11 @@ def _without_files(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.source is None:
         return
     if ":" not in data.source.name:
-        problem = f"expected package.module:Class; received {data.source.name!r}. Files of a known kind need none: "
-        yield "data.source", f"{problem}data.train alone names them."
+        problem = (
+            f"expected package.module:Class; received {data.source.name!r}. Files of a known kind need none: "
+            "data.train alone names them."
+        )
+        yield "data.source", problem
     for key in ("parse", "index_dir", "stage_dir"):
         if getattr(data, key):
             yield f"data.{key}", "is for files, and has no effect beside data.source. Leave it out."
@@ -251,8 +254,8 @@ def _without_effect(config: Config, section: Any, prefix: str = "") -> Iterator[
             continue
         for need in filter(lambda need: not holds(need, config), NEEDS.get(key, ())):
             values = "; ".join(f"{name} is {_as_yaml(lookup(config, name))}" for name in keys_of(need))
-            advice = f"Leave it out, or give its default: {_as_yaml(default)}."
-            yield key, f"has no effect unless {need}; {values}. {advice}"
+            default_text = _as_yaml(default)
+            yield key, f"has no effect unless {need}; {values}. Leave it out, or give its default: {default_text}."
 
 
 def keys_of(need: str) -> list[str]:
